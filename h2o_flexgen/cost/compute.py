@@ -99,6 +99,10 @@ class Compute:
     def _attn(self, unit: UnitSpec, step: int, rows: int, batch: int) -> Parts:
         block, layer = self._block, unit.layer or 0
         spec, tokens = block.spec, self._tokens(step, rows)
+        kept = self._elementwise(2 * block.kept_bytes(layer, batch))  # states are read, and written
+        if not spec.attends(layer):
+            products = self._chunked(unit.products, self._parts(step, rows))
+            return {"products": products, "elementwise": kept + self._half(tokens, attn=True)}
         query, kv = block.query_width, block.kv_width
         elementwise = self._half(tokens, attn=True)
         if spec.arch.qk_norm:
@@ -110,8 +114,8 @@ class Compute:
             attend = self._decode(layer, step, rows, batch)
         else:
             attend = self._prompt(layer, rows, batch)
-        attend["elementwise"] = attend.get("elementwise", 0.0) + elementwise
-        return {**attend, "products": self._chunked("attn", self._parts(step, rows))}
+        attend["elementwise"] = attend.get("elementwise", 0.0) + elementwise + kept
+        return {**attend, "products": self._chunked(unit.products, self._parts(step, rows))}
 
     def _mlp(self, unit: UnitSpec, step: int, rows: int, batch: int) -> Parts:
         spec = self._block.spec

@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 
 from h2o_flexgen.config.hardware.profile import HardwareProfile
 from h2o_flexgen.config.model.spec import ModelSpec, UnitSpec
-from h2o_flexgen.config.model.tensors import PAGE, dtype_bytes, round_up
+from h2o_flexgen.config.model.tensors import PAGE, dtype_bytes, round_up, states_bytes
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.placement import Placement
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY
@@ -117,7 +117,7 @@ class CostInputs:
             alike: tuple[object, ...] = (unit.index,)
             if unit.layer is not None:
                 last, window = unit.layer == self.spec.num_layers - 1, self.spec.arch.window_of(unit.layer)
-                alike = (unit.products, last, self.request.budgets[unit.layer], window)
+                alike = (unit.products, last, self.request.budgets[unit.layer], window, self.spec.states_of(unit.layer))
             for batch, rows in enumerate(self.rows):
                 cache = None if unit.layer is None else self.placement.cache[unit.layer, batch]
                 place = (unit.index, batch)
@@ -146,6 +146,10 @@ class CostInputs:
         budget = self.request.budgets[layer]
         slots = self.request.slots[self.spec.source_of(layer)]
         return min(min(self.prompt_len, budget.after_prompt) + step, slots)
+
+    def kept_bytes(self, layer: int, batch: int) -> int:
+        """Bytes of the states of a GPU batch's rows in `layer`."""
+        return states_bytes(self.spec.states_of(layer), self.rows[batch], self.request.dtype)
 
     def attention_device(self, layer: int, batch: int) -> str:
         """Where the attention over a cache is computed in decode steps."""
@@ -280,14 +284,16 @@ class Moves:
         return {group.key: group.buffer_bytes(self._block.request.dtype) for group in self._block.spec.weight_groups}
 
     def state_bytes(self, task: Task) -> int:
-        """Bytes of a cache or hidden task. A cache's store between two rewrites moves nothing: its tokens wait."""
+        """Bytes of a cache or hidden task. A cache's store between two rewrites moves states alone: its tokens wait."""
         block, unit = self._block, self._block.spec.units[task.unit]
         if block.stays(task):
             return 0
         if task.kind in (TaskKind.LOAD_CACHE, TaskKind.STORE_CACHE):
+            layer = unit.layer or 0
+            states = block.kept_bytes(layer, task.batch)
             if task.kind is TaskKind.STORE_CACHE and task.step % REWRITE_EVERY:
-                return 0
-            return self.cache_bytes(unit.layer or 0, task.batch)
+                return states
+            return states + self.cache_bytes(layer, task.batch)
         store, last = task.kind is TaskKind.STORE_HIDDEN, unit.layer == block.spec.num_layers - 1
         # After the last layer's attention only each prompt's last token goes on.
         ends_only = unit.kind == "head" or (last and (unit.kind == "mlp" or (unit.kind == "attn" and store)))
@@ -349,8 +355,11 @@ class Moves:
         for (unit, batch), alike in block.alike.items():
             place = block.spec.units[unit].layer or 0, batch
             if block.spec.units[unit].kind == "attn" and place in block.shape.cache_moves:
-                tier, nbytes = block.placement.cache[place], self.cache_bytes(*place)
-                self._add(found, "cache", tier, nbytes, inward=alike * loads, outward=alike * stores)
+                tier, kept = block.placement.cache[place], block.kept_bytes(*place)
+                written = len(steps) - (block.steps - 1 in steps)  # states, in every step but the last
+                for nbytes, outward in ((self.cache_bytes(*place), stores), (kept, written)):
+                    if nbytes:
+                        self._add(found, "cache", tier, nbytes, inward=alike * loads, outward=alike * outward)
         for (unit, batch), alike in block.alike.items():
             for step, times in passes if unit > 0 and batch in block.shape.hidden_moves else ():
                 # What a unit loads, the one before it has stored.

@@ -225,6 +225,9 @@ class BatchPrices:
                 yield Task(TaskKind.LOAD_CACHE, step, unit, batch), 1.0
             stores = sum(each % REWRITE_EVERY == 0 and each < last for each in passes)
             yield Task(TaskKind.STORE_CACHE, 0, unit, batch), stores / len(passes)
+            if self._model.kept_bytes(self._model.spec.units[unit].layer or 0, batch):
+                between = sum(each % REWRITE_EVERY != 0 and each < last for each in passes)  # states alone
+                yield Task(TaskKind.STORE_CACHE, 1, unit, batch), between / len(passes)
         if self._parked(unit):
             yield Task(TaskKind.LOAD_HIDDEN, step, unit, batch), 1.0
         if self._parked(unit + 1):

@@ -170,6 +170,9 @@ def for_modules(config: EngineConfig, spec: ModuleSpec, compute_tier: str) -> En
             f"spans are {config.eviction.spans!r} {what}, and whose layers attend by chunks",
             "needed no spans: a chunk's tokens go when the next one begins",
         )
+    if spec.has_states:
+        _check_states(config, what)
+        config = replace(config, policy={**config.fixed, "cpu_cache_compute": False})
     hidden = config.fixed.get("hidden", {compute_tier: 1.0})
     if any(share for tier, share in hidden.items() if tier != compute_tier):
         raise UsageError(f"hidden states are placed on {', '.join(hidden)} {what}", f"needed all on {compute_tier}")
@@ -203,6 +206,22 @@ def alone_warning(spec: ModelSpec) -> str | None:
         f"{spec.name} runs row by row ({spec.alone}): without budgets and shared prefixes, and one sequence at a time "
         "in each product"
     )
+
+
+def _check_states(config: EngineConfig, what: str) -> None:
+    """UsageError for what cannot be had where layers keep states."""
+    what = f"{what}, some of whose layers keep states"
+    if config.fixed.get("cpu_cache_compute"):
+        raise UsageError(f"cpu_cache_compute is on {what}", "needed off: states are computed with where weights are")
+    if config.keeps_prefixes:
+        raise UsageError(
+            f"a store of prefixes is asked for {what}",
+            "needed none: prefixes are shared within a block",
+        )
+    if config.eviction.split.replays:
+        raise UsageError(
+            f"the eviction policy is {config.eviction.name} {what}", "needed a policy that reads prompts once"
+        )
 
 
 def _with_generation_eos(spec: ModelSpec, folder: Path | None) -> ModelSpec:

@@ -82,6 +82,8 @@ def report_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     for line in roofline_lines(record.roofline or {}):
         yield "roofline", line
     yield "KV cache", f"{format_bytes(record.kv_bytes)} per block"
+    if record.state_bytes:
+        yield "states", f"{format_bytes(record.state_bytes)} per block"
     if record.flops and seconds:
         yield "compute", f"{_scaled(record.flops, 'FLOP')}, {_scaled(record.flops / seconds, 'FLOP/s')}"
     for link, nbytes in sorted(record.bytes_moved.items()):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from h2o_flexgen.config.model.tensors import PAGE, round_up
+from h2o_flexgen.config.model.tensors import PAGE, round_up, states_bytes
 from h2o_flexgen.config.offload import TIERS, Kernels, OffloadPolicy
 from h2o_flexgen.config.placement import Placement
 from h2o_flexgen.schedule import workspace
@@ -83,6 +83,7 @@ def footprint(
     weight buffers    compute tier: room for lookahead + 1 neighbours among the streamed groups and for EXPERT_SLOTS
                       streamed experts, `weight_room`; as much on cpu for staging if any group goes from disk to a gpu
     KV cache          on its tier, per (layer, GPU batch): K and V of (b, kv_heads, C, head_dim), 2 b G C s
+    states            on its tier, likewise: what mixers of transformers' modules keep of each row
     cache records     where attention is computed, per cache that evicts: position int32 and score float32 of
                       (b, kv_heads, C), where positions roll a rank int32 too, and eight int64 of (b, kv_heads)
     cache buffers     compute tier: STATE_BUFFERS of the largest cache that moves; STAGING_BUFFERS on cpu between disk
@@ -149,17 +150,20 @@ def _cache_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
     slots = block.request.slots
     tokens = [block.spec.kv_bytes_per_token_and_layer(block.dtype, layer) for layer in range(len(slots))]
     sizes = [round_up(block.rows * count * token, PAGE) for count, token in zip(slots, tokens, strict=True)]
+    states = [states_bytes(block.spec.states_of(layer), block.rows, block.dtype) for layer in range(len(slots))]
     known = [_record_bytes(block, layer) for layer in range(len(slots))]
     stays = {block.compute_tier} | ({"cpu"} if block.policy.cpu_cache_compute else set())
-    caches, records = dict.fromkeys(TIERS, 0), dict.fromkeys(TIERS, 0)
+    caches, kept, records = dict.fromkeys(TIERS, 0), dict.fromkeys(TIERS, 0), dict.fromkeys(TIERS, 0)
     moving: list[tuple[int, str]] = []
     for (layer, _), tier in placement.cache.items():
         caches[tier] += sizes[layer]
+        kept[tier] += states[layer]
         if tier not in stays:
-            moving.append((sizes[layer], tier))
+            moving.append((sizes[layer] + states[layer], tier))
         records[tier if tier in stays else block.compute_tier] += known[layer]
     largest, away = max(moving, default=(0, ""))[0], {tier for _, tier in moving}
     yield from (Item(tier, "KV cache", nbytes) for tier, nbytes in caches.items())
+    yield from (Item(tier, "states", nbytes) for tier, nbytes in kept.items())
     yield Item(block.compute_tier, "cache buffers", STATE_BUFFERS * largest)
     yield Item("cpu", "cache staging buffers", STAGING_BUFFERS * largest if block.staged(away) else 0)
     waiting = min(REWRITE_EVERY - 1, max(0, block.request.workload.gen_len - 2))

@@ -118,9 +118,21 @@ class PlanRequest:
     @cached_property
     def slots(self) -> tuple[int, ...]:
         """Slots of a row's caches, layer by layer: the budget, and one for the newest token if tokens are evicted; none
-        in layers that read another one's."""
+        in layers that read another one's, or keep states alone."""
         slots = [budget.total + (not budget.full) for budget in self.budgets]
-        return tuple(count if self.spec.source_of(layer) == layer else 0 for layer, count in enumerate(slots))
+        own = [self.spec.attends(layer) and self.spec.source_of(layer) == layer for layer in range(len(slots))]
+        return tuple(count if each else 0 for count, each in zip(slots, own, strict=True))
+
+    @cached_property
+    def cache_sizes(self) -> tuple[int, ...]:
+        """What a row's caches take, layer by layer, in any unit."""
+        if not self.spec.has_states:
+            return self.slots
+        sizes = list[int]()
+        for layer, count in enumerate(self.slots):
+            states = sum(state.nbytes(self.dtype) for state in self.spec.states_of(layer))
+            sizes.append(count * self.spec.kv_bytes_per_token_and_layer(self.dtype, layer) + states)
+        return tuple(sizes)
 
     @cached_property
     def computed_prompt(self) -> int:
@@ -153,7 +165,7 @@ class PlanRequest:
     def place(self, policy: OffloadPolicy) -> Placement:
         """Whole units on their tiers, as the engine places them. Caches that several layers read stay where these are
         computed, and those that would be layers' that have none are nowhere else."""
-        placement = place(self.spec, policy, self.dtype, self.slots)
+        placement = place(self.spec, policy, self.dtype, self.cache_sizes)
         shared = {layer for each in self.spec.last_readers.items() if each[0] != each[1] for layer in each}
         if shared:
             shared |= {layer for layer in range(self.spec.num_layers) if self.spec.source_of(layer) != layer}

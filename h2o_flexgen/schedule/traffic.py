@@ -83,8 +83,8 @@ def _held(request: PlanRequest, budgets: Sequence[Budget] | None) -> list[int]:
     """Bytes that one sequence's caches hold when each step starts; nothing before the first."""
     prompt, layers = request.workload.prompt_len, Counter[tuple[int, int]]()
     for layer, each in enumerate(budgets or request.budgets):
-        token = request.spec.kv_bytes_per_token_and_layer(request.dtype, layer)
-        layers[each.total, each.after_prompt] += token
+        if request.spec.attends(layer):
+            layers[each.total, each.after_prompt] += request.spec.kv_bytes_per_token_and_layer(request.dtype, layer)
 
     def before(step: int) -> int:
         return sum(min(min(prompt, kept) + step - 1, total) * token for (total, kept), token in layers.items())

@@ -241,7 +241,7 @@ def peak_flops(rates: ComputeRates) -> float:
 
 
 def _layers_by_window(spec: ModelSpec) -> Counter[Window]:
-    return Counter(spec.arch.window_of(layer) for layer in range(spec.num_layers))
+    return Counter(spec.arch.window_of(layer) for layer in range(spec.num_layers) if spec.attends(layer))
 
 
 def _query_width(spec: ModelSpec) -> dict[Window, float]:

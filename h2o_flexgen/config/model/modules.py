@@ -1,18 +1,19 @@
 """The shape of a model that is computed by transformers' own modules, as a run of them on no data has shown it.
 
-No torch. Units, caches, plans and costs are those of any other model: a layer's attention half reaches up to the end of
-what attends, its MLP half is the rest.
+No torch. Caches, plans and costs are those of any other model. A layer is what holds something of each row: keys and
+values, states, or both. Its first half reaches up to the end of what attends or mixes; what follows up to the next
+layer, if there is anything, are halves without.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from h2o_flexgen.config.model.packing import groupwise
-from h2o_flexgen.config.model.spec import LayerHeads, ModelSpec, Product
-from h2o_flexgen.config.model.tensors import TensorSpec, WeightGroup
+from h2o_flexgen.config.model.spec import ModelSpec, Product, UnitSpec
+from h2o_flexgen.config.model.tensors import LayerHeads, StateSpec, TensorSpec, WeightGroup
 
 
 class ModuleTensor(NamedTuple):
@@ -40,23 +41,42 @@ class ModuleTensor(NamedTuple):
     also: tuple[str, ...] = ()
 
 
+class LayerSpec(NamedTuple):
+    """What a layer holds of each row: `number`, by which modules know it in their cache; the heads of its attention,
+    and `scale`, what logits are multiplied by, None where it does not attend; its states; and the layer whose keys it
+    reads, itself but where it has none of its own."""
+
+    number: int
+    heads: LayerHeads
+    scale: float | None
+    states: tuple[StateSpec, ...]
+    source: int
+
+
+class HalfSpec(NamedTuple):
+    """A unit of a layer: `mixer` where that is what the first half does instead of attending."""
+
+    kind: Literal["attn", "mlp"]
+    layer: int
+    products: Literal["attn", "mixer", "mlp", "router"]
+
+
 @dataclass(frozen=True)
 class ModuleSpec(ModelSpec):
-    """`groups`: what each weight group holds, "embed" or "vocab" first. `scales`: of each layer's attention.
+    """`groups`: what each weight group holds, "embed" or "vocab" first.
 
     config    the config.json of the model, from which the modules are made
-    matrices  the products of the first layer's halves and of the head, by the kind of unit
+    layers    what each holds of a row
+    halves    the units between the embedding and the head
+    matrices  the products of the first unit of each kind
     starts    the module at whose call each unit but the embedding begins, in the order of units
     """
 
     config: str = "{}"
     groups: tuple[tuple[str, tuple[ModuleTensor, ...]], ...] = ()
+    layers: tuple[LayerSpec, ...] = ()
+    halves: tuple[HalfSpec, ...] = ()
     matrices: tuple[tuple[str, tuple[Product, ...]], ...] = ()
-    scales: tuple[float, ...] = ()
-    heads: tuple[LayerHeads, ...] = ()
-    """Of each layer."""
-    sources: tuple[int, ...] = ()
-    """Of each layer the one whose cache it reads."""
     starts: tuple[str, ...] = ()
     joined: tuple[tuple[str, ...], ...] = ()
     """Paths of modules whose products are of the same tensor, in the order of their calls."""
@@ -74,12 +94,31 @@ class ModuleSpec(ModelSpec):
         return not self.alone
 
     def heads_of(self, layer: int) -> LayerHeads:
-        """Those of a layer."""
-        return self.heads[layer]
+        """Those of a layer; where it does not attend, the largest of all."""
+        return self.layers[layer].heads
+
+    def attends(self, layer: int) -> bool:
+        return self.layers[layer].scale is not None
+
+    def states_of(self, layer: int) -> tuple[StateSpec, ...]:
+        return self.layers[layer].states
+
+    @cached_property
+    def units(self) -> tuple[UnitSpec, ...]:
+        """Embedding, the halves of the layers, and the output head."""
+        first, last = ("vocab", "vocab") if self.arch.tied_head else ("embed", "head")
+        units = [UnitSpec(0, "embed", "embed", None, first)]
+        for half, name in zip(self.halves, half_names(self.halves), strict=True):
+            if half.layer < self.num_layers:
+                count = 0 if half.products != "router" or self.arch.experts is None else self.arch.experts.count
+                experts = tuple(f"{name}.experts.{number}" for number in range(count))
+                units.append(UnitSpec(len(units), name, half.kind, half.layer, name, experts, half.products))
+        units.append(UnitSpec(len(units), "head", "head", None, last))
+        return tuple(units)
 
     def source_of(self, layer: int) -> int:
         """The layer whose cache a layer reads."""
-        return self.sources[layer]
+        return self.layers[layer].source
 
     @cached_property
     def tensors(self) -> dict[str, ModuleTensor]:
@@ -108,5 +147,15 @@ class ModuleSpec(ModelSpec):
         return 2 * self.hidden_size
 
     def products(self, kind: str) -> tuple[Product, ...]:
-        """The products of one kind of unit, those of the first layer for all."""
+        """The products of one kind of unit, those of the first for all."""
         return dict(self.matrices).get(kind, ())
+
+
+def half_names(halves: tuple[HalfSpec, ...]) -> list[str]:
+    """The names of these units, which their weight groups have, too. Of several behind one first half, the second is
+    called "mlp2", and so on."""
+    names, seen = list[str](), dict[tuple[str, int], int]()
+    for kind, layer, _ in halves:
+        count = seen[kind, layer] = seen.get((kind, layer), 0) + 1
+        names.append(f"layers.{layer}.{kind}{'' if count == 1 else count}")
+    return names

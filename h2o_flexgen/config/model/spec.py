@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from h2o_flexgen.config.checks import whole
 from h2o_flexgen.config.model.arch import ArchSpec, ExpertSpec, RotarySpec
 from h2o_flexgen.config.model.packing import CacheBits, CachePacking, Packing, cache_packings, groupwise
-from h2o_flexgen.config.model.tensors import TensorSpec, WeightGroup, dtype_bytes
+from h2o_flexgen.config.model.tensors import LayerHeads, StateSpec, TensorSpec, WeightGroup, dtype_bytes
 from h2o_flexgen.errors import ModelError, UsageError
 
 MOST_LAYERS, MOST_EXPERTS, MOST_QUERIES = 1000, 1 << 15, 1 << 20
@@ -23,6 +23,7 @@ class UnitSpec:
     """One position of the computation, and the key of the weight group that it needs.
 
     experts: the groups of its experts, which are loaded one by one, and only those that tokens have chosen.
+    own: the kind of its products, where that does not follow from `kind` and `experts`.
     """
 
     index: int
@@ -31,11 +32,12 @@ class UnitSpec:
     layer: int | None
     weights: str
     experts: tuple[str, ...] = ()
+    own: str = ""
 
     @property
     def products(self) -> str:
         """Of which kind the products of its own weights are: see `ModelSpec.products`."""
-        return "router" if self.experts else self.kind
+        return self.own or ("router" if self.experts else self.kind)
 
 
 class Product(NamedTuple):
@@ -43,16 +45,6 @@ class Product(NamedTuple):
 
     out_features: int
     in_features: int
-
-
-class LayerHeads(NamedTuple):
-    """Of a layer's attention: query heads, KV heads, and numbers of each. joint: a value is its key, and a cache keeps
-    both once (the latents of multi-head latent attention)."""
-
-    queries: int
-    keys: int
-    dim: int
-    joint: bool = False
 
 
 class ProductCall(NamedTuple):
@@ -110,6 +102,19 @@ class ModelSpec:
                 "needed a whole number of query heads per KV head",
             )
 
+    def attends(self, layer: int) -> bool:
+        """Whether a layer attends to keys that it keeps; others keep states alone."""
+        return True
+
+    def states_of(self, layer: int) -> tuple[StateSpec, ...]:
+        """What a layer keeps of each row besides keys and values, however many tokens it has."""
+        return ()
+
+    @cached_property
+    def has_states(self) -> bool:
+        """Whether any layer keeps states."""
+        return any(self.states_of(layer) for layer in range(self.num_layers))
+
     @property
     def keeps_caches(self) -> bool:
         """Whether keys and values are in the engine's own caches, not in such as modules make and nothing else sees."""
@@ -162,10 +167,11 @@ class ModelSpec:
         return {self.source_of(layer): layer for layer in range(self.num_layers)}
 
     def mean_by_window(self, of_layer: Callable[[int], float]) -> dict[int | None, float]:
-        """The mean of something over the layers of each window."""
+        """The mean of something over the layers of each window that attend."""
         found: dict[int | None, list[float]] = {}
         for layer, window in enumerate(self.windows):
-            found.setdefault(window, []).append(of_layer(layer))
+            if self.attends(layer):
+                found.setdefault(window, []).append(of_layer(layer))
         return {window: sum(values) / len(values) for window, values in found.items()}
 
     @cached_property
@@ -395,7 +401,7 @@ class ModelSpec:
     @property
     def layer_products(self) -> tuple[Product, ...]:
         """The products of each kind that layers have, attention's first."""
-        kinds = [kind for kind in ("attn", "mlp", "router", "experts") if kind in self.multiplied]
+        kinds = [kind for kind in ("attn", "mixer", "mlp", "router", "experts") if kind in self.multiplied]
         return tuple(product for kind in kinds for product in self.products(kind))
 
 

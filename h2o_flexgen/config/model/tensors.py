@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, cached_property
+from math import prod
+from typing import Literal, NamedTuple
 
 from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.errors import UsageError
@@ -42,6 +44,38 @@ def page_floor(value: int) -> int:
 def page_ceil(value: int) -> int:
     """The page boundary at or above `value`."""
     return round_up(value, PAGE)
+
+
+class LayerHeads(NamedTuple):
+    """Of a layer's attention: query heads, KV heads, and numbers of each. joint: a value is its key, and a cache keeps
+    both once (the latents of multi-head latent attention)."""
+
+    queries: int
+    keys: int
+    dim: int
+    joint: bool = False
+
+
+class StateSpec(NamedTuple):
+    """A state that a mixer keeps of each row: of its short convolution, or of its recurrence.
+
+    number  of several of one kind in a layer, as modules count them
+    wide    whether it is float32 whatever the dtype
+    """
+
+    kind: Literal["conv", "recurrent"]
+    number: int
+    shape: tuple[int, ...]
+    wide: bool
+
+    def nbytes(self, dtype: str) -> int:
+        """Of one row."""
+        return prod(self.shape) * dtype_bytes("float32" if self.wide else dtype)
+
+
+def states_bytes(states: tuple[StateSpec, ...], rows: int, dtype: str) -> int:
+    """Bytes of the states of `rows` rows, one behind the other, in whole pages."""
+    return page_ceil(sum(round_up(rows * state.nbytes(dtype), TENSOR_ALIGN) for state in states))
 
 
 @dataclass(frozen=True)

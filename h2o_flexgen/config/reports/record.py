@@ -163,6 +163,8 @@ class RunRecord(Throughput):
     """Matmul FLOPs of prefill and decode together."""
     peak_bytes: dict[str, int | None]
     kv_bytes: int
+    state_bytes: int = 0
+    """What layers keep of each row besides keys and values: of short convolutions and recurrences."""
     computed_prompt_tokens: int | None = None
     """`prompt_tokens`, but what prompts of a block begin with in common is counted once, as it was computed."""
     bound: dict[str, Any] | None = None
@@ -192,7 +194,8 @@ class RunRecord(Throughput):
             object.__setattr__(self, item.name, _plain(getattr(self, item.name), item.name))
         if self.weights not in ("checkpoint", "dummy"):
             raise UsageError(f"weights is {self.weights!r}", "needed checkpoint or dummy")
-        for name in ("prompt_len", "gen_len", "sequences", "prompt_tokens", "generated_tokens", "flops", "kv_bytes"):
+        counts = ("prompt_len", "gen_len", "sequences", "prompt_tokens", "generated_tokens", "flops")
+        for name in (*counts, "kv_bytes", "state_bytes"):
             whole(getattr(self, name), name, 0)
         for name in ("load_s", "prefill_s", "decode_s", "total_s"):
             seconds = getattr(self, name)

@@ -1,10 +1,11 @@
-"""The attention of one tick: decode rows over their cache, prompts over themselves and the prefixes that they share."""
+"""The attention of one tick: decode rows over their cache, prompts over themselves and the prefixes that they share;
+and the states of layers that keep some."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +16,15 @@ from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.cache.prefix_store import LayerPrefix
 from h2o_flexgen.engine.batching.gpu_batch import AttentionPart
 from h2o_flexgen.engine.batching.prefix_tree import PromptChunk, PromptSegment
+from h2o_flexgen.engine.state.kv_store import RowStatePlaces, States
 from h2o_flexgen.huge import LARGE
 from h2o_flexgen.kernels import KeysValues, prefill_attention
 from h2o_flexgen.kernels.prompt import packed_attention, takes_packed
 from h2o_flexgen.kernels.types import PrefillAttention
 from h2o_flexgen.models.rotary import Angles, rotate_both
+
+if TYPE_CHECKING:
+    from h2o_flexgen.models.hf.attention import MixedTokens, MixerCall
 
 
 class PrefixKV(NamedTuple):
@@ -326,3 +331,55 @@ class TickAttention:
             return self.cache.again((q, k, v), self.scale, sinks, self.soft_cap)
         self.cache.soft_cap = self.soft_cap
         return self.cache.attend(q, k, v, self.scale, self.table, sinks)
+
+
+@dataclass
+class StatePath:
+    """The states behind each segment between a prompt's beginning and the one that is computed now, in one layer.
+
+    As `PrefixPath`, it belongs to one block, and passes from GPU batch to GPU batch and from layer to layer.
+    """
+
+    _behind: list[States] = field(default_factory=list)
+
+    def before(self, depth: int) -> States:
+        """A copy of the states behind the first `depth` segments, none of none; those of all others are forgotten."""
+        del self._behind[depth:]
+        return {key: state.clone() for key, state in self._behind[-1].items()} if depth else {}
+
+    def push(self, states: States) -> None:
+        """Those behind the next segment."""
+        self._behind.append(states)
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._behind.clear()
+
+
+@dataclass
+class TickStates:
+    """The states of one layer for one GPU batch, of which the first `decoding` rows decode."""
+
+    places: RowStatePlaces
+    path: StatePath
+    decoding: int
+
+    def mix(self, part: AttentionPart, call: MixerCall) -> Any:
+        """What a mixer makes of the tokens of a part."""
+        return call.of(self._pieces(part, call))
+
+    def _pieces(self, part: AttentionPart, call: MixerCall) -> Iterator[MixedTokens]:
+        """The decode rows of a part as one, then its prompts one by one. Each is computed when the next is asked for,
+        and its states are then kept: where its row is, or on the path."""
+        if part.rows:
+            yield call.piece(0, part.rows, self.places.first(part.rows), decode=True)
+        for segment in () if part.chunk is None else part.chunk.segments:
+            start = part.rows + segment.start - (0 if part.chunk is None else part.chunk.start)
+            for row in segment.rows or (None,):
+                piece = call.piece(start, segment.length, self.path.before(segment.depth))
+                yield piece
+                start += segment.length
+                if row is None:
+                    self.path.push(piece.states.held())
+                else:
+                    self.places.keep(self.decoding + row, piece.states.held())

@@ -97,7 +97,7 @@ class BlockRunner:
             )
             executor.path_sums = self.prefixes is not None and self.prefixes.sums
             stack.callback(executor.close)
-            totals.kv_bytes = max(totals.kv_bytes, sum(stage.caches.nbytes for stage in stages))
+            totals.hold([(stage.caches.nbytes, stage.caches.state_bytes) for stage in stages])
             counter = WorkCounter(self.decoder.spec, plan, totals.work)
             ticks = self._ticks(self._shape(plan, steps, stages, len(rows)), schedulers, gpu_batches, counter, executor)
             try:
@@ -179,7 +179,8 @@ class BlockRunner:
                 budgets = [row.budget_in(layer, window) for row in first]
                 heads = spec.heads_of(layer)
                 shape = CacheShape.of(budgets, heads.keys, heads.dim, spec.cache_bits, heads.joint)
-                shapes[layer, gpu_batch] = replace(shape, capacity=max(shape.capacity, later))
+                slots = max(shape.capacity, later) if spec.attends(layer) else 0
+                shapes[layer, gpu_batch] = replace(shape, capacity=slots)
                 on_cpu = plan.policy.cpu_cache_compute and plan.placement.cache[layer, gpu_batch] == "cpu"
                 devices[layer, gpu_batch] = torch.device("cpu") if on_cpu else at[layer]
         watch = None if self.scores is None else self.scores.filled
@@ -232,7 +233,7 @@ class BlockRunner:
         totals.computed_prompt_tokens += gpu_batch.segments[-1].stop + sum(len(row.fed) for row in gpu_batch.fresh)
 
     def _tell_prompts(self) -> None:
-        self.on_prompts(self.prompt_halves // (2 * self.decoder.spec.num_layers))
+        self.on_prompts(self.prompt_halves // (len(self.decoder.spec.units) - 2))
 
     def _count_row(self, row: Sequence, totals: BlockTotals, stages: list[Stage]) -> None:
         _count_spans(row, "decode", stages)

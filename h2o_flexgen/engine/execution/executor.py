@@ -19,7 +19,7 @@ from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
-from h2o_flexgen.engine.execution.attention import PrefixPath, PromptAttention, TickAttention
+from h2o_flexgen.engine.execution.attention import PrefixPath, PromptAttention, StatePath, TickAttention, TickStates
 from h2o_flexgen.engine.execution.cuda_graphs import DecodeGraphs, Launched, recorder
 from h2o_flexgen.engine.execution.mixture import Mixture
 from h2o_flexgen.engine.execution.stages import Stage
@@ -40,6 +40,7 @@ class _StageGroup(NamedTuple):
 
     gpu_batches: list[GpuBatch]
     path: PrefixPath
+    states: StatePath
 
 
 class FiniteCheck:
@@ -98,7 +99,8 @@ class Executor:
         self.path_sums = False
         """As in `PromptAttention`."""
         self._gpu_batches = [gpu_batch for group in groups for gpu_batch in group]
-        made = [_StageGroup(group, PrefixPath()) for group in groups]
+        self._passes = _passes(decoder)
+        made = [_StageGroup(group, PrefixPath(), StatePath()) for group in groups]
         self._groups = [group for group in made for _ in group.gpu_batches]
         self._stages = [stage for stage in stages for _ in stage.loaded.units]  # of each unit
         spec = decoder.spec
@@ -111,7 +113,6 @@ class Executor:
         self._windows = [spec.arch.window_of(layer) for layer in range(spec.num_layers)]
         self._tables: dict[tuple[Rotary, torch.device], Angles] = {}
         self._mixture = Mixture(decoder)
-        self._passes = _passes(decoder)
         self._graphs = self._make_graphs()
         self._launched: dict[int, Launched] = {}  # of GPU batches whose step was launched as a whole
         self._issue = {
@@ -314,12 +315,17 @@ class Executor:
             tokens, positions = gpu_batch.inputs()
             passes.begin(gpu_batch, unit, weights, tokens, self._in_table(positions))
         elif cache is not None and self._decoder.spec.keeps_caches:
-            layer = self._layer[unit.index]
-            if self._sources[layer] == layer:
+            layer, attention, states = self._layer[unit.index], None, None
+            if not self._decoder.spec.attends(layer):
+                if gpu_batch.kept is not None:
+                    cache.change(gpu_batch.kept, None)
+            elif self._sources[layer] == layer:
                 attention = self._begin_attention(layer, gpu_batch, cache, None)
             else:
                 attention = self._attention(layer, gpu_batch, cache, torch.float32, None)
-            passes.attend(gpu_batch, unit, weights, attention)
+            if cache.states is not None:
+                states = TickStates(cache.states, self._groups[gpu_batch.index].states, gpu_batch.decoding)
+            passes.attend(gpu_batch, unit, weights, attention, states)
             self._end_attention(gpu_batch, cache, self._decoder.spec.last_readers[self._sources[layer]] == layer)
         elif unit.experts:
             self._mixture.add(gpu_batch, passes.route(gpu_batch, unit, weights))
@@ -389,6 +395,7 @@ class Executor:
         group = self._groups[gpu_batch.index]
         if not any(later.fresh for later in group.gpu_batches if later.index > gpu_batch.index):
             group.path.clear()
+            group.states.clear()
 
     def _attention(
         self, layer: int, gpu_batch: GpuBatch, cache: BatchCache, dtype: torch.dtype, sinks: Tensor | None

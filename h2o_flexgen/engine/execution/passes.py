@@ -14,7 +14,7 @@ from torch import Tensor
 
 from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import AttentionPart, GpuBatch
-from h2o_flexgen.engine.execution.attention import TickAttention
+from h2o_flexgen.engine.execution.attention import TickAttention, TickStates
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.decoder import Routed, Weights
 from h2o_flexgen.models.hf.attention import Call
@@ -40,11 +40,19 @@ class Passes:
         self._under_way[gpu_batch.index] = parts
         self.go_on(gpu_batch, unit, weights)
 
-    def attend(self, gpu_batch: GpuBatch, unit: UnitSpec, weights: Weights, attention: TickAttention) -> None:
-        """The attention half of a layer."""
+    def attend(
+        self,
+        gpu_batch: GpuBatch,
+        unit: UnitSpec,
+        weights: Weights,
+        attention: TickAttention | None,
+        states: TickStates | None,
+    ) -> None:
+        """The first half of a layer, which attends, keeps states, or does both."""
         with self._decoder.bound(unit.index, weights):
             for part, forward in self._under_way[gpu_batch.index]:
-                forward.step(unit.index, partial(_attend, attention, part))
+                attend = None if attention is None else partial(_attend, attention, part)
+                forward.step(unit.index, attend, None if states is None else partial(states.mix, part))
 
     def go_on(self, gpu_batch: GpuBatch, unit: UnitSpec, weights: Weights) -> None:
         """A unit without attention, but for the last."""
@@ -127,7 +135,14 @@ class RowPasses(Passes):
         self._under_way[gpu_batch.index], self._places[gpu_batch.index] = forwards, places
         self.go_on(gpu_batch, unit, weights)
 
-    def attend(self, gpu_batch: GpuBatch, unit: UnitSpec, weights: Weights, attention: TickAttention) -> None:
+    def attend(
+        self,
+        gpu_batch: GpuBatch,
+        unit: UnitSpec,
+        weights: Weights,
+        attention: TickAttention | None,
+        states: TickStates | None,
+    ) -> None:
         self.go_on(gpu_batch, unit, weights)
 
     def head(self, gpu_batch: GpuBatch, unit: UnitSpec, weights: Weights) -> Tensor:

@@ -19,7 +19,7 @@ from h2o_flexgen.engine.execution.host_attention import HostAttention
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.engine.state.backing import BufferCycle, HiddenStore, typed
-from h2o_flexgen.engine.state.kv_store import CacheStore, Place
+from h2o_flexgen.engine.state.kv_store import CacheStore, Place, RowStatePlaces
 from h2o_flexgen.engine.state.loader import LoadedStage
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.handle import torch_dtype
@@ -168,8 +168,13 @@ def open_stages(
         tiers, copies = each.tiers, each.copies
         layers = {spec.units[unit].layer for unit in each.units if spec.units[unit].kind == "attn"}
         own = {place: shape for place, shape in shapes.items() if place[0] in layers}
+        states = {
+            place: RowStatePlaces(specs, shape.batch, plan.request.dtype)
+            for place, shape in own.items()
+            if (specs := spec.states_of(place[0]))
+        }
         on_cpu, counted = plan.policy.cpu_cache_compute, not spec.keeps_caches
-        caches = CacheStore(tiers, copies, own, plan.placement.cache, dtype, on_cpu, counted)
+        caches = CacheStore(tiers, copies, own, plan.placement.cache, dtype, on_cpu, counted, states)
         stack.callback(caches.close)
         hidden = HiddenStore(tiers, copies, dict(_parked(plan, each, groups)), hidden_bytes, dtype)
         stack.callback(hidden.close)

@@ -43,6 +43,7 @@ class BlockTotals:
     generated_tokens: int = 0
     sequences: int = 0
     kv_bytes: int = 0
+    state_bytes: int = 0
     graph_launches: int = 0
     """Decode steps of GPU batches that were launched as CUDA graphs."""
     not_recorded: str | None = None
@@ -53,6 +54,11 @@ class BlockTotals:
     """How many they would have been if tokens had chosen all of them."""
     work: CountedWork = field(default_factory=CountedWork)
     """Counted step by step; of sequences that a failed block left unfinished without what decode read from caches."""
+
+    def hold(self, caches: SequenceOf[tuple[int, int]]) -> None:
+        """A block has so many bytes of keys and values, and of states, in each stage: the largest block counts."""
+        keys_values, states = (sum(each) for each in zip(*caches, strict=True))
+        self.kv_bytes, self.state_bytes = max(self.kv_bytes, keys_values), max(self.state_bytes, states)
 
 
 class RowLengths(NamedTuple):
@@ -135,8 +141,7 @@ def make_record(
     warnings: SequenceOf[str] = (),
 ) -> RunRecord:
     """The record of a call. Of several `plans`, where memory ran out, the last one ran; the first one predicted."""
-    totals, first, plan, busy = metrics.totals, plans[0], plans[-1], metrics.busy_seconds
-    rows = list(metrics.lengths)
+    totals, first, plan, busy, rows = metrics.totals, plans[0], plans[-1], metrics.busy_seconds, list(metrics.lengths)
     bandwidth = {link: n / busy[link] if busy.get(link) else None for link, n in metrics.bytes_moved.items()}
     achieved, peaks = plan.placement.achieved(model.spec, model.dtype), metrics.peak_bytes
     said = [
@@ -171,6 +176,7 @@ def make_record(
         flops=totals.work.flops(model.spec),
         peak_bytes={"gpu": None, "cpu": None, "disk": None, **peaks},
         kv_bytes=totals.kv_bytes,
+        state_bytes=totals.state_bytes,
         computed_prompt_tokens=totals.computed_prompt_tokens,
         bound=_bound(metrics),
         roofline=rooflines(

@@ -43,7 +43,8 @@ class WorkCounter:
         # After the last attention only each prompt's last token goes on.
         *before, last, _ = spec.units
         self._before = Counter(unit.products for unit in before if unit.kind == "mlp")
-        self._behind = Counter([last.products])
+        self._behind = Counter([last.products] if last.kind == "mlp" else [])
+        self._attend = Counter(unit.products for unit in spec.units if unit.kind == "attn")
         self._streamed, self._experts = Counter[str](), Counter[str]()
         for key, tier in plan.placement.weights.items():
             for link in links(tier, self._tier, inward=True):
@@ -98,14 +99,14 @@ class WorkCounter:
 
     def _products(self, gpu_batch: GpuBatch, going: int) -> None:
         """`going`: decode rows that are not finished."""
-        idle, layers = gpu_batch.decoding - going, self._spec.num_layers
+        idle = gpu_batch.decoding - going
         tokens, ends = going + gpu_batch.prompt_tokens, going + len(gpu_batch.fresh)
         for work, part in self._parts(gpu_batch.prompt_share):
             work.products["embed", tokens] += part
             for each in gpu_batch.parts:
                 rows = each.span.stop - each.span.start - (idle if each.rows else 0)
-                if rows:
-                    work.products["attn", rows] += part * layers
+                for kind, layers in self._attend.items() if rows else ():
+                    work.products[kind, rows] += part * layers
             self._halves(work, tokens, gpu_batch.chunk, {kind: part * count for kind, count in self._before.items()})
         for work, part in self._parts(len(gpu_batch.fresh) / max(1, gpu_batch.decoding + len(gpu_batch.fresh))):
             self._halves(work, ends, gpu_batch.chunk, dict.fromkeys(self._behind, part))
@@ -187,7 +188,8 @@ class WorkCounter:
     def _caches_of(self, gpu_batch: int) -> Counter[_CacheCounts]:
         """How many layers there are of each kind."""
         if gpu_batch not in self._caches:
-            self._caches[gpu_batch] = Counter(self._kind(layer, gpu_batch) for layer in range(self._spec.num_layers))
+            layers = filter(self._spec.attends, range(self._spec.num_layers))
+            self._caches[gpu_batch] = Counter(self._kind(layer, gpu_batch) for layer in layers)
         return self._caches[gpu_batch]
 
     def _attends_beside(self, layer: int, gpu_batch: int) -> bool:

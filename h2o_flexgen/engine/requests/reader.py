@@ -284,6 +284,11 @@ class RequestReader:
         if turn:
             found = f"{where} has a fold, and {self.spec.name} computes all keys anew after {turn - 1} tokens"
             raise UsageError(found, f"needed at most {turn - 1} tokens, with those to be generated")
+        if self.spec.has_states:
+            raise UsageError(
+                f"{where} has a fold, and {self.spec.name} has layers that keep states, which forget no token",
+                "needed a model all of whose layers attend",
+            )
         if self.eviction.name != "full" or self.eviction.rolling_positions:
             used = "--rolling-positions" if self.eviction.rolling_positions else f"--eviction {self.eviction.name}"
             raise UsageError(

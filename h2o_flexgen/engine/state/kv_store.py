@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,16 +21,74 @@ from h2o_flexgen.cache.lengths import CacheLengths, chooses
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.model.spec import ModelSpec
-from h2o_flexgen.config.model.tensors import page_ceil
+from h2o_flexgen.config.model.tensors import TENSOR_ALIGN, StateSpec, page_ceil, round_up, states_bytes
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.state.backing import DiskBacking, MemoryBacking, Parking
 from h2o_flexgen.memory.copies import CopyEngine
+from h2o_flexgen.memory.handle import torch_dtype
 from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.memory.tiers import Tiers
 from h2o_flexgen.memory.transfers import Ticket
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY
 
 Place = tuple[int, int]  # (layer, GPU batch)
+States = dict[tuple[Literal["conv", "recurrent"], int], Tensor]
+"""By kind and number."""
+
+
+class RowStatePlaces:
+    """Views of a buffer that begins with the states: of each (places, *shape), rows at their places in the GPU batch.
+
+    Nothing is known of rows but where they are: a place holds the states of the row that is there.
+    """
+
+    def __init__(self, specs: tuple[StateSpec, ...], places: int, dtype: str) -> None:
+        self._specs, self._places, self._dtype = specs, places, dtype
+        self.nbytes = states_bytes(specs, places, dtype)
+        self._views: States = {}
+
+    def attach(self, buffer: Tensor) -> None:
+        """Work on this flat uint8 buffer of `nbytes` or more from now on."""
+        start, self._views = 0, {}
+        for spec in self._specs:
+            kept = torch.float32 if spec.wide else torch_dtype(self._dtype)
+            size = self._places * prod(spec.shape) * kept.itemsize
+            view = buffer[start : start + size].view(kept).view(self._places, *spec.shape)
+            self._views[spec.kind, spec.number] = view
+            start += round_up(size, TENSOR_ALIGN)
+
+    def detach(self) -> None:
+        """Let go of the buffer."""
+        self._views = {}
+
+    def first(self, rows: int) -> States:
+        """Those of the first `rows` places, to be written to in place."""
+        return {key: view[:rows] for key, view in self._attached().items()}
+
+    def keep(self, place: int, states: States) -> None:
+        """A row's states (1, *shape) are those of `place` from now on."""
+        views = self._attached()
+        if {key: view.shape[1:] for key, view in views.items()} != {key: x.shape[1:] for key, x in states.items()}:
+            raise RuntimeError(f"states are {[(key, tuple(x.shape)) for key, x in states.items()]}")
+        for key, view in views.items():
+            view[place].copy_(states[key][0])
+
+    def move(self, kept: SequenceOf[int]) -> None:
+        """The rows at the places `kept` stay, each where it is or further down."""
+        moving = [(to, place) for to, place in enumerate(kept) if to != place]
+        if not moving:
+            return
+        for view in self._attached().values():
+            index = torch.tensor(moving, device=view.device)
+            view[index[:, 0]] = view[index[:, 1]]
+
+    def _attached(self) -> States:
+        if not self._views:
+            raise RuntimeError("the states are not attached")
+        return self._views
+
+
+NO_STATES: Mapping[Place, RowStatePlaces] = {}
 
 
 def kv_views(buffer: Tensor, shape: CacheShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -100,15 +158,20 @@ class CacheMaker:
 
 
 class BatchCache:
-    """K and V of one (layer, GPU batch), in one buffer for all its places, and the record over them.
+    """Of one (layer, GPU batch) the states, if the layer has any, then K and V, in one buffer for all its places, and
+    the record over them.
 
     `rows` is the cache of the decode rows, `fresh` that of rows whose prompts are under way; `join` makes one of both.
     Rows lie at their places in the GPU batch, from the first on: K of all, then V of all. `shrinks`: with fewer rows K
-    and V move together, so that fewer bytes are to be moved between tiers.
+    and V move together, so that fewer bytes are to be moved between tiers. Without slots in `shape` there are states
+    alone, and neither `rows` nor `fresh`.
     """
 
-    def __init__(self, shape: CacheShape, dtype: torch.dtype, shrinks: bool) -> None:
-        self.shape, self._dtype, self._shrinks = shape, dtype, shrinks
+    def __init__(
+        self, shape: CacheShape, dtype: torch.dtype, shrinks: bool, states: RowStatePlaces | None = None
+    ) -> None:
+        self.shape, self._dtype, self._shrinks, self.states = shape, dtype, shrinks, states
+        self.state_bytes = 0 if states is None else states.nbytes
         self.rows: KVCache | None = None
         self.fresh: KVCache | None = None
         self.filling: Ticket | None = None
@@ -117,18 +180,22 @@ class BatchCache:
 
     @property
     def nbytes(self) -> int:
-        """Of K and V, in whole pages."""
-        return page_ceil(self.shape.nbytes(self._dtype))
+        """Of the states, and of K and V, each in whole pages."""
+        return self.state_bytes + page_ceil(self.shape.nbytes(self._dtype))
 
     def attach(self, buffer: Tensor) -> None:
         """Work on this flat uint8 buffer of `nbytes` or more from now on."""
         self._buffer = buffer
+        if self.states is not None:
+            self.states.attach(buffer)
         if self.rows is not None:
             self.rows.attach(*self._places(0, self.rows.shape.batch))
 
     def detach(self) -> None:
         """Let go of the buffer."""
         self._buffer = None
+        if self.states is not None:
+            self.states.detach()
         for cache in (self.rows, self.fresh):
             if cache is not None and cache.k is not None:
                 cache.detach()
@@ -136,6 +203,10 @@ class BatchCache:
     def change(self, kept: list[int], fresh: KVCache | None) -> None:
         """The decode rows at the places `kept` stay, each where it is or further down; `fresh` follows."""
         old, count = self.rows, len(kept)
+        if self.states is not None:
+            self.states.move(kept)
+        if not self.shape.capacity:
+            return
         rows = count + (0 if fresh is None else fresh.shape.batch)
         if self._shrinks:
             self.shape = replace(self.shape, batch=rows)
@@ -166,7 +237,7 @@ class BatchCache:
         """K and V of the places [start, stop)."""
         if self._buffer is None:
             raise RuntimeError("the cache is not attached")
-        k, v = kv_views(self._buffer, self.shape, self._dtype)
+        k, v = kv_views(self._buffer[self.state_bytes :], self.shape, self._dtype)
         return k[start:stop], v[start:stop]
 
 
@@ -178,20 +249,24 @@ class _MovingCache:
         self.cache, self.backing = cache, backing
         self.buffer: Tensor | None = None  # the transfer buffer that it is in
         self.ticket: Ticket | None = None
+        self.saved = False
         self._written: tuple[KVCache, int] | None = None  # what the backing store's copy is of
         self._news: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def save(self, buffer: Tensor) -> Ticket | None:
-        """Writes everything when rows have come or gone and every REWRITE_EVERY steps, else only remembers the new
-        tokens.
+        """Writes everything when rows have come or gone and every REWRITE_EVERY steps, else states, and only remembers
+        the new tokens.
 
         A sixteenth of the writes for a little memory; a load applies what is remembered.
         """
+        self.saved, states = True, self.cache.state_bytes
+        if not self.cache.shape.capacity:
+            return self.backing.save(buffer)
         rows = self._rows()
         if (rows, rows.rewritten) == self._written and len(self._news) + 1 < REWRITE_EVERY:
             slots = rows.last_slots.clone()
             self._news.append((*self._at(slots), slots))
-            return None
+            return self.backing.save(buffer[:states]) if states else None
         self._written = rows, rows.rewritten
         self._news.clear()
         return self.backing.save(buffer)
@@ -230,12 +305,16 @@ class CacheStore:
         dtype: torch.dtype,
         stays_on_cpu: bool,
         counted: bool = False,
+        states: Mapping[Place, RowStatePlaces] = NO_STATES,
     ) -> None:
-        """`shapes`: of all places of each (layer, GPU batch); `backing`: the tier of each. `stays_on_cpu`: attention of
-        caches on cpu is computed there. `counted`: what computes makes caches of its own, which are only counted."""
+        """`shapes`: of all places of each (layer, GPU batch); `backing`: the tier of each; `states`: of those that have
+        any. `stays_on_cpu`: attention of caches on cpu is computed there. `counted`: what computes makes caches of its
+        own, which are only counted."""
         resident = {tiers.compute.name, "cpu"} if stays_on_cpu else {tiers.compute.name}
         moving = {place for place in shapes if backing[place] not in resident}
-        self._caches = {place: BatchCache(shape, dtype, place in moving) for place, shape in shapes.items()}
+        self._caches = {
+            place: BatchCache(shape, dtype, place in moving, states.get(place)) for place, shape in shapes.items()
+        }
         beside = stays_on_cpu and tiers.gpu is not None
         self.on_host = {place: shape.batch for place, shape in shapes.items() if beside and backing[place] == "cpu"}
         """Rows at most of each (layer, GPU batch) whose cache is attended to in host memory, beside a gpu."""
@@ -244,6 +323,8 @@ class CacheStore:
         """Slots of the largest cache."""
         self.nbytes = sum(shape.nbytes(dtype) for shape in shapes.values())
         """Of K and V of all places."""
+        self.state_bytes = sum(each.nbytes for each in states.values())
+        """Of states of all places."""
         with ExitStack() as stack:
             sizes = {place: (backing[place], cache.nbytes) for place, cache in self._caches.items() if place in moving}
             self._parking = Parking(tiers, copies, sizes, "kv cache", "cache buffers")
@@ -282,7 +363,7 @@ class CacheStore:
             return self._caches[layer, gpu_batch].settled()
         loaded, moving.ticket = moving.ticket, None
         if moving.buffer is None:
-            if moving.cache.rows is not None:
+            if moving.cache.rows is not None or moving.saved:
                 raise RuntimeError(f"cache of layer {layer}, GPU batch {gpu_batch} was not loaded")
             self._make_room()
             moving.buffer = self._parking.take_now()

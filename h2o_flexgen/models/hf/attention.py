@@ -1,19 +1,25 @@
 """What transformers' modules call in place of their own attention, masks and caches, and the guards of these calls.
 
+Modules that keep states of each sequence (short convolutions, delta rules, state space models) are called for each
+prompt alone, and for all decode rows at once; `MixerCall.of` is the one place where that is done.
+
 A forward runs in a greenlet of its own (`ModelRun`), so that it can stop at every unit; these functions find it there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from h2o_flexgen.errors import ModelError
 
@@ -67,18 +73,19 @@ class Call(NamedTuple):
 
 
 class ModelRun(greenlet):
-    """A forward of a model. `attend` answers its calls of attention, `route` those of experts; `cache` stands for the
-    caches. `positions` (T,): of its tokens."""
+    """A forward of a model. `attend` answers its calls of attention, `route` those of experts, `mix` those of modules
+    that keep states; `cache` stands for the caches. `positions` (T,): of its tokens."""
 
     def __init__(
         self,
         run: Callable[[], Any],
         attend: Callable[[Call], Tensor],
         route: Callable[[Any], Tensor],
+        mix: Callable[[Any], Any],
         positions: Tensor,
     ) -> None:
         super().__init__(run)
-        self.attend, self.route, self.positions = attend, route, positions
+        self.attend, self.route, self.mix, self.positions = attend, route, mix, positions
         self.cache = PassedOn()
 
 
@@ -92,12 +99,14 @@ def current() -> ModelRun:
 
 class PassedOn(Cache):
     """Where modules look for a cache: keys and values go through, for the call of attention that follows to be known
-    by. What else a cache can be asked for is refused."""
+    by. States are those of the rows that go through a mixer. What else a cache can be asked for is refused."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.given: tuple[int, Tensor, Tensor] | None = None
         self._passed = dict[int, ReferenceType[Tensor]]()
+        self.states: Any = None
+        """A RowStates, while its rows go through a mixer."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -124,6 +133,47 @@ class PassedOn(Cache):
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int = 0) -> tuple[Any, int]:
         """Of masks that nobody makes."""
         return query_length, 0
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Within a mixer of its rows; elsewhere masks of padding depend on it, of which there is none."""
+        if self.states is None:
+            return False
+        had = self.states.has_previous_state
+        return any(had.values()) if state_idx is None else bool(had[state_idx])
+
+    def is_recording_past(self, layer_idx: int | None = None) -> bool:
+        """No step is ever taken back."""
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Of the rows that go through a mixer; None: it is their first token."""
+        found: Tensor | None = self._mixing(layer_idx).conv_states[state_idx]
+        return found
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """As `get_conv_state`."""
+        found: Tensor | None = self._mixing(layer_idx).recurrent_states[state_idx]
+        return found
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """What the convolution sees, the end of which is kept."""
+        made: Tensor = self._mixing(layer_idx).update_conv_state(conv_states, state_idx, **kwargs)
+        return made
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """The state, which is kept."""
+        made: Tensor = self._mixing(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
+        return made
+
+    def _mixing(self, layer: int) -> Any:
+        if self.states is None:
+            raise NotUnderstood(f"states of layer {layer} are asked for where no module is known to keep any")
+        if self.states.layer not in (None, layer):
+            raise NotUnderstood(f"a module keeps states of layers {self.states.layer} and {layer}")
+        self.states.layer = layer
+        return self.states
 
 
 def _attention(
@@ -226,11 +276,12 @@ def _window(module: nn.Module, given: int | None) -> tuple[int | None, bool]:
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
     kind = kinds[layer] if kinds and layer is not None and layer < len(kinds) else None
-    if kind not in (None, "full_attention", "sliding_attention", "chunked_attention"):
+    # "hybrid": with states beside, see `MixerCall`.
+    if kind not in (None, "full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding"):
         raise NotUnderstood(f"a layer's attention is of the kind {kind!r}")
     if kind == "chunked_attention":
         return getattr(config, "attention_chunk_size", None), True
-    if given is None and kind == "sliding_attention":
+    if given is None and kind in ("sliding_attention", "hybrid_sliding"):
         return getattr(config, "sliding_window", None), False
     return given, False
 
@@ -238,6 +289,175 @@ def _window(module: nn.Module, given: int | None) -> tuple[int | None, bool]:
 def _no_mask(*args: Any, allow_is_causal_skip: bool = True, **kwargs: Any) -> Tensor | None:
     """Masks are made where attention is."""
     return None if allow_is_causal_skip else torch.zeros(1, 1, 1, 1)
+
+
+Kind = Literal["conv", "recurrent"]
+KEPT: tuple[Kind, ...] = ("conv", "recurrent")
+"""The kinds of states."""
+_CALLS = frozenset(f"{verb}_{kind}_state" for verb in ("update", "get") for kind in KEPT)
+_CALLS |= {"conv_states", "recurrent_states"}
+Key = tuple[Kind, int]
+"""A kind of states, and the number of the state among those of its layer."""
+
+
+class RowStates(LinearAttentionLayer):
+    """What a mixer finds in its cache: the states of some rows (rows, ...), or none yet.
+
+    Those that are given are written to in place. `layer`: which the mixer has asked for, by its own number.
+    """
+
+    def __init__(self, given: dict[Key, Tensor] | None = None) -> None:
+        super().__init__(8)
+        self.layer: int | None = None
+        self.given = {} if given is None else dict(given)
+        for (kind, number), state in self.given.items():
+            getattr(self, f"{kind}_states")[number] = state
+            getattr(self, f"is_{kind}_states_initialized")[number] = True
+            if kind == "conv":
+                self.conv_kernel_size[number] = state.shape[-1]
+            self.has_previous_state[number] = True
+
+    def lazy_initialization(
+        self,
+        conv_states: Tensor | None = None,
+        recurrent_states: Tensor | None = None,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+    ) -> None:
+        """As transformers has it, but for what prepares for its compiler, which takes seconds to import."""
+        if conv_states is not None:
+            size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+            self.conv_kernel_size[state_idx] = size
+            self.conv_states[state_idx] = conv_states.new_zeros(*conv_states.shape[:-1], size)
+            self.is_conv_states_initialized[state_idx] = True
+        if recurrent_states is not None:
+            self.recurrent_states[state_idx] = torch.zeros_like(recurrent_states)
+            self.is_recurrent_states_initialized[state_idx] = True
+
+    def held(self) -> dict[Key, Tensor]:
+        """All states, as they are now."""
+        found: dict[Key, Tensor] = {}
+        for kind in KEPT:
+            states: dict[int, Tensor | None] = getattr(self, f"{kind}_states")
+            found.update({(kind, number): state for number, state in states.items() if state is not None})
+        return found
+
+
+class MixedTokens(NamedTuple):
+    """`length` tokens of a part from `start` on, which go through a mixer together: a prompt's or some of it, one after
+    the other, or, if `decode`, one of each row. `states` are theirs."""
+
+    start: int
+    length: int
+    decode: bool
+    states: RowStates
+
+
+@dataclass
+class MixerCall:
+    """A call of a mixer with the tokens of a part, as its modules make it."""
+
+    module: nn.Module
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        given = (each for each in (*self.args, *self.kwargs.values()) if torch.is_tensor(each))
+        hidden = next((each for each in given if each.dim() == 3 and each.shape[0] == 1), None)
+        if hidden is None:
+            raise NotUnderstood(f"{type(self.module).__name__} keeps states of other than packed tokens")
+        self.tokens = hidden.shape[1]
+
+    @staticmethod
+    def piece(start: int, length: int, states: dict[Key, Tensor], *, decode: bool = False) -> MixedTokens:
+        """A piece of the call's tokens, of rows that go on with these states, or begin."""
+        return MixedTokens(start, length, decode, RowStates(states))
+
+    def of(self, pieces: Iterable[MixedTokens]) -> Any:
+        """What the mixer makes of all tokens, piece by piece: what transformers' own functions make of each. The next
+        piece is asked for when one is done."""
+        seen, done, outs = current().cache, list[MixedTokens](), list[Any]()
+        for piece in pieces:
+            done.append(piece)
+            seen.states = piece.states
+            steps = [piece]
+            if piece.states.given and not piece.decode and _forgets(type(self.module)):
+                steps = [piece._replace(start=piece.start + i, length=1) for i in range(piece.length)]
+            try:
+                outs.append(_joined([self._made(step) for step in steps], steps))
+            finally:
+                seen.states = None
+        if sum(piece.length for piece in done) != self.tokens:
+            raise RuntimeError(f"{[piece[:2] for piece in done]} are not all of {self.tokens} tokens")
+        return _joined(outs, [piece._replace(decode=False) for piece in done])
+
+    def _made(self, piece: MixedTokens) -> Any:
+        return self.forward(*_cut(self.args, piece, self.tokens), **_cut(self.kwargs, piece, self.tokens))
+
+
+def _cut(x: Any, piece: MixedTokens, tokens: int) -> Any:
+    """What of an argument is of a piece: (1, length, ...), or (length, 1, ...) of decode rows."""
+    if torch.is_tensor(x):
+        if x.dim() < 2 or x.shape[0] != 1 or x.shape[1] != tokens:
+            return x
+        part = x.narrow(1, piece.start, piece.length)
+        return part.transpose(0, 1) if piece.decode else part
+    if isinstance(x, dict):
+        return {key: _cut(each, piece, tokens) for key, each in x.items()}
+    if type(x) in (tuple, list):
+        return type(x)(_cut(each, piece, tokens) for each in x)
+    return x
+
+
+def _joined(outs: Sequence[Any], pieces: Sequence[MixedTokens]) -> Any:
+    if torch.is_tensor(outs[0]):
+        parts = [out.transpose(0, 1) if piece.decode else out for out, piece in zip(outs, pieces, strict=True)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    if isinstance(outs[0], tuple | list):
+        return type(outs[0])(_joined(each, pieces) for each in zip(*outs, strict=True))
+    return outs[0]
+
+
+@cache
+def _named(kind: Any) -> frozenset[str]:
+    """What the own methods of a module of this type name."""
+    if kind.__module__.startswith("torch."):
+        return frozenset()
+    functions = (inspect.unwrap(each) for each in vars(kind).values() if callable(each))
+    codes = (getattr(each, "__code__", None) for each in functions)
+    return frozenset(name for code in codes if code is not None for name in code.co_names)
+
+
+def _keeps_states(kind: Any) -> bool:
+    """Whether a module asks a cache for states."""
+    return not _CALLS.isdisjoint(_named(kind))
+
+
+def _forgets(kind: Any) -> bool:
+    """Whether a module begins anew with several tokens, whatever its states are: what goes on does so token by token.
+    The scan of the first Mamba takes no state."""
+    return "mamba_selective_scan" in _named(kind)
+
+
+def mixers(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that keep states, by path; of those within each other the outermost."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if _keeps_states(type(module)) and not any(path.startswith(f"{other}.") for other in found):
+            found[path] = module
+    return found
+
+
+def take_mixers(model: nn.Module) -> None:
+    """From now on a mixer's calls are those that the run says, see `ModelRun.mix`."""
+    for module in mixers(model).values():
+        module.forward = partial(_mix, module, module.forward)
+
+
+def _mix(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return current().mix(MixerCall(module, forward, args, kwargs))
 
 
 AttentionInterface.register(NAME, _attention)

@@ -24,8 +24,8 @@ from h2o_flexgen.errors import ModelError
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.packed import PackedWeight, look_up
 from h2o_flexgen.models.hf import experts as _registers_experts  # noqa: F401
-from h2o_flexgen.models.hf.adapted import TEXT_ONLY, adapt
 from h2o_flexgen.models.hf.attention import NAME
+from h2o_flexgen.models.hf.experts import TEXT_ONLY, adapt
 
 OTHER_CODE = ("auto_map", "custom_pipelines", "quantization_config", "torch_dtype", "dtype")
 """Keys of a config.json that the modules are made without."""
@@ -49,7 +49,7 @@ def build(
     kept = {key: value for key, value in raw.items() if key not in OTHER_CODE}
     try:
         with quiet(), _parameters_on_meta():
-            made = CONFIG_MAPPING[raw["model_type"]].from_dict(kept)
+            made = CONFIG_MAPPING[raw["model_type"]].from_dict(_plain(kept))
             kind: Any = transformers.AutoModelForCausalLM
             if raw["model_type"] in TEXT_ONLY:
                 made = made.get_text_config(decoder=True)
@@ -69,6 +69,13 @@ def build(
             "needed a config.json of a decoder that it can",
         ) from error
     return model.eval()
+
+
+def _plain(value: Any) -> Any:
+    """Of a config.json: infinities, which transformers writes as objects, as numbers."""
+    if isinstance(value, dict):
+        return float(value["__float__"]) if set(value) == {"__float__"} else {k: _plain(v) for k, v in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
 @contextmanager

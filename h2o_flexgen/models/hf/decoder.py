@@ -18,7 +18,7 @@ from h2o_flexgen.errors import ModelError
 from h2o_flexgen.kernels.experts import Gate
 from h2o_flexgen.kernels.packed import PackedWeight
 from h2o_flexgen.models.decoder import Decoder, local_name
-from h2o_flexgen.models.hf.attention import Call, ModelRun
+from h2o_flexgen.models.hf.attention import Call, MixerCall, ModelRun, take_mixers
 from h2o_flexgen.models.hf.build import Absent, Packed, build, take_products
 from h2o_flexgen.models.hf.experts import Routing, feed_forward
 from h2o_flexgen.models.hf.fused import Joint, take_gates, take_norms
@@ -40,8 +40,9 @@ class Forward:
     def __init__(self, model: nn.Module, spec: ModuleSpec, ids: Tensor, positions: Tensor, last: Tensor) -> None:
         self._spec, self._unit = spec, 0
         self._attend: Callable[[Call], Tensor] | None = None
+        self._mix: Callable[[MixerCall], Any] | None = None
         self._given = (model, ids, positions, last)
-        self._run = ModelRun(self._compute, self._answer, self._route, positions)
+        self._run = ModelRun(self._compute, self._answer, self._route, self._keep, positions)
         self._made: Tensor | None = None  # what experts have answered, which the forward is still to be given
         self._routed = False
         self.routed = 0
@@ -56,15 +57,18 @@ class Forward:
 
     def _answer(self, call: Call) -> Tensor:
         """Attention, as it was when the modules were recorded."""
-        spec, layer = self._spec, (self._unit - 1) // 2
-        same = call.layer == spec.source_of(layer) and call.scale == spec.scales[layer]
-        same = same and call.window == spec.windows[layer]
-        same = same and (call.window is None or call.chunked == spec.arch.chunked)
-        same = same and heads_of(call) == spec.heads_of(layer)
-        if self._attend is None or not same:
+        spec, layer = self._spec, self._spec.units[self._unit].layer
+        if layer is None or self._attend is None or not _alike(call, spec, layer):
             raise ModelError(f"{spec.name} attends in unit {self._unit} as it did not when it was looked at")
         attend, self._attend = self._attend, None
         return attend(call)
+
+    def _keep(self, call: MixerCall) -> Any:
+        """What a module makes that keeps states."""
+        if self._mix is None:
+            raise ModelError(f"{self._spec.name} keeps states in unit {self._unit} as it did not when it was looked at")
+        mix, self._mix = self._mix, None
+        return mix(call)
 
     def _route(self, routing: Routing) -> Tensor:
         """Experts: the forward waits for what they make."""
@@ -76,22 +80,27 @@ class Forward:
         """What the experts have made of the tokens (T, H) that the forward waits with."""
         self._made = made
 
-    def step(self, unit: int, attend: Callable[[Call], Tensor] | None = None) -> Tensor | Routing | None:
+    def step(
+        self,
+        unit: int,
+        attend: Callable[[Call], Tensor] | None = None,
+        mix: Callable[[MixerCall], Any] | None = None,
+    ) -> Tensor | Routing | None:
         """Computes a unit, which is the one that the forward has come to; the logits (n, vocab) float32 of the last.
-        A half with experts only up to these."""
+        A half with experts only up to these. `attend`, `mix`: what the unit is to ask for."""
         if self._routed:
             self._routed = False
             came, self.hidden = self._run.switch(self._made)
             self._unit, self._made = came, None
         if unit != self._unit:
             raise RuntimeError(f"unit {unit} is to be computed, and the forward has come to {self._unit}")
-        self._attend = attend
+        self._attend, self._mix = attend, mix
         found = self._run.switch()
         if isinstance(found, Routing):
             self._routed, self.routed = True, len(found.x)
             return found
-        if self._attend is not None:
-            raise ModelError(f"{self._spec.name} did not attend in unit {unit}")
+        if self._attend is not None or self._mix is not None:
+            raise ModelError(f"{self._spec.name} did not attend or keep states in unit {unit}")
         if self._run.dead:
             if unit != len(self._spec.starts):
                 raise ModelError(f"{self._spec.name} ended in unit {unit}")
@@ -106,6 +115,14 @@ class Forward:
         """Ends a forward that is not wanted any further."""
         if not self._run.dead and self._run:
             self._run.throw(GreenletExit)
+
+
+def _alike(call: Call, spec: ModuleSpec, layer: int) -> bool:
+    """Whether a call of attention is that which was recorded of a layer."""
+    own = spec.layers[layer]
+    recorded = own.number, own.heads, own.scale, spec.windows[layer]
+    same = (call.layer, heads_of(call), call.scale, call.window) == recorded
+    return same and (call.window is None or call.chunked == spec.arch.chunked)
 
 
 class RowForward(Forward):
@@ -141,6 +158,7 @@ class ModuleDecoder(Decoder):
         for number, path in enumerate(spec.starts, 1):
             modules[path].register_forward_pre_hook(_stop(number), with_kwargs=True)
         take_products(model, model.get_output_embeddings())
+        take_mixers(model)
         self._joints = [list[Joint]() for _ in spec.units]
         self._places: list[Places] = [[] for _ in spec.units]
         self._fuse(model, modules, dtype if device.type == "cpu" else None)
@@ -205,7 +223,7 @@ class ModuleDecoder(Decoder):
 
     def scale_of(self, layer: int) -> float:
         """What the logits of a layer's attention are multiplied by."""
-        return self._modules_of.scales[layer]
+        return self._modules_of.layers[layer].scale or 1.0
 
     def rotary_of(self, layer: int) -> None:
         """Keys and queries come rotated."""

@@ -1,9 +1,13 @@
-"""What transformers' modules call in place of their own experts: those of a pass are computed one by one, elsewhere."""
+"""What transformers' modules call in place of their own experts: those of a pass are computed one by one, elsewhere.
+
+Modules that do in a way of their own what ours can only do by the interface have their forwards replaced, see `adapt`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +20,9 @@ from h2o_flexgen.kernels import linear
 from h2o_flexgen.models.fields import ACTIVATIONS
 from h2o_flexgen.models.hf.attention import NAME, NotUnderstood, current
 
+TEXT_ONLY = frozenset({"llama4", "gemma3n"})
+"""Types whose model for images and text transformers cannot run, or not without another library: their language model
+alone is made."""
 _SLOPE = 1.702
 """Of the sigmoid in gpt-oss's gates, which kernels know no other of."""
 
@@ -96,6 +103,8 @@ def _between(module: Any) -> tuple[Activation, float | None, bool]:
     if getattr(type(module), "_apply_gate", plain) is not plain:
         gpt_oss = not module.is_concatenated and module.has_bias and getattr(module, "alpha", None) == _SLOPE
         return "silu", float(module.limit) if gpt_oss else None, not gpt_oss
+    if module.act_fn is nn.functional.silu:
+        return "silu", None, False
     for name, ours in ACTIVATIONS.items():
         theirs = ACT2CLS.get(name)
         theirs = theirs[0] if isinstance(theirs, tuple) else theirs
@@ -117,6 +126,53 @@ def feed_forward(module: Any, w: Mapping[str, Any], x: Tensor) -> Tensor:
     inner = module._apply_gate(wide) if module.has_gate else module.act_fn(wide)
     out = linear(inner.to(x.dtype), w["down.weight"], w.get("down.bias"))
     return module.post_expert_norm(out) if getattr(module, "has_post_expert_norm", False) else out
+
+
+def adapt(model: nn.Module) -> None:
+    """From now on experts are asked for where ours can answer, and positions are those of packed tokens."""
+    for module in model.modules():
+        change = _CHANGES.get(type(module).__name__)
+        if change is not None:
+            change(module)
+
+
+def _llama4_experts(module: Any) -> None:
+    module.has_gate, module.is_transposed, module.is_concatenated, module.has_bias = True, True, True, False
+    module._apply_gate = partial(moe._default_apply_gate, module)
+
+
+def _llama4_mixture(module: Any) -> None:
+    module.forward = partial(_llama4_forward, module)
+
+
+def _llama4_forward(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """Llama 4 weighs what experts are given, not what they make of it."""
+    x = hidden_states.reshape(-1, module.hidden_dim)
+    scores, logits = module.router(x)
+    shares, experts = scores.topk(module.top_k, dim=-1)
+    weighed = (x.unsqueeze(1) * shares.unsqueeze(2)).flatten(0, 1)
+    chosen = experts.reshape(-1, 1)
+    made = current().route(Routing(module.experts, weighed, chosen, torch.ones_like(chosen, dtype=x.dtype)))
+    out = module.shared_expert(x)
+    return out + made.to(x.dtype).unflatten(0, (-1, module.top_k)).sum(1), logits
+
+
+def _llama4_attention(module: Any) -> None:
+    """Queries of layers that turn nothing grow with their positions, which it would take from the cache."""
+    if module.attn_temperature_tuning and not module.use_rope:
+        module.attn_temperature_tuning = False
+        module.query_scale = partial(_temperature, module.floor_scale, module.attn_scale)
+
+
+def _temperature(floor: float, scale: float, positions: Tensor) -> Tensor:
+    return torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * scale + 1.0
+
+
+_CHANGES: dict[str, Callable[[Any], None]] = {
+    "Llama4TextAttention": _llama4_attention,
+    "Llama4TextExperts": _llama4_experts,
+    "Llama4TextMoe": _llama4_mixture,
+}
 
 
 moe.ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)

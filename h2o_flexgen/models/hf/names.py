@@ -11,8 +11,8 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Prefix
 
 from h2o_flexgen.config.model.modules import ModuleSpec, ModuleTensor
 from h2o_flexgen.errors import ModelError
-from h2o_flexgen.models.hf.adapted import TEXT_ONLY
 from h2o_flexgen.models.hf.build import build
+from h2o_flexgen.models.hf.experts import TEXT_ONLY
 from h2o_flexgen.models.stored import Names, Stored
 
 _TOWERS = r"^(model\.)?(vision_model|vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector)\."

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +13,16 @@ from torch.fx.experimental import _config
 from transformers import PreTrainedModel
 
 from h2o_flexgen.config.model.arch import Activation, ArchSpec, ExpertSpec
-from h2o_flexgen.config.model.modules import ModuleSpec, ModuleTensor
-from h2o_flexgen.config.model.spec import LayerHeads, Product
+from h2o_flexgen.config.model.modules import LayerSpec, ModuleSpec, ModuleTensor
+from h2o_flexgen.config.model.spec import Product
+from h2o_flexgen.config.model.tensors import LayerHeads, StateSpec
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.hf.attention import Call, ModelRun
+from h2o_flexgen.models.hf.attention import Call, MixerCall, ModelRun, NotUnderstood, mixers, take_mixers
 from h2o_flexgen.models.hf.build import build, is_product, quiet
 from h2o_flexgen.models.hf.experts import ExpertForm, Routing, form_of, settings_of
 from h2o_flexgen.models.hf.fused import SharedInputs, side_by_side
+from h2o_flexgen.models.hf.units import Event, Mixing, RecordedUnits
 
 TOKENS = 4
 """Of the recorded run."""
@@ -29,16 +30,7 @@ SMALL = 1 << 22
 """Numbers that a tensor may have which is used by several units, and is copied for them."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 _UNBOUNDED = 1 << 20
-
-
-class Event(NamedTuple):
-    """What happened: the call of the module `path` began ("enter") or ended ("exit"), attention was asked for, or
-    experts were."""
-
-    kind: str
-    path: str = ""
-    call: Call | None = None
-    routing: Routing | None = None
+_INNER = ("attn", "mixer", "mlp")
 
 
 def record(model: PreTrainedModel, name: str) -> list[Event]:
@@ -53,6 +45,16 @@ def record(model: PreTrainedModel, name: str) -> list[Event]:
         events.append(Event("experts", paths[id(routing.module)], routing=routing))
         return torch.empty_like(routing.x)
 
+    def mix(call: MixerCall) -> Any:
+        piece = call.piece(0, call.tokens, {})
+        made, states = call.of([piece]), piece.states
+        if states.layer is None:
+            raise NotUnderstood(f"{type(call.module).__name__} does not ask for the states that it keeps")
+        found = [StateSpec(*key, tuple(x.shape[1:]), x.dtype == torch.float32) for key, x in states.held().items()]
+        events.append(Event("states", paths[id(call.module)], mixing=Mixing(states.layer, tuple(found))))
+        return made
+
+    take_mixers(model)
     paths = {id(module): path for path, module in model.named_modules()}
     numbers = torch.zeros(2, TOKENS, dtype=torch.int64, device="meta")
     last = torch.zeros(1, dtype=torch.int64, device="meta")
@@ -62,7 +64,7 @@ def record(model: PreTrainedModel, name: str) -> list[Event]:
         with any_choice():
             model(**arguments(model, run, *given))
 
-    run = ModelRun(forward, attend, route, numbers[1])
+    run = ModelRun(forward, attend, route, mix, numbers[1])
     try:
         with torch.no_grad(), quiet():  # in inference mode nothing tells whether tensors have changed
             run.switch()
@@ -96,108 +98,15 @@ def listen(model: PreTrainedModel) -> list[Event]:
 def arguments(model: nn.Module, run: ModelRun, ids: Tensor, positions: Tensor, last: Tensor) -> dict[str, Any]:
     """Of `model`'s forward, for packed tokens (T,) at `positions` (T,), of which `last` (n,) want logits."""
     takes = inspect.signature(model.forward).parameters
-    open_ended = any(each.kind is each.VAR_KEYWORD for each in takes.values())
-    cache = next((name for name in ("cache", "past_key_values") if name in takes), None)
-    if cache is None or not ("position_ids" in takes or open_ended):
-        raise ModelError(f"{type(model).__name__} takes no {'cache' if cache is None else 'positions'}")
-    given: dict[str, Any] = {
-        "input_ids": ids[None],
-        "position_ids": positions[None],
-        cache: run.cache,
-        "use_cache": True,
-        "return_dict": True,
-    }
+    cache = next((name for name in ("cache", "past_key_values", "cache_params") if name in takes), None)
+    if cache is None:
+        raise ModelError(f"{type(model).__name__} takes no cache")
+    given: dict[str, Any] = {"input_ids": ids[None], cache: run.cache, "use_cache": True, "return_dict": True}
+    if _takes_positions(model):
+        given["position_ids"] = positions[None]
     if "logits_to_keep" in takes:
         given["logits_to_keep"] = last
     return given
-
-
-class RecordedUnits:
-    """The units of a recorded run, and in which of them each module was called.
-
-    `layers`: the paths of the layers; `calls`: of each its attention; `routings`: by layer those of experts, and the
-    path of these; `starts`: the module whose call begins each unit but the first. What a layer computes once its
-    experts have answered belongs to the unit behind.
-    """
-
-    def __init__(self, model: PreTrainedModel, events: list[Event], name: str) -> None:
-        self._model, self._events, self._name = model, events, name
-        lists = {path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-        self._inner = {path for path, module in model.named_modules() if any(True for _ in module.parameters())}
-        self.layers: list[str] = []
-        self.calls: list[Call] = []
-        ends: dict[str, int] = {}  # of what attends in each layer
-        stack: list[str] = []
-        for i, event in enumerate(events):
-            if event.kind == "enter":
-                stack.append(event.path)
-            elif event.kind == "exit":
-                stack.pop()
-            elif event.call is not None:
-                outer = [path for path in stack if path.rpartition(".")[0] in lists]
-                if len(outer) != 1 or outer[0] == stack[-1]:
-                    raise self._refused("attention is not in one layer of a list")
-                if outer[0] in ends:
-                    raise self._refused(f"{outer[0]} attends more than once")
-                child = stack[stack.index(outer[0]) + 1]
-                ends[outer[0]] = next(j for j in range(i, len(events)) if events[j] == Event("exit", child))
-                self.layers.append(outer[0])
-                self.calls.append(event.call)
-        if not self.layers:
-            raise self._refused("no layer attends by the attention interface")
-        self.starts: list[str] = []
-        self.routings: dict[int, tuple[str, Routing]] = {}
-        self.first: dict[str, int] = {}
-        self.last: dict[str, int] = {}
-        self._walk(ends)
-
-    def _refused(self, why: str) -> ModelError:
-        return ModelError(f"{self._name}: {type(self._model).__name__} is not understood: {why}")
-
-    def _walk(self, ends: Mapping[str, int]) -> None:
-        """Which unit each call is in. A unit begins with the first module that has parameters."""
-        unit, layer, entered, routed = 0, -1, Counter[str](), False
-        for i, (kind, path, _, routing) in enumerate(self._events):
-            if routing is not None:
-                if unit != 2 * layer + 2 or layer in self.routings:
-                    raise self._refused(f"{path} is not in the second half of a layer, or called again")
-                self.routings[layer], routed = (path, routing), True
-            if kind == "enter":
-                entered[path] += 1
-                after = layer >= 0 and i > ends[self.layers[layer]]
-                if layer + 1 < len(self.layers) and path == self.layers[layer + 1]:
-                    if unit != 2 * layer + 2:
-                        raise self._refused(f"nothing follows attention in {self.layers[layer]}")
-                    layer, unit, routed = layer + 1, 2 * layer + 3, False
-                    self.starts.append(path)
-                elif after and path in self._inner:
-                    inside = path.startswith(f"{self.layers[layer]}.")
-                    if unit == (2 * layer + 1 if inside else 2 * len(self.layers)):
-                        unit, routed = unit + 1, False
-                        self.starts.append(path)
-                    elif not inside and unit < 2 * len(self.layers):
-                        raise self._refused(f"{path} is called between layers")
-                self.first.setdefault(path, unit + routed)
-                self.last[path] = unit + routed
-            elif kind == "exit":
-                self.last[path] = unit + routed
-        if unit != 2 * len(self.layers) + 1:
-            raise self._refused("there is no output head behind its layers")
-        twice = [path for path in self.starts if entered[path] > 1]
-        if twice or len(set(self.layers)) < len(self.layers):
-            raise self._refused(f"{(twice or self.layers)[0]} is called more than once")
-        parts = [path.split(".") for path in self.first]
-        self._around = {".".join(part[:end]) for part in parts for end in range(len(part) + 1)}
-
-    def uses(self, path: str) -> bool:
-        """Whether the module at `path`, or one in it, is called."""
-        return path in self._around
-
-    def unit_of(self, path: str) -> int | None:
-        """The unit that uses what the module at `path` holds itself; None: there are several, or nobody knows, as other
-        methods of it are called."""
-        first = self.first.get(path)
-        return first if first == self.last.get(path) else None
 
 
 def _check_angles(config: Any, name: str) -> None:
@@ -216,19 +125,31 @@ def heads_of(call: Call) -> LayerHeads:
     return LayerHeads(call.q.shape[1], call.k.shape[1], call.q.shape[2], call.joint)
 
 
-def _sources(calls: Sequence[Call], name: str) -> tuple[int, ...]:
-    """Of each layer the one whose cache it reads."""
-    for layer, call in enumerate(calls):
-        owner = calls[call.layer] if call.layer <= layer else call
-        if owner.reads or (call.layer != layer and not call.reads):
+def _layers_of(timeline: RecordedUnits, heads: LayerHeads, name: str) -> tuple[LayerSpec, ...]:
+    """What each layer holds, and whose keys it reads. `heads`: of layers that do not attend."""
+    found, owners = list[LayerSpec](), dict[int, int]()
+    for number, layer in enumerate(timeline.layers):
+        call, source = layer.call, number
+        if call is not None and call.reads:
+            source = owners.get(layer.number, number)
+            owner = timeline.layers[source].call
+            seen = None if owner is None or source == number else (owner.window, owner.chunked, heads_of(owner)[1:])
+            if seen != (call.window, call.chunked, heads_of(call)[1:]):
+                raise ModelError(f"{name}: layer {number} sees other keys than layer {layer.number}, whose they are")
+        elif layer.number <= max(owners, default=-1):
             raise ModelError(f"{name}: its layers do not fill caches of their own in order")
-        if (owner.window, owner.chunked, heads_of(owner)[1:]) != (call.window, call.chunked, heads_of(call)[1:]):
-            raise ModelError(f"{name}: layer {layer} sees other keys than layer {call.layer}, whose they are")
-    return tuple(call.layer for call in calls)
+        else:
+            owners[layer.number] = number
+        states = () if layer.mixing is None else layer.mixing.states
+        own, scale = (heads, None) if call is None else (heads_of(call), call.scale)
+        found.append(LayerSpec(layer.number, own, scale, states, source))
+    return tuple(found)
 
 
 def _covering(heads: Sequence[LayerHeads]) -> LayerHeads:
-    """Such that no layer's queries, keys or values have more numbers."""
+    """Such that no layer's queries, keys or values have more numbers; the smallest where no layer attends."""
+    if not heads:
+        return LayerHeads(1, 1, 2)
     largest = max(heads, key=lambda each: (each.queries * each.dim, each.keys))
     keys = max(each.keys * each.dim for each in heads)
     enough = (n for n in range(1, largest.queries) if not largest.queries % n and n * largest.dim >= keys)
@@ -239,44 +160,41 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
     """The ModuleSpec of a config.json. ModelError where the modules do what is not understood."""
     text = json.dumps(config, sort_keys=True)
     model = build(text, name)
-    _check_angles(model.config.get_text_config(decoder=True), name)
+    if mixers(model):  # in 16 bits it is seen which states stay in 32
+        model = build(text, name, torch.bfloat16)
+    made, read = model.config.get_text_config(decoder=True), ConfigReader(config, name)
+    _check_angles(made, name)
     shared = SharedInputs(model)
     timeline = RecordedUnits(model, record(model, name), name)
     groups, tied = weight_groups(model, timeline, name)
-    made, read = model.config.get_text_config(decoder=True), ConfigReader(config, name)
-    heads = tuple(map(heads_of, timeline.calls))
-    largest = _covering(heads)
-    sources, windows = _sources(timeline.calls, name), [other.window for other in timeline.calls]
-    sizes = {window for window in windows if window is not None}
-    if len(sizes) > 1:
-        raise ModelError(f"{name}: its layers have windows of {sorted(sizes)} tokens", "needed one size")
-    chunked = {other.chunked for other in timeline.calls if other.window is not None} or {False}
-    if len(chunked) > 1:
-        raise ModelError(f"{name}: some of its layers have windows, and some chunks", "needed either in all")
+    _check_layers(model, timeline, name)
+    calls, heads = timeline.calls, _covering([heads_of(call) for call in timeline.calls])
+    layers = _layers_of(timeline, heads, name)
+    windows = [None if layer.call is None else layer.call.window for layer in timeline.layers]
     experts, activation = experts_of(timeline, name, model)
     matrices = matrices_of(model, timeline)
     tables = [module for path, module in model.named_modules() if timeline.first.get(path) == 0]
     learned = sum(isinstance(module, nn.Embedding) for module in tables) > 1
     head = dict(matrices)["head"][-1]
-    layers = tuple(layer for layer, window in enumerate(windows) if window is not None)
+    windowed = tuple(layer for layer, window in enumerate(windows) if window is not None)
     return ModuleSpec(
         name=name,
         vocab_size=head.out_features,
         hidden_size=head.in_features,
-        ffn_size=max(each.out_features for kind in ("attn", "mlp") for each in dict(matrices)[kind]),
-        num_layers=len(timeline.layers),
-        num_heads=largest.queries,
-        num_kv_heads=largest.keys,
-        head_dim=largest.dim,
+        ffn_size=max(each.out_features for kind, products in matrices if kind in _INNER for each in products),
+        num_layers=len(layers),
+        num_heads=heads.queries,
+        num_kv_heads=heads.keys,
+        head_dim=heads.dim,
         embed_dim=head.in_features,
         max_positions=positions_of(made),
         arch=ArchSpec(
             family=str(config["model_type"]),
             norm="rmsnorm",
             positions="learned" if learned else "rotary",
-            window=sizes.pop() if sizes else None,
-            window_layers=None if len(layers) == len(windows) or not layers else layers,
-            chunked=chunked.pop(),
+            window=max((window for window in windows if window is not None), default=None),
+            window_layers=None if len(windowed) == len(windows) or not windowed else windowed,
+            chunked=any(each.chunked for each in calls),
             gated_mlp=True,
             tied_head=tied,
             activation=activation,
@@ -286,12 +204,28 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
         config=text,
         groups=side_by_side(groups, shared.joined),
         joined=shared.joined,
+        layers=layers,
+        halves=tuple(timeline.halves),
         matrices=matrices,
-        heads=heads,
-        sources=sources,
-        scales=tuple(each.scale for each in timeline.calls),
         starts=tuple(timeline.starts),
     )
+
+
+def _check_layers(model: PreTrainedModel, timeline: RecordedUnits, name: str) -> None:
+    """ModelError for layers that differ in what the engine has one of."""
+    calls = timeline.calls
+    if calls and not _takes_positions(model):
+        raise ModelError(f"{type(model).__name__} takes no positions")
+    sizes = {call.window for call in calls if call.window is not None}
+    if len(sizes) > 1:
+        raise ModelError(f"{name}: its layers have windows of {sorted(sizes)} tokens", "needed one size")
+    if len({call.chunked for call in calls if call.window is not None}) > 1:
+        raise ModelError(f"{name}: some of its layers have windows, and some chunks", "needed either in all")
+
+
+def _takes_positions(model: nn.Module) -> bool:
+    takes = inspect.signature(model.forward).parameters
+    return "position_ids" in takes or any(each.kind is each.VAR_KEYWORD for each in takes.values())
 
 
 def positions_of(config: Any) -> int:
@@ -310,51 +244,43 @@ def _token(config: Any, key: str) -> int | None:
     return value[0] if isinstance(value, list) else value
 
 
-def unit_name(unit: int, layers: int) -> str:
-    """The name of a unit by its index, which canonical names begin with."""
-    if unit == 0:
-        return "embed"
-    if unit > 2 * layers:
-        return "head"
-    return f"layers.{(unit - 1) // 2}.{'attn' if unit % 2 else 'mlp'}"
-
-
 def weight_groups(
     model: PreTrainedModel, timeline: RecordedUnits, name: str
 ) -> tuple[tuple[tuple[str, tuple[ModuleTensor, ...]], ...], bool]:
     """The weight groups, and whether the output head is the token embedding."""
-    layers = len(timeline.layers)
-    found: dict[str, list[ModuleTensor]] = {unit_name(unit, layers): [] for unit in range(2 * layers + 2)}
+    names, inside = timeline.names, _used_unseen(model, timeline)
+    found: dict[str, list[ModuleTensor]] = {unit: [] for unit in names}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None:
         raise ModelError(f"{name}: {type(model).__name__} has no output head that it tells")
     seen: dict[int, str] = {}
     tied = False
-    expert_paths = {path: layer for layer, (path, _) in timeline.routings.items()}
+    expert_paths = {path: unit for unit, (path, _) in timeline.routings.items()}
     routers = {routing.module.num_experts for _, routing in timeline.routings.values()}
     # The token embedding first: a head that is tied to it may come before.
     for path, module in sorted(model.named_modules(), key=lambda each: each[1] is not embedding):
+        called = inside.get(path, path)
         if path in expert_paths:
-            _add_experts(found, expert_paths[path], path, module)
+            _add_experts(found, names[expert_paths[path]], path, module)
             continue
-        if not timeline.uses(path):
+        if not timeline.uses(called):
             continue  # never called: its tensors stay without numbers, and using one is an error
+        unit = timeline.unit_of(called)
         for key, tensor in _tensors(module):
             parameter = f"{path}.{key}" if path else key
             if id(tensor) in seen:
                 if module is head and key == "weight" and seen[id(tensor)] == "embed.tokens":
                     tied = True
                     continue
-                if _also(found, seen[id(tensor)], unit_name(timeline.unit_of(path) or 0, layers), parameter):
+                if _also(found, seen[id(tensor)], names[unit or 0], parameter):
                     continue
                 raise ModelError(f"{name}: {parameter} is tied to {seen[id(tensor)]}, which is not understood")
             if not tensor.dtype.is_floating_point or tensor.dim() > 4:
                 raise ModelError(f"{name}: {parameter} is {tensor.dtype} of {tuple(tensor.shape)}: not understood")
-            unit = timeline.unit_of(path)
             resident = unit is None
             if resident and tensor.numel() > SMALL:
                 raise ModelError(f"{name}: {parameter} is large, and no single unit's")
-            unit_key = unit_name(unit or 0, layers)
+            unit_key = names[unit or 0]
             canonical = f"{unit_key}.{_within(timeline, unit, parameter)}"
             if module is embedding and key == "weight":
                 canonical = "embed.tokens"
@@ -362,7 +288,7 @@ def weight_groups(
                 canonical = "head.vocab" if key == "weight" else "head.vocab_bias"
             turned = is_product(module) and not isinstance(module, nn.Linear) and key == "weight"
             shape = tuple(reversed(tensor.shape)) if turned else tuple(tensor.shape)
-            matrix = is_product(module) and key == "weight" and shape[0] not in routers
+            matrix = is_product(module) and key == "weight" and shape[0] not in routers and called == path
             seen[id(tensor)] = canonical
             found[unit_key].append(ModuleTensor(canonical, parameter, shape, matrix, turned, resident))
     if "embed.tokens" not in seen.values() or not (tied or "head.vocab" in seen.values()):
@@ -371,6 +297,16 @@ def weight_groups(
         vocab = ("vocab", (*found.pop("embed"), *found.pop("head")))
         return (vocab, *((key, tuple(each)) for key, each in found.items())), True
     return tuple((key, tuple(each)) for key, each in found.items()), False
+
+
+def _used_unseen(model: PreTrainedModel, timeline: RecordedUnits) -> dict[str, str]:
+    """The modules within mixers that are not called, and the mixer of each: it takes their tensors itself."""
+    return {
+        f"{mixer}.{path}" if path else mixer: mixer
+        for mixer, module in mixers(model).items()
+        for path, _ in module.named_modules()
+        if f"{mixer}.{path}" not in timeline.first
+    }
 
 
 def _also(found: dict[str, list[ModuleTensor]], name: str, unit: str, parameter: str) -> bool:
@@ -385,7 +321,8 @@ def _also(found: dict[str, list[ModuleTensor]], name: str, unit: str, parameter:
 def experts_of(timeline: RecordedUnits, name: str, model: PreTrainedModel) -> tuple[ExpertSpec | None, Activation]:
     """The experts of the layers, which are to be alike, and their activation."""
     found, settings = dict[int, tuple[ExpertForm, int]](), list[dict[str, Any]]()
-    for layer, (_, routing) in timeline.routings.items():
+    for unit, (_, routing) in timeline.routings.items():
+        layer = timeline.halves[unit - 1].layer
         try:
             found[layer] = (form_of(routing.module), routing.experts.shape[-1])
         except ModelError as error:
@@ -401,12 +338,12 @@ def experts_of(timeline: RecordedUnits, name: str, model: PreTrainedModel) -> tu
     return spec, form.activation
 
 
-def _add_experts(found: dict[str, list[ModuleTensor]], layer: int, path: str, module: nn.Module) -> None:
+def _add_experts(found: dict[str, list[ModuleTensor]], half: str, path: str, module: nn.Module) -> None:
     """A group for each expert of a layer, behind that of its half."""
     form = form_of(module)
-    others = {key: found.pop(key) for key in list(found)[list(found).index(f"layers.{layer}.mlp") + 1 :]}
+    others = {key: found.pop(key) for key in list(found)[list(found).index(half) + 1 :]}
     for expert in range(form.count):
-        key = f"layers.{layer}.mlp.experts.{expert}"
+        key = f"{half}.experts.{expert}"
         found[key] = [
             ModuleTensor(
                 f"{key}.{part.name}",
@@ -432,20 +369,19 @@ def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _within(timeline: RecordedUnits, unit: int | None, parameter: str) -> str:
     """The name of a parameter, without that of its layer where it is of a unit of that."""
-    layer = ((unit or 0) - 1) // 2
-    if not 0 <= layer < len(timeline.layers):
+    if not 0 < (unit or 0) <= len(timeline.halves):
         return parameter
-    return parameter.removeprefix(f"{timeline.layers[layer]}.")
+    start = timeline.starts[(unit or 0) - 1]
+    layer = next((each.path for each in timeline.layers if f"{start}.".startswith(f"{each.path}.")), start)
+    return parameter.removeprefix(f"{layer}.")
 
 
 def matrices_of(model: PreTrainedModel, timeline: RecordedUnits) -> tuple[tuple[str, tuple[Product, ...]], ...]:
-    """The products of the first layer's halves, and of the outer units; of experts and their routers, too."""
-    units = {0: "embed", 1: "attn", 2: "mlp", 2 * len(timeline.layers) + 1: "head"}
-    if timeline.routings:
-        layer = next(iter(timeline.routings))
-        dense = next((each for each in range(len(timeline.layers)) if each not in timeline.routings), None)
-        units.pop(2)
-        units |= {2 * layer + 2: "router"} | ({} if dense is None else {2 * dense + 2: "mlp"})
+    """The products of the first unit of each kind; of experts, too."""
+    units = {0: "embed", len(timeline.halves) + 1: "head"}
+    for number, half in enumerate(timeline.halves, 1):
+        if half.products not in units.values():
+            units[number] = half.products
     made: dict[str, list[Product]] = {kind: [] for kind in units.values()}
     for path in timeline.first:  # in the order of their calls
         module, kind = model.get_submodule(path), units.get(timeline.first[path])
@@ -458,5 +394,4 @@ def matrices_of(model: PreTrainedModel, timeline: RecordedUnits) -> tuple[tuple[
         wide, hidden = sum(outs for outs, _ in shapes[:-1]), shapes[0][1]
         made["router"].append(Product(form.count, hidden))
         made["experts"] = [Product(wide, hidden), Product(*shapes[-1])]
-        made.setdefault("mlp", made["experts"])
     return tuple((kind, tuple(products)) for kind, products in made.items())

@@ -18,15 +18,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from h2o_flexgen.config.model.arch import ArchSpec
-from h2o_flexgen.config.model.modules import ModuleSpec
-from h2o_flexgen.config.model.spec import LayerHeads
+from h2o_flexgen.config.model.modules import LayerSpec, ModuleSpec
+from h2o_flexgen.config.model.tensors import LayerHeads
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.hf import record
 from h2o_flexgen.models.hf.attention import Call, ModelRun, NotUnderstood
 from h2o_flexgen.models.hf.build import build, quiet
 from h2o_flexgen.models.hf.experts import Routing
-from h2o_flexgen.models.hf.record import Event, RecordedUnits, any_choice
+from h2o_flexgen.models.hf.record import any_choice
+from h2o_flexgen.models.hf.units import Event, RecordedLayer, RecordedUnits
 
 CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
 """What caches are called, as arguments of a model and in what it gives back."""
@@ -38,6 +39,9 @@ def row_arguments(model: nn.Module, ids: Tensor, cache: Any, seen: int, mask: bo
     given: dict[str, Any] = {"input_ids": ids[None], "use_cache": True, "return_dict": True}
     if cache is not None:
         given[next(name for name in CACHES if name in takes)] = cache
+    config = getattr(model, "config", None)
+    if config is not None and not getattr(config.get_text_config(decoder=True), "num_attention_heads", None):
+        seen = 0  # where nothing attends, a mask is of the new tokens
     if mask and "attention_mask" in takes:
         given["attention_mask"] = torch.ones(1, seen + ids.shape[0], dtype=torch.int64, device=ids.device)
     if "logits_to_keep" in takes:
@@ -87,8 +91,8 @@ def spec_of_rows(config: Mapping[str, Any], name: str, why: str) -> ModuleSpec:
         groups=groups,
         matrices=matrices,
         starts=tuple(timeline.starts),
-        heads=(LayerHeads(heads, kv_heads, head_dim),) * layers,
-        sources=tuple(range(layers)),
+        layers=tuple(LayerSpec(i, LayerHeads(heads, kv_heads, head_dim), 1.0, (), i) for i in range(layers)),
+        halves=tuple(timeline.halves),
         alone=why,
     )
 
@@ -109,7 +113,7 @@ def _recorded(text: str, name: str, tokens: int) -> tuple[PreTrainedModel, list[
         paths = {id(module): path for path, module in model.named_modules()}
         given = row_arguments(model, torch.zeros(tokens, dtype=torch.int64, device="meta"), None, 0, mask)
         route = partial(_route, events, paths)
-        run = ModelRun(partial(_call, model, given, made), _no_attention, route, given["input_ids"][0])
+        run = ModelRun(partial(_call, model, given, made), _no_attention, route, _no_mixing, given["input_ids"][0])
         try:
             with torch.inference_mode(), quiet():
                 run.switch()
@@ -130,6 +134,10 @@ def _call(model: nn.Module, given: dict[str, Any], made: list[Any]) -> None:
 
 def _no_attention(call: Call) -> Tensor:
     raise NotUnderstood(f"layer {call.layer} attends by the interface, which is not asked for")
+
+
+def _no_mixing(call: Any) -> Any:
+    raise NotUnderstood("states are kept by a cache of ours, which is not given")
 
 
 def _route(events: list[Event], paths: Mapping[int, str], routing: Routing) -> Tensor:
@@ -157,7 +165,7 @@ class RecordedRows(RecordedUnits):
         self._inner = {path for path, module in model.named_modules() if any(True for _ in module.parameters())}
         self._expert_paths = {each.path for each in events if each.routing is not None}
         lists = {path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-        spans, stack, ends = dict[str, tuple[int, int]](), list[tuple[str, int]](), dict[str, int]()
+        spans, stack = dict[str, tuple[int, int]](), list[tuple[str, int]]()
         for i, event in enumerate(events):
             if event.kind == "enter":
                 stack.append((event.path, i))
@@ -167,20 +175,14 @@ class RecordedRows(RecordedUnits):
                     if path in spans:
                         raise self._refused(f"{path} is called more than once")
                     spans[path] = start, i
-        self.layers = [path for path in spans if any(True for _ in model.get_submodule(path).parameters())]
-        for path in self.layers:
-            ends[path] = self._cut(*spans[path])
+        paths = [path for path in spans if any(True for _ in model.get_submodule(path).parameters())]
+        self.layers = [RecordedLayer(path, self._cut(*spans[path])) for path in paths]
         if not self.layers:
             raise self._refused("it has no list of layers")
-        self.calls: list[Call] = []
-        self.starts: list[str] = []
-        self.routings: dict[int, tuple[str, Routing]] = {}
-        self.first: dict[str, int] = {}
-        self.last: dict[str, int] = {}
-        self._walk(ends)
+        self._walk()
         for path, module in model.named_modules():  # what is not called itself, its parent may take tensors of
             parent = path.rpartition(".")[0]
-            layer = next((each for each in self.layers if path.startswith(f"{each}.")), None)
+            layer = next((each for each in paths if path.startswith(f"{each}.")), None)
             if layer is not None and path not in self.first and parent in self.first and module._parameters:
                 self.first[path], self.last[path] = self.first[parent], self.last[parent]
                 self._around.add(path)
