@@ -158,7 +158,8 @@ class ModuleDecoder(Decoder):
         for number, path in enumerate(spec.starts, 1):
             modules[path].register_forward_pre_hook(_stop(number), with_kwargs=True)
         take_products(model, model.get_output_embeddings())
-        take_mixers(model)
+        if not spec.alone:
+            take_mixers(model)
         self._joints = [list[Joint]() for _ in spec.units]
         self._places: list[Places] = [[] for _ in spec.units]
         self._fuse(model, modules, dtype if device.type == "cpu" else None)

@@ -45,6 +45,7 @@ TRUSTED = frozenset(
         "aria_text",
         "axk1",
         "aya_vision",
+        "bamba",
         "beam",
         "bert",
         "bert-generation",
@@ -170,6 +171,9 @@ TRUSTED = frozenset(
         "qwen2_moe",
         "qwen2_vl",
         "qwen3",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
         "qwen3_5_text",
         "qwen3_moe",
         "qwen3_next",
@@ -228,6 +232,7 @@ ROWS = {
     "moshi": _POSITIONS,
     "mpt": _BIAS,
     "mvp": _OWN,
+    "nemotron_h": "experts that its checkpoints name otherwise",
     "openai-gpt": _CACHE,
     "pegasus": _POSITIONS,
     "plbart": _POSITIONS,
@@ -243,7 +248,10 @@ ROWS = {
 _NO_CLASS = "transformers has no class for it that makes text alone"
 _BY_NUMBERS = "its experts are chosen by numbers that a look at its modules does not have"
 _AGAIN = "its layers are called more than once"
+_SPLIT = "its tensors are joined or split while they are loaded"
+_SHARED = "its layers share the weights of one block"
 REFUSED = {
+    "bailing_hybrid": _SPLIT,
     "blenderbot": "transformers' own decoder fails on tiny ones, and nothing shows how it runs",
     "blt": "it reads bytes in patches of its own",
     "cpmant": "its positions are of a prompt within a prompt",
@@ -254,10 +262,13 @@ REFUSED = {
     "hrm_text": _AGAIN,
     "inkling2_loop_text": _AGAIN,
     "jetmoe": _BY_NUMBERS,
+    "kimi_linear": _SPLIT,
+    "lara_mini": _SPLIT,
     "longcat_flash": _BY_NUMBERS,
     "mllama": _NO_CLASS,
     "musicgen": _NO_CLASS,
     "musicgen_melody": _NO_CLASS,
+    "olmo_hybrid": _SPLIT,
     "prophetnet": "it predicts several tokens at once, by two streams of attention",
     "reformer": "its attention hashes whole prompts, of lengths that it pads",
     "rwkv": "it rescales its weights where they lie",
@@ -266,9 +277,12 @@ REFUSED = {
     "xlnet": "it makes text by permuted tokens, of which the last is masked",
     "xlstm": "transformers' own decoder fails without its kernels",
     "xmod": "it wants the language of each prompt",
+    "zamba": _SHARED,
+    "zamba2": _SHARED,
 }
 """Types that are not run, and why."""
 SINCE = {
+    "bamba": HIGHEST,
     "codegen": HIGHEST,
     "cohere_compass": HIGHEST,
     "cohere_compass_text": HIGHEST,
@@ -282,6 +296,9 @@ SINCE = {
     "lfm3": HIGHEST,
     "mamba": HIGHEST,
     "mamba2": HIGHEST,
+    "qwen3_5": HIGHEST,
+    "qwen3_5_moe": HIGHEST,
+    "qwen3_5_moe_text": HIGHEST,
     "qwen3_5_text": HIGHEST,
     "qwen3_next": HIGHEST,
     "zaya": HIGHEST,

@@ -1,0 +1,78 @@
+"""Layers that keep states, by transformers' modules: states move with their rows, whatever tier they lie on, and go on
+behind parts of a prompt and behind prefixes that rows share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.models.hf.shrink import VOCAB, random_model, shrunk
+from tests.tiny import prompts_of
+
+KINDS = ("lfm2", "mamba", "falcon_h1", "qwen3_next")
+"""Short convolutions alone, states alone, states beside keys, and in turns with them."""
+NEW = 5
+
+
+def prompts() -> list[list[int]]:
+    """Of several lengths, longer than a part, two of which begin alike."""
+    found = [[token % (VOCAB - 8) + 3 for token in ids] for ids in prompts_of([5, 21, 13, 1, 30])]
+    return [*found, found[4][:20] + found[1][:4], found[4][:20] + found[0]]
+
+
+def answers(folder: Path, asked: list[list[int]], new: list[int] | None = None, **how: Any) -> list[list[int]]:
+    how = {"dtype": "float32", "model_impl": "transformers", "offload_dir": str(folder / "offload"), **how}
+    with Engine(str(folder), **how) as llm:
+        if new is None:
+            return [each.token_ids for each in llm.generate(asked, max_new_tokens=NEW, ignore_eos=True)]
+        return [
+            llm.generate([ids], max_new_tokens=n, ignore_eos=True)[0].token_ids
+            for ids, n in zip(asked, new, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_do_not_depend_on_their_neighbours(kind: str, tmp_path: Path) -> None:
+    random_model(shrunk({"model_type": kind})).save_pretrained(tmp_path)
+    asked = prompts()
+    alone = answers(tmp_path, asked, [NEW] * len(asked))
+    policies: list[dict[str, Any]] = [
+        {"gpu_batch_size": 3, "num_gpu_batches": 2, "prefill_chunk": 16},  # the last row refills a place
+        {"gpu_batch_size": 2, "num_gpu_batches": 2, "cache": {"disk": 1.0}},
+        {"gpu_batch_size": 7, "num_gpu_batches": 1, "prefill_chunk": 256},
+    ]
+    for policy in policies:
+        assert answers(tmp_path, asked, policy=policy) == alone
+    emulated = {"gpu_batch_size": 2, "num_gpu_batches": 2, "cache": {"cpu": 0.5, "disk": 0.5}}
+    assert answers(tmp_path, asked, policy=emulated, emulate_gpu="1GiB") == alone
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", "qwen3_next"])
+def test_a_plan_and_a_record_have_the_bytes_of_states(kind: str, tmp_path: Path) -> None:
+    random_model(shrunk({"model_type": kind})).save_pretrained(tmp_path)
+    how: dict[str, Any] = {"policy": {"gpu_batch_size": 2, "num_gpu_batches": 2}, "dtype": "float32"}
+    with Engine(str(tmp_path), model_impl="transformers", **how) as llm:
+        llm.generate(prompts()[:4], max_new_tokens=NEW, ignore_eos=True)
+        record, plan, spec = llm.last_record, llm.last_plan, llm.model.spec
+    assert record is not None
+    assert plan is not None
+    states = [each for layer in range(spec.num_layers) for each in spec.states_of(layer)]
+    least = 4 * sum(each.nbytes("float32") for each in states)
+    planned = sum(item.nbytes for item in plan.footprint.items if item.what == "states")
+    assert least <= record.state_bytes == planned
+    assert record.kv_bytes > 0
+
+
+def test_what_states_cannot_do_is_a_usage_error(tmp_path: Path) -> None:
+    random_model(shrunk({"model_type": "lfm2"})).save_pretrained(tmp_path)
+    for settings in (
+        {"prefix_mem": "1MiB"},
+        {"eviction": EvictionConfig("kvzip", ratio=0.5)},
+    ):
+        with pytest.raises(UsageError, match="keep states"):
+            Engine(str(tmp_path), model_impl="transformers", **settings)
