@@ -15,6 +15,7 @@ from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.kernels import triton_available
 from h2o_flexgen.kernels.decode import NativeAttend, available
+from h2o_flexgen.kernels.hadamard import hadamard
 from h2o_flexgen.kernels.types import DecodeStep, KeysValues, SlotRule
 
 
@@ -47,6 +48,7 @@ class FusedStep:
         rules = lengths.once(f"rules, {ranked}", lambda: slot_rules(lengths, ranked=ranked))
         ranking = None if scored is None or (triton and self._by_rows) else scored.ranking
         self._number: Tensor | None = None
+        self._block = packings[0].block if packings is not None and triton else 0  # C transforms by itself
         self._kernel: DecodeStep
         self.attach: Callable[[Tensor, Tensor], None]
         if triton:
@@ -156,11 +158,15 @@ class FusedStep:
             return self._with_rows(number, (q, k, v), scale, held, kept, sink_logits, soft_cap)
         scored = self._scored
         fresh = None if scored is None else scored.fresh(number, held)
-        out = self._kernel.step(number, (q, k, v), scale, fresh=fresh, sink_logits=sink_logits, soft_cap=soft_cap)
+        out = self._step(number, (q, k, v), scale, fresh=fresh, sink_logits=sink_logits, soft_cap=soft_cap)
         if scored is not None and self._thins:
             length = self._lengths.length
             scored.between_bursts(length, lambda: kept(length, q.dtype), (q, scale, soft_cap))
         return out
+
+    def _step(self, number: int | Tensor, qkv: tuple[Tensor, Tensor, Tensor], scale: float, **how: Any) -> Tensor:
+        q, k, v = (hadamard(x, self._block) for x in qkv)
+        return hadamard(self._kernel.step(number, (q, k, v), scale, **how), self._block)
 
     def _with_rows(
         self,
@@ -180,7 +186,7 @@ class FusedStep:
             # Where the kernel counts its steps, it does not know how few slots are occupied yet.
             width = length if self._number is None else self._size[2]
             row = torch.empty(*self._size[:2], width, device=self._lengths.device)
-        out = self._kernel.step(
+        out = self._step(
             number, qkv, scale, fresh=fresh, slots=slots, probs=row, sink_logits=sink_logits, soft_cap=soft_cap
         )
         row = None if row is None else row[..., :length]

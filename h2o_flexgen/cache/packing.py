@@ -1,7 +1,7 @@
 """Keys and values of fewer bits, as caches keep them: packed when they come in, expanded when attention reads them.
 
-The layout is `CachePacking`'s, the numbers are those of `quant.groupwise`, bit for bit: the reference for what kernels
-pack and expand themselves.
+The layout is `CachePacking`'s, the numbers are those of `quant.groupwise` of a Hadamard transform, bit for bit: the
+reference for what kernels pack and expand themselves.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from h2o_flexgen.config.model.packing import CACHE_GROUP, EXPANDED, CachePacking
 from h2o_flexgen.kernels import pieces, triton_available
+from h2o_flexgen.kernels.hadamard import hadamard
 from h2o_flexgen.kernels.types import Quantised
 from h2o_flexgen.quant import groupwise
 from h2o_flexgen.quant.groupwise import GroupFormat
@@ -21,14 +22,14 @@ def pack(x: Tensor, packing: CachePacking) -> Tensor:
     if triton_available.serves(x.device):
         from h2o_flexgen.kernels import triton_quant  # imports Triton, which is not there on every machine
 
-        return _in_one(triton_quant.quantise(x, packing.bits, CACHE_GROUP))
+        return _in_one(triton_quant.quantise(hadamard(x.float(), packing.block), packing.bits, CACHE_GROUP))
     if pieces.available(x.dtype, packing.dim, x.device):
-        return pieces.pack(x, packing.bits, packing.nbytes)
+        return pieces.pack(x, packing)
     if x.numel() > EXPANDED and x.dim() > 2:
         if len(x) == 1:
             return pack(x[0], packing).unsqueeze(0)
         return torch.cat([pack(half, packing) for half in x.tensor_split(2)])
-    return _in_one(groupwise.quantise(x, GroupFormat(packing.bits, CACHE_GROUP)))
+    return _in_one(groupwise.quantise(hadamard(x.float(), packing.block), GroupFormat(packing.bits, CACHE_GROUP)))
 
 
 def _in_one(parts: Quantised) -> Tensor:
@@ -42,12 +43,14 @@ def parts_of(packed: Tensor, packing: CachePacking) -> Quantised:
 
 
 def expand(packed: Tensor, packing: CachePacking, dtype: torch.dtype) -> Tensor:
-    """The numbers of `packed` (..., nbytes), (..., dim) in `dtype`."""
+    """The numbers that `packed` (..., nbytes) was made of, (..., dim) in `dtype`."""
+    exact = torch.float32 if packing.block else dtype
     if triton_available.serves(packed.device):
         from h2o_flexgen.kernels import triton_quant
 
         apart = Quantised(*(part.contiguous() for part in parts_of(packed, packing)))
-        return triton_quant.dequantise(apart, dtype, packing.bits, CACHE_GROUP)
+        return hadamard(triton_quant.dequantise(apart, exact, packing.bits, CACHE_GROUP), packing.block).to(dtype)
     if pieces.available(dtype, packing.dim, packed.device):
-        return pieces.expand(packed, packing.bits, packing.dim, dtype)
-    return groupwise.dequantise(parts_of(packed, packing), dtype, GroupFormat(packing.bits, CACHE_GROUP))
+        return pieces.expand(packed, packing, dtype)
+    numbers = groupwise.dequantise(parts_of(packed, packing), exact, GroupFormat(packing.bits, CACHE_GROUP))
+    return hadamard(numbers, packing.block).to(dtype)

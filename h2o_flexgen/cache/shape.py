@@ -28,18 +28,25 @@ class CacheShape:
     capacity: int
     bits: CacheBits = 16
     joint: bool = False
+    rotation: bool = True
 
     @classmethod
     def of(
-        cls, budgets: Sequence[Budget], kv_heads: int, head_dim: int, bits: CacheBits = 16, joint: bool = False
+        cls,
+        budgets: Sequence[Budget],
+        kv_heads: int,
+        head_dim: int,
+        bits: CacheBits = 16,
+        joint: bool = False,
+        rotation: bool = True,
     ) -> CacheShape:
         """The smallest cache for rows with these budgets."""
-        return cls(len(budgets), kv_heads, head_dim, slots_needed(budgets), bits, joint)
+        return cls(len(budgets), kv_heads, head_dim, slots_needed(budgets), bits, joint, rotation)
 
     @property
     def packings(self) -> tuple[CachePacking, CachePacking] | None:
         """How a key and a value are kept; None: as their numbers."""
-        packings = cache_packings(self.bits, self.head_dim)
+        packings = cache_packings(self.bits, self.head_dim, self.rotation)
         return (packings[0], packings[0]) if packings is not None and self.joint else packings
 
     @property

@@ -37,7 +37,7 @@ PROCESS = {"cpu": 512 * MIB, "gpu": 3 * GIB}
 """Host bytes that a process holds before anything is placed: Python and torch, and CUDA's libraries and context."""
 _LENGTHS = {"prompt_len": 512, "gen_len": 32}
 _OF_ENGINE = {"model", "dtype", "device", "gpu_mem", "cpu_mem", "disk_mem"}
-_OF_ENGINE |= {"weight_bits", "weight_group", "cache_bits", "allow_compress", "dequantize"}
+_OF_ENGINE |= {"weight_bits", "weight_group", "cache_bits", "cache_rotation", "allow_compress", "dequantize"}
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def search_parser() -> Parser:
 def _request(args: argparse.Namespace) -> PlanRequest:
     engine = from_namespace(EngineConfig, args)
     named = None if args.hardware is None else find_profile(args.hardware)
-    stored = _spec(engine.model, engine.model_impl).with_cache_bits(engine.cache_bits)
+    stored = _spec(engine.model, engine.model_impl).with_cache_bits(engine.cache_bits, engine.cache_rotation)
     spec = engine.kept(stored)
     profile = named or kept_profile(spec, engine.dtype, engine.device)
     tier = _compute_tier(engine, profile)

@@ -75,6 +75,7 @@ class EngineConfig:
     weight_group  inputs that share a scale then
     weight_importance  whether weights of 4 bits are rounded by which inputs matter, measured once
     cache_bits    16, or 8 or 4: keys and values are packed as they come into their caches; a pair: of each
+    cache_rotation  whether a Hadamard transform spreads their outliers before
     dequantize    whether matrices that a checkpoint has packed are expanded to `dtype` while they are loaded
     gpu_mem, cpu_mem, disk_mem   caps per tier, that of the gpu for each GPU; None: what the machine has free
     emulate_gpu   capacity of a gpu tier in host memory, None for none
@@ -125,6 +126,9 @@ class EngineConfig:
         metavar="N",
         parse=_cache_bits,
         show=_shown_bits,
+    )
+    cache_rotation: bool = option(
+        True, "--cache-rotation", help="spread outliers of keys and values over all numbers before they are packed"
     )
     dequantize: bool = option(False, "--dequantize", help="expand weights that the checkpoint has packed")
     device: str = option("auto", "--device", help="auto, cpu, cuda", metavar="DEVICE")

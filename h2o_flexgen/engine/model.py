@@ -116,7 +116,7 @@ def open_model(config: EngineConfig, device: torch.device, make: Callable[..., o
     if (said := alone_warning(spec)) is not None:
         log.warning(said)
     spec = _with_generation_eos(spec, found.folder)
-    spec = spec.with_cache_bits(config.cache_bits)
+    spec = spec.with_cache_bits(config.cache_bits, config.cache_rotation)
     if dummy:
         spec = replace(spec, packings=tuple(packings_of_config(found.config, spec).items()))
     source: WeightSource = DummySource(spec, spec.dtype, config.seed) if dummy else open_stored(found, spec)

@@ -22,7 +22,7 @@ class _DecodeTask(ctypes.Structure):
     """The argument of `attend_step`, as attend.c describes it."""
 
     _fields_ = fields(
-        "q rows kv_heads group capacity dim bf16 k_bits v_bits threads step window adds masks",
+        "q rows kv_heads group capacity dim bf16 k_bits v_bits block threads step window adds masks",
         "d scale cap",
         "P k v out",
         "P new_q",
@@ -92,6 +92,7 @@ class NativeAttend:
         self._packings = packings
         if packings is not None:
             self._step.k_bits, self._step.v_bits = (packing.bits for packing in packings)
+            self._step.block = packings[0].block
         if ranking is not None:
             self._step.score, self._step.pos = ranking.score.data_ptr(), ranking.pos.data_ptr()
             self._step.next = ranking.free.data_ptr()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.kernels.native import function, library
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -17,22 +18,22 @@ def available(dtype: torch.dtype, dim: int, device: torch.device) -> bool:
     return device.type == "cpu" and dtype in DTYPES and dim <= MAX_DIM and library() is not None
 
 
-def pack(x: Tensor, bits: int, nbytes: int) -> Tensor:
-    """x (..., dim) in pieces of `nbytes` bytes, (..., nbytes) uint8. Of a kind that is `available`."""
-    packed = torch.empty(*x.shape[:-1], nbytes, dtype=torch.uint8)
-    _move(x.contiguous(), packed, x, bits, packs=True)
+def pack(x: Tensor, packing: CachePacking) -> Tensor:
+    """x (..., dim) in their pieces, (..., nbytes) uint8. Of a kind that is `available`."""
+    packed = torch.empty(*x.shape[:-1], packing.nbytes, dtype=torch.uint8)
+    _move(x.contiguous(), packed, x, packing, packs=True)
     return packed
 
 
-def expand(packed: Tensor, bits: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """The numbers of `packed` (..., nbytes), (..., dim) in `dtype`."""
-    x = torch.empty(*packed.shape[:-1], dim, dtype=dtype)
-    _move(packed.contiguous(), x, x, bits, packs=False)
+def expand(packed: Tensor, packing: CachePacking, dtype: torch.dtype) -> Tensor:
+    """The numbers that `packed` (..., nbytes) was made of, (..., dim) in `dtype`."""
+    x = torch.empty(*packed.shape[:-1], packing.dim, dtype=dtype)
+    _move(packed.contiguous(), x, x, packing, packs=False)
     return x
 
 
-def _move(source: Tensor, target: Tensor, numbers: Tensor, bits: int, *, packs: bool) -> None:
-    dim, wide = numbers.shape[-1], numbers.dtype == torch.float32
-    call = function("move_pieces", "PPlliiii")
-    threads = torch.get_num_threads()
-    call(source.data_ptr(), target.data_ptr(), numbers.numel() // dim, dim, bits, wide, packs, threads)
+def _move(source: Tensor, target: Tensor, numbers: Tensor, packing: CachePacking, *, packs: bool) -> None:
+    wide, count = numbers.dtype == torch.float32, numbers.numel() // packing.dim
+    call = function("move_pieces", "PPlliliii")
+    how = (count, packing.dim, packing.bits, packing.block, wide, packs, torch.get_num_threads())
+    call(source.data_ptr(), target.data_ptr(), *how)

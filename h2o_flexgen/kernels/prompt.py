@@ -46,7 +46,7 @@ class _KeepTask(Structure):
         "P k v",
         "q k_token k_head v_token v_head",
         "P to_k to_v sums score pos rows",
-        "q count kv_heads capacity dim k_bits v_bits wide window threads",
+        "q count kv_heads capacity dim k_bits v_bits block wide window threads",
     )
 
 
@@ -262,6 +262,7 @@ def keep_prompts(
     task.dim, task.wide = dim, size == 4
     if packings is not None:
         task.k_bits, task.v_bits = (packing.bits for packing in packings)
+        task.block = packings[0].block
     task.window, task.threads = window or 0, torch.get_num_threads()
     if function("keep_prompts", "P", "i")(byref(task)):
         raise MemoryError("no memory for the positions that stay")

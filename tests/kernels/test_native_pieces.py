@@ -8,6 +8,7 @@ import torch
 from h2o_flexgen.cache.packing import parts_of
 from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.kernels import native, pieces
+from h2o_flexgen.kernels.hadamard import hadamard
 from h2o_flexgen.quant import GroupFormat, dequantise, quantise
 from tests.seeds import torch_generator
 
@@ -24,19 +25,24 @@ def numbers(kind: str, dim: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", [4, 12, 32, 36, 64, 68, 80, 96, 128, 200, 256])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_packs_and_expands_as_the_reference(bits: int, dim: int, dtype: torch.dtype, kind: str) -> None:
-    x, packing, form = numbers(kind, dim, dtype), CachePacking(bits, dim), GroupFormat(bits, 64)
-    packed = pieces.pack(x, bits, packing.nbytes)
-    expected = quantise(x, form)
+@pytest.mark.parametrize("rotation", [True, False])
+def test_packs_and_expands_as_the_reference(
+    rotation: bool, bits: int, dim: int, dtype: torch.dtype, kind: str
+) -> None:
+    x, packing, form = numbers(kind, dim, dtype), CachePacking(bits, dim, rotation), GroupFormat(bits, 64)
+    packed = pieces.pack(x, packing)
+    expected = quantise(hadamard(x.float(), packing.block), form)
     for part, other in zip(parts_of(packed, packing), expected, strict=True):
         assert torch.equal(part, other)
     for wanted in (torch.float32, torch.bfloat16):
-        assert torch.equal(pieces.expand(packed, bits, dim, wanted), dequantise(expected, wanted, form))
+        back = hadamard(dequantise(expected, torch.float32, form), packing.block).to(wanted)
+        assert torch.equal(pieces.expand(packed, packing, wanted), back)
 
 
 def test_vectors_may_lie_apart() -> None:
     x = torch.randn(4, 6, 7, 64, generator=torch_generator(1))
-    assert torch.equal(pieces.pack(x.transpose(1, 2), 4, 36), pieces.pack(x, 4, 36).transpose(1, 2))
-    packed = pieces.pack(x, 8, 68)
-    some, every = (pieces.expand(part, 8, 64, x.dtype) for part in (packed[:, :, :3], packed))
+    four, eight = CachePacking(4, 64), CachePacking(8, 64)
+    assert torch.equal(pieces.pack(x.transpose(1, 2), four), pieces.pack(x, four).transpose(1, 2))
+    packed = pieces.pack(x, eight)
+    some, every = (pieces.expand(part, eight, x.dtype) for part in (packed[:, :, :3], packed))
     assert torch.equal(some, every[:, :, :3])

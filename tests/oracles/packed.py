@@ -13,9 +13,20 @@ from tests.oracles.eviction import EvictionOracle, Vector
 
 
 def rounded(vectors: Sequence[Vector], bits: int) -> list[list[float]]:
-    """The numbers that are left of each vector once it has been packed."""
-    form = GroupFormat(bits, 64)
-    return dequantise(quantise(torch.tensor(vectors), form), torch.float32, form).tolist()
+    """The numbers that are left of each vector once it has been rotated and packed."""
+    form, rotation = GroupFormat(bits, 64), walsh(len(vectors[0]))
+    turned = torch.tensor(vectors, dtype=torch.float64) @ rotation
+    left = dequantise(quantise(turned.float(), form), torch.float32, form)
+    numbers: list[list[float]] = (left.double() @ rotation).tolist()
+    return numbers
+
+
+def walsh(size: int) -> torch.Tensor:
+    """The matrix of the transform of `size` numbers: entry (i, j) of a block has the sign of the parity of i & j."""
+    block = size & -size
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(block)] for i in range(block)]
+    one = torch.tensor(signs, dtype=torch.float64)
+    return torch.block_diag(*[one * block**-0.5] * (size // block))
 
 
 @cache

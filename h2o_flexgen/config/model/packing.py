@@ -136,10 +136,12 @@ CacheBits = int | tuple[int, int]
 """Of keys and values in caches, or of keys and of values: 8 or 4; 16 of both for numbers of the computation's dtype."""
 
 
-def cache_packings(bits: CacheBits, dim: int) -> tuple[CachePacking, CachePacking] | None:
+def cache_packings(
+    bits: CacheBits, dim: int, rotation: bool = True
+) -> tuple[CachePacking, CachePacking] | None:
     """How keys and values of `dim` numbers are kept; None: as numbers. ValueError where they cannot be."""
     keys, values = bits if isinstance(bits, tuple) else (bits, bits)
-    return None if keys == values == 16 else (CachePacking(keys, dim), CachePacking(values, dim))
+    return None if keys == values == 16 else (CachePacking(keys, dim, rotation), CachePacking(values, dim, rotation))
 
 
 @dataclass(frozen=True)
@@ -148,16 +150,25 @@ class CachePacking:
 
     The codes, with 4 bits two in a byte, the first in its lower half; then a scale for each group of neighbours; then
     a low for each, all bfloat16. A number is code * scale + low. Slots and eviction move the pieces as they are.
+
+    With `rotation` the numbers are those of a Hadamard transform (`kernels.hadamard`) of each `block`, which spreads
+    outliers over all of a group: queries are transformed alike, and what attention mixes is transformed back.
     """
 
     bits: int
     dim: int
+    rotation: bool = True
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
             raise ValueError(f"keys and values of {self.bits} bits: needed 4 or 8")
         if self.dim * self.bits % 16:
             raise ValueError(f"{self.dim} numbers of {self.bits} bits: needed a multiple of {16 // self.bits} numbers")
+
+    @property
+    def block(self) -> int:
+        """Numbers that are transformed together, the largest power of two that `dim` is a multiple of; 0: none are."""
+        return self.dim & -self.dim if self.rotation else 0
 
     @property
     def group(self) -> int:

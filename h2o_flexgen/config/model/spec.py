@@ -78,6 +78,7 @@ class ModelSpec:
     packings: tuple[tuple[str, Packing], ...] = ()
     """The tensors of fewer bits, by canonical name."""
     cache_bits: CacheBits = 16
+    cache_rotation: bool = True
 
     def __post_init__(self) -> None:
         try:
@@ -244,9 +245,9 @@ class ModelSpec:
                 packings.append((tensor.name, groupwise(8 if table else bits, group)))
         return replace(self, packings=tuple(packings))
 
-    def with_cache_bits(self, bits: CacheBits) -> ModelSpec:
+    def with_cache_bits(self, bits: CacheBits, rotation: bool = True) -> ModelSpec:
         """This model with its keys and values in so many bits. UsageError where its heads cannot be packed."""
-        made = replace(self, cache_bits=bits)
+        made = replace(self, cache_bits=bits, cache_rotation=rotation)
         try:
             made.cache_packings  # noqa: B018 - raises
         except ValueError as error:
@@ -260,7 +261,7 @@ class ModelSpec:
 
     def packings_of(self, layer: int) -> tuple[CachePacking, CachePacking] | None:
         """How the cache of a layer keeps them."""
-        return cache_packings(self.cache_bits, self.heads_of(layer).dim)
+        return cache_packings(self.cache_bits, self.heads_of(layer).dim, self.cache_rotation)
 
     @property
     def packed_kind(self) -> dict[str, int | float | None] | None:

@@ -178,7 +178,7 @@ class BlockRunner:
             for gpu_batch, first in enumerate(rows):
                 budgets = [row.budget_in(layer, window) for row in first]
                 heads = spec.heads_of(layer)
-                shape = CacheShape.of(budgets, heads.keys, heads.dim, spec.cache_bits, heads.joint)
+                shape = CacheShape.of(budgets, heads.keys, heads.dim, spec.cache_bits, heads.joint, spec.cache_rotation)
                 slots = max(shape.capacity, later) if spec.attends(layer) else 0
                 shapes[layer, gpu_batch] = replace(shape, capacity=slots)
                 on_cpu = plan.policy.cpu_cache_compute and plan.placement.cache[layer, gpu_batch] == "cpu"

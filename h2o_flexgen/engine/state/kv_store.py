@@ -126,7 +126,7 @@ class CacheMaker:
         known, lengths = self._lengths.get(alike, (None, None))
         budgets = self.budgets(layer, rows) if lengths is None or known is not rows else lengths.for_another_layer()
         heads = spec.heads_of(layer)
-        shape = CacheShape(len(rows), heads.keys, heads.dim, slots, spec.cache_bits, heads.joint)
+        shape = CacheShape(len(rows), heads.keys, heads.dim, slots, spec.cache_bits, heads.joint, spec.cache_rotation)
         cache: KVCache
         made: dict[str, Any] = {"layer": layer, "row_ids": [row.row_id for row in rows], "device": device}
         if chunk is None:

@@ -44,7 +44,7 @@ typedef struct {
 } Vectors;
 
 typedef struct {
-    int64_t rows, kv_heads, group, capacity, dim, bf16, k_bits, v_bits, threads;
+    int64_t rows, kv_heads, group, capacity, dim, bf16, k_bits, v_bits, block, threads;
     int64_t step;
     int64_t window;         /* tokens that a query sees, itself included; 0: all */
     int64_t adds;           /* whether the scores grow by the probabilities, or as `by` says */
@@ -380,7 +380,7 @@ INLINE void settle(const Step *s, const Head *h, float *x, const float *sums, fl
 }
 
 INLINE void attend(const Step *s, int64_t row, int64_t head, float *scratch, int bf16, int nv) {
-    const Pieces plain = {s->dim, 0, !bf16};
+    const Pieces plain = {s->dim, 0, !bf16, 0};
     const Head h = begin(s, row, head, &plain, &plain);
     const int accs = bf16 ? 2 * nv : nv, together = accs > 8 ? 1 : 16 / accs;
     const int64_t bytes = s->dim * (bf16 ? 2 : 4), n = h.n, pitch = h.pitch, group = s->group;
@@ -440,7 +440,7 @@ typedef struct {
 
 /* As `attend`, of packed keys and values. */
 INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scratch, const Form kf, const Form vf) {
-    const Pieces keys = {s->dim, kf.bits, !s->bf16}, values = {s->dim, vf.bits, !s->bf16};
+    const Pieces keys = {s->dim, kf.bits, !s->bf16, s->block}, values = {s->dim, vf.bits, !s->bf16, s->block};
     const Order k_order = order_of(&keys, kf.bits, kf.units), v_order = order_of(&values, vf.bits, vf.units);
     const Head h = begin(s, row, head, &keys, &values);
     const int accs = vf.units * vectors_of(vf.bits), together = accs > 8 ? 1 : 8 / accs * 2;
@@ -531,7 +531,7 @@ PACKED(8, 1, 4, 0) PACKED(8, 1, 4, 1) PACKED(8, 2, 4, 1) PACKED(8, 4, 4, 2)
 
 /* By the bits of keys and values and by the numbers of a head. */
 static Attend *packed_kind(const Step *s) {
-    const Pieces four = {s->dim, 4, !s->bf16};
+    const Pieces four = {s->dim, 4, !s->bf16, s->block};
     const int64_t size = (s->dim + UNIT - 1) / UNIT; /* units of 8 bits; three are four, of which one is empty */
     const int paired = is_paired(&four);
     if (s->k_bits == 4 && s->v_bits == 4)

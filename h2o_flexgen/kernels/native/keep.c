@@ -23,7 +23,7 @@ typedef struct {
     float *score;           /* (places, kv_heads, capacity): +inf for sinks and empty slots; where there are sums */
     int32_t *pos;           /* as `score`: positions, -1 in empty slots */
     const PackedRow *rows;
-    int64_t count, kv_heads, capacity, dim, k_bits, v_bits, wide;
+    int64_t count, kv_heads, capacity, dim, k_bits, v_bits, block, wide;
     int64_t window; /* tokens that a query sees, itself included; 0: all */
     int64_t threads;
 } Keep;
@@ -79,7 +79,8 @@ static void keep(const Keep *p, const PackedRow *row, int64_t head, int32_t *kep
     const int64_t base = (row->place * p->kv_heads + head) * p->capacity;
     const char *k = p->k + row->first * p->k_token + head * p->k_head;
     const char *v = p->v + row->first * p->v_token + head * p->v_head;
-    const Pieces keys = {p->dim, p->k_bits, (int)p->wide}, values = {p->dim, p->v_bits, (int)p->wide};
+    const Pieces keys = {p->dim, p->k_bits, (int)p->wide, p->block};
+    const Pieces values = {p->dim, p->v_bits, (int)p->wide, p->block};
     const int64_t k_bytes = kept_bytes(&keys), v_bytes = kept_bytes(&values);
     for (int64_t i = 0; i < held; i++) keep_vector(&keys, k + kept[i] * p->k_token, p->to_k + (base + i) * k_bytes);
     for (int64_t i = 0; i < held; i++) keep_vector(&values, v + kept[i] * p->v_token, p->to_v + (base + i) * v_bytes);

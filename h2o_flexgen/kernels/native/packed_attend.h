@@ -147,12 +147,15 @@ INLINE int64_t place_of(int64_t d, const int bits) {
 /* A query in the order of lanes, and the sums that are multiplied with the lows. */
 INLINE void arrange(const Pieces *p, const char *q, const int bits, const int units, float *to) {
     const int vectors = vectors_of(bits);
+    float x[MOST_DIM + 2 * LANES];
     memset(to, 0, (size_t)width_of(bits, units) * LANES * sizeof *to);
     for (int64_t d = 0; d < p->dim; d++) {
         uint32_t word = 0;
         memcpy(p->wide ? (char *)&word : (char *)&word + 2, q + d * (p->wide ? 4 : 2), p->wide ? 4 : 2);
-        memcpy(to + place_of(d, bits), &word, 4);
+        memcpy(x + d, &word, 4);
     }
+    transform(p, x);
+    for (int64_t d = 0; d < p->dim; d++) to[place_of(d, bits)] = x[d];
     for (int u = 0; u < units; u++)
         for (int m = 0; m < vectors; m++)
             for (int i = 0; i < LANES; i++)
@@ -162,7 +165,7 @@ INLINE void arrange(const Pieces *p, const char *q, const int bits, const int un
 
 /* A mixture times `share` as numbers in their own order. */
 INLINE void bring_back(const Pieces *p, const float *mixed, float share, const int bits, const int units, char *out) {
-    float y[MOST_DIM + LANES];
+    float y[MOST_DIM + 2 * LANES];
     for (int64_t d = 0; d < p->dim; d++) {
         const int64_t at = place_of(d, bits), unit = at / (LANES * vectors_of(bits));
         const float *lows = mixed + (units * vectors_of(bits) + unit) * LANES + at % LANES;
@@ -170,9 +173,8 @@ INLINE void bring_back(const Pieces *p, const float *mixed, float share, const i
         if (is_paired(p)) y[d] += mixed[at + 8] + lows[8];
         y[d] *= share;
     }
-    if (p->wide) memcpy(out, y, (size_t)p->dim * sizeof *y);
-    for (int64_t d = 0; !p->wide && d < p->dim; d += LANES)
-        _mm256_mask_storeu_epi16(out + 2 * d, first_lanes(p->dim - d), rounded(_mm512_loadu_ps(y + d)));
+    transform(p, y);
+    store_numbers(p, y, out);
 }
 
 /* The lanes of the products of `group` queries with one key; `sums` are LANES vectors apart. */

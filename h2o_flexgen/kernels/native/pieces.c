@@ -1,10 +1,12 @@
-/* Packs keys and values, and expands them: bit for bit what quant/groupwise.py does in groups of 64.
+/* Packs keys and values, and expands them: bit for bit what quant/groupwise.py does in groups of 64, after the Hadamard
+   transform of kernels/hadamard.py.
 
    A group's `low` is its least number rounded down to bfloat16, its scale the range over the largest code rounded up.
    To expand 4 bits, a group's sixteen possible values are computed, and every code picks one of them. */
 
 #include "pieces.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -67,8 +69,43 @@ static void pack(const Pieces *p, float *x, uint8_t *to) {
     memcpy(to + lines + groups * (int64_t)sizeof *scale, low, (size_t)groups * sizeof *low);
 }
 
+/* Sums and differences of numbers `apart` from each other within two vectors: 1 to 8. */
+INLINE void mix_lanes(float *x, const int apart) {
+    const __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + LANES);
+    __m512 first, second, sum, less;
+    if (apart == 1) first = _mm512_shuffle_ps(a, b, 0x88), second = _mm512_shuffle_ps(a, b, 0xDD);
+    else if (apart == 2) first = _mm512_shuffle_ps(a, b, 0x44), second = _mm512_shuffle_ps(a, b, 0xEE);
+    else if (apart == 4) first = _mm512_shuffle_f32x4(a, b, 0x88), second = _mm512_shuffle_f32x4(a, b, 0xDD);
+    else first = _mm512_shuffle_f32x4(a, b, 0x44), second = _mm512_shuffle_f32x4(a, b, 0xEE);
+    sum = _mm512_add_ps(first, second), less = _mm512_sub_ps(first, second);
+    if (apart == 1) first = _mm512_unpacklo_ps(sum, less), second = _mm512_unpackhi_ps(sum, less);
+    else if (apart == 2) first = _mm512_shuffle_ps(sum, less, 0x44), second = _mm512_shuffle_ps(sum, less, 0xEE);
+    else first = _mm512_shuffle_f32x4(sum, less, 0x44), second = _mm512_shuffle_f32x4(sum, less, 0xEE);
+    if (apart == 4) first = _mm512_shuffle_f32x4(first, first, 0xD8), second = _mm512_shuffle_f32x4(second, second, 0xD8);
+    _mm512_storeu_ps(x, first), _mm512_storeu_ps(x + LANES, second);
+}
+
+void transform(const Pieces *p, float *x) {
+    const int64_t block = p->block;
+    if (block < 2) return;
+    for (int64_t i = 0; i < p->dim; i += 2 * LANES) {
+        mix_lanes(x + i, 1);
+        if (block > 2) mix_lanes(x + i, 2);
+        if (block > 4) mix_lanes(x + i, 4);
+        if (block > 8) mix_lanes(x + i, 8);
+    }
+    for (int64_t apart = LANES; apart < block; apart *= 2)
+        for (int64_t i = 0; i < p->dim; i += i % (2 * apart) == apart - LANES ? apart + LANES : LANES) {
+            const __m512 a = _mm512_loadu_ps(x + i), b = _mm512_loadu_ps(x + i + apart);
+            _mm512_storeu_ps(x + i, _mm512_add_ps(a, b));
+            _mm512_storeu_ps(x + i + apart, _mm512_sub_ps(a, b));
+        }
+    const __m512 by = _mm512_set1_ps((float)(1 / sqrt((double)block)));
+    for (int64_t i = 0; i < p->dim; i += LANES) _mm512_storeu_ps(x + i, _mm512_mul_ps(_mm512_loadu_ps(x + i), by));
+}
+
 void keep_vector(const Pieces *p, const void *from, uint8_t *to) {
-    float x[MOST_DIM];
+    float x[MOST_DIM + 2 * LANES];
     if (!p->bits) {
         memcpy(to, from, (size_t)vector_bytes(p));
         return;
@@ -77,6 +114,7 @@ void keep_vector(const Pieces *p, const void *from, uint8_t *to) {
         memcpy(x, from, (size_t)vector_bytes(p));
     for (int64_t i = 0; !p->wide && i < p->dim; i += LANES)
         _mm512_storeu_ps(x + i, widened(_mm256_maskz_loadu_epi16(first_lanes(p->dim - i), (const bf16 *)from + i)));
+    transform(p, x);
     pack(p, x, to);
 }
 
@@ -184,6 +222,15 @@ void expand_pieces(const Pieces *p, const uint8_t *from, int64_t count, void *to
     if (p->bits == 8 && !p->wide) expand_all(p, from, count, to, 8, 0);
 }
 
+/* The numbers that a transformed piece was made of. */
+static void bring_back(const Pieces *p, const uint8_t *from, char *to) {
+    const Pieces exact = {p->dim, p->bits, 1, p->block};
+    float x[MOST_DIM + 2 * LANES];
+    expand_pieces(&exact, from, 1, x);
+    transform(p, x);
+    store_numbers(p, x, to);
+}
+
 typedef struct {
     Pieces pieces;
     const char *from;
@@ -202,14 +249,18 @@ static void take_vectors(void *task, int member) {
     (void)member;
     for (int64_t i; (i = claim(&all->next, TURN)) < all->count;) {
         const int64_t some = least(TURN, all->count - i);
-        if (!all->packs) expand_pieces(p, (const uint8_t *)all->from + i * piece, some, all->to + i * bytes);
+        if (!all->packs && !p->block)
+            expand_pieces(p, (const uint8_t *)all->from + i * piece, some, all->to + i * bytes);
+        for (int64_t j = i; !all->packs && p->block && j < i + some; j++)
+            bring_back(p, (const uint8_t *)all->from + j * piece, all->to + j * bytes);
         for (int64_t j = i; all->packs && j < i + some; j++)
             keep_vector(p, all->from + j * bytes, (uint8_t *)all->to + j * piece);
     }
 }
 
-/* `count` vectors, all contiguous: packed, or expanded. */
-void move_pieces(const void *from, void *to, long count, long dim, int bits, int wide, int packs, int threads) {
-    Vectors all = {{dim, bits, wide}, from, to, count, packs, 0};
+/* `count` vectors, all contiguous: packed, or expanded to what they were. */
+void move_pieces(const void *from, void *to, long count, long dim, int bits, long block, int wide, int packs,
+                 int threads) {
+    Vectors all = {{dim, bits, wide, block}, from, to, count, packs, 0};
     team_run(take_vectors, &all, count * dim < 1 << 14 ? 1 : threads);
 }

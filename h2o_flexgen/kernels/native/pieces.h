@@ -9,6 +9,7 @@ enum { PIECE_GROUP = 64, MOST_DIM = 256 };
 typedef struct {
     int64_t dim, bits; /* numbers of a vector, at most MOST_DIM, and the bits of each; 0 bits: it is no piece */
     int wide;          /* the numbers that it comes from and becomes are float32, not bfloat16 */
+    int64_t block;     /* numbers that a Hadamard transform mixes before they are packed; 0: none are */
 } Pieces;
 
 INLINE int64_t piece_groups(const Pieces *p) { return (p->dim + PIECE_GROUP - 1) / PIECE_GROUP; }
@@ -18,10 +19,21 @@ INLINE int64_t kept_bytes(const Pieces *p) {
     return p->bits ? p->dim * p->bits / 8 + 4 * piece_groups(p) : vector_bytes(p);
 }
 
+/* A vector's numbers by the Hadamard transform of each of its blocks, in place; its own inverse. There is room for whole
+   pairs of vectors of LANES behind the last number. */
+void transform(const Pieces *p, float *x);
+
+/* x as numbers of the vector's kind. */
+INLINE void store_numbers(const Pieces *p, const float *x, char *to) {
+    if (p->wide) memcpy(to, x, (size_t)p->dim * sizeof *x);
+    for (int64_t d = 0; !p->wide && d < p->dim; d += LANES)
+        _mm256_mask_storeu_epi16(to + 2 * d, first_lanes(p->dim - d), rounded(_mm512_loadu_ps(x + d)));
+}
+
 /* One vector of numbers as it is kept; where it is no piece, as it is. */
 void keep_vector(const Pieces *p, const void *from, uint8_t *to);
 
-/* Numbers of `count` vectors whose pieces lie one after the other. */
+/* Numbers of `count` vectors whose pieces lie one after the other, transformed as they are kept. */
 void expand_pieces(const Pieces *p, const uint8_t *from, int64_t count, void *to);
 
 #endif
