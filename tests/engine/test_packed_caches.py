@@ -88,7 +88,10 @@ def test_bytes_are_those_of_the_plan(bits: int, checkpoint) -> None:
     assert record.kv_bytes == spec.num_layers * cache
     assert record.bytes_moved["disk->cpu"] == (NEW - 1) * spec.num_layers * page_ceil(cache)
     assert record.peak_bytes["disk"] <= plan.footprint.total("disk")
-    assert record.quantization == {"weights": None, "cache": {"bits": bits, "group": min(64, spec.head_dim), "rotation": True}}
+    assert record.quantization == {
+        "weights": None,
+        "cache": {"bits": bits, "group": min(64, spec.head_dim), "rotation": True},
+    }
 
 
 def test_keys_and_values_of_different_bits(checkpoint) -> None:

@@ -20,5 +20,7 @@ def test_equals_torch(dim: int, block: int) -> None:
 
 def test_a_view_and_nothing() -> None:
     x = torch.randn(5, 4, 16, generator=torch_generator(3))
-    assert torch.equal(triton_hadamard.hadamard(x.transpose(0, 1).to(DEVICE), 16).cpu(), hadamard(x.transpose(0, 1), 16))
+    assert torch.equal(
+        triton_hadamard.hadamard(x.transpose(0, 1).to(DEVICE), 16).cpu(), hadamard(x.transpose(0, 1), 16)
+    )
     assert triton_hadamard.hadamard(x[:0].to(DEVICE), 16).shape == (0, 4, 16)

@@ -136,9 +136,7 @@ CacheBits = int | tuple[int, int]
 """Of keys and values in caches, or of keys and of values: 8 or 4; 16 of both for numbers of the computation's dtype."""
 
 
-def cache_packings(
-    bits: CacheBits, dim: int, rotation: bool = True
-) -> tuple[CachePacking, CachePacking] | None:
+def cache_packings(bits: CacheBits, dim: int, rotation: bool = True) -> tuple[CachePacking, CachePacking] | None:
     """How keys and values of `dim` numbers are kept; None: as numbers. ValueError where they cannot be."""
     keys, values = bits if isinstance(bits, tuple) else (bits, bits)
     return None if keys == values == 16 else (CachePacking(keys, dim, rotation), CachePacking(values, dim, rotation))
