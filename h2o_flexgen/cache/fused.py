@@ -15,7 +15,7 @@ from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.kernels import triton_available
 from h2o_flexgen.kernels.decode import NativeAttend, available
-from h2o_flexgen.kernels.hadamard import hadamard
+from h2o_flexgen.kernels.pieces import hadamard
 from h2o_flexgen.kernels.types import DecodeStep, KeysValues, SlotRule
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from h2o_flexgen.config.model.packing import CACHE_GROUP, EXPANDED, CachePacking
 from h2o_flexgen.kernels import pieces, triton_available
-from h2o_flexgen.kernels.hadamard import hadamard
+from h2o_flexgen.kernels.pieces import hadamard
 from h2o_flexgen.kernels.types import Quantised
 from h2o_flexgen.quant import groupwise
 from h2o_flexgen.quant.groupwise import GroupFormat

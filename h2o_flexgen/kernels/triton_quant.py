@@ -55,6 +55,18 @@ def dequantise(packed: Quantised, dtype: torch.dtype, bits: int = 4, group: int 
     return x
 
 
+def hadamard(x: Tensor, block: int) -> Tensor:
+    """`pieces.hadamard`: a new tensor. Each number is read and written once."""
+    x = x.contiguous()
+    out, blocks = torch.empty_like(x), x.numel() // block
+    together = max(1, TILE // 2 // block)
+    if blocks:
+        _hadamard[(triton.cdiv(blocks, together),)](
+            x, out, blocks, block**-0.5, block.bit_length() - 1, together, num_warps=4
+        )
+    return out
+
+
 def _check(size: int, bits: int, group: int) -> None:
     if bits not in (4, 8) or group < 2 or group & (group - 1) or size * bits % 8:
         raise ValueError(f"{size} numbers of {bits} bits in groups of {group}: needed 4 or 8 bits, a power of two")
@@ -143,3 +155,18 @@ def _dequantise(x, packed, rows, form: tl.constexpr):
     column = group * form.group + tl.arange(0, form.group)
     inside = (row < rows)[:, None] & (column < form.size)[None, :]
     tl.store(x + row[:, None] * form.size + column[None, :], values.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _hadamard(x, out, blocks, scale, stages: tl.constexpr, together: tl.constexpr):
+    """One program: `together` blocks of 2 ** stages numbers."""
+    block: tl.constexpr = 1 << stages
+    row = tl.program_id(0).to(tl.int64) * together + tl.arange(0, together)
+    at = row[:, None] * block + tl.arange(0, block)[None, :]
+    there = (row < blocks)[:, None]
+    y = tl.load(x + at, there, 0).to(tl.float32)
+    for stage in tl.static_range(stages):
+        halves = tl.reshape(y, (together, block >> (stage + 1), 2, 1 << stage))
+        first, second = tl.split(tl.permute(halves, (0, 1, 3, 2)))
+        y = tl.reshape(tl.permute(tl.join(first + second, first - second), (0, 1, 3, 2)), (together, block))
+    tl.store(out + at, (y * scale).to(out.dtype.element_ty), there)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from h2o_flexgen.config.model.packing import CachePacking
-from h2o_flexgen.kernels.hadamard import hadamard
+from h2o_flexgen.kernels.pieces import hadamard
 from tests.oracles.packed import walsh
 from tests.seeds import torch_generator
 

@@ -8,7 +8,7 @@ import torch
 from h2o_flexgen.cache.packing import parts_of
 from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.kernels import native, pieces
-from h2o_flexgen.kernels.hadamard import hadamard
+from h2o_flexgen.kernels.pieces import hadamard
 from h2o_flexgen.quant import GroupFormat, dequantise, quantise
 from tests.seeds import torch_generator
 

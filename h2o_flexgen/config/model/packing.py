@@ -149,8 +149,8 @@ class CachePacking:
     The codes, with 4 bits two in a byte, the first in its lower half; then a scale for each group of neighbours; then
     a low for each, all bfloat16. A number is code * scale + low. Slots and eviction move the pieces as they are.
 
-    With `rotation` the numbers are those of a Hadamard transform (`kernels.hadamard`) of each `block`, which spreads
-    outliers over all of a group: queries are transformed alike, and what attention mixes is transformed back.
+    With `rotation` the numbers are those of a Hadamard transform (`kernels.pieces.hadamard`) of each `block`, which
+    spreads outliers over all of a group: queries are transformed alike, and what attention mixes is transformed back.
     """
 
     bits: int

@@ -1,5 +1,5 @@
 /* Packs keys and values, and expands them: bit for bit what quant/groupwise.py does in groups of 64, after the Hadamard
-   transform of kernels/hadamard.py.
+   transform of kernels/pieces.py.
 
    A group's `low` is its least number rounded down to bfloat16, its scale the range over the largest code rounded up.
    To expand 4 bits, a group's sixteen possible values are computed, and every code picks one of them. */
