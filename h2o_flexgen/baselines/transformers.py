@@ -86,8 +86,11 @@ def use_cuda(work: AdapterWork) -> bool:
     return work.device == "cuda" or (work.device == "auto" and torch.cuda.is_available())
 
 
-def model_in_memory(work: AdapterWork, folder: str, attention: str = "sdpa") -> Any:
-    """The checkpoint, or the model of `folder`/config.json with random weights, on the device that the work is for."""
+def model_in_memory(work: AdapterWork, folder: str, attention: str | None = None) -> Any:
+    """The checkpoint, or the model of `folder`/config.json with random weights, on the device that the work is for.
+
+    attention: None is transformers' own choice: SDPA, but for the few models that it has none for, such as Gemma 2.
+    """
     dtype = getattr(torch, work.dtype)
     if work.folder is None:
         torch.manual_seed(work.seed)

@@ -7,7 +7,14 @@ import re
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, PrefixChange, WeightConverter, WeightRenaming
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    MergeModulelist,
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+)
 
 from h2o_flexgen.config.model.modules import ModuleSpec, ModuleTensor
 from h2o_flexgen.errors import ModelError
@@ -38,6 +45,11 @@ def checkpoint_names(spec: ModuleSpec) -> Names:
             continue
         called = (each.parameter, *each.also)
         both = [name for one in called for name in (*_saved(one, renamings), one)]
+        if not each.transposed and (whole := _whole(spec, each, converters)) is not None:
+            (source, span, rows) = whole
+            parts = [source, source.removeprefix(prefix), *_saved(source, renamings)]
+            found[each.name] = (*both, *(Stored(name, (span,), rows) for name in dict.fromkeys(parts)))
+            continue
         names = dict.fromkeys([*both, *(name.removeprefix(prefix) for name in both)])
         names |= dict.fromkeys(each for name in both for each in _inside(name))
         columns = each.shape[1] if each.transposed else 0
@@ -61,6 +73,32 @@ def ignored_names(spec: ModuleSpec) -> tuple[str, ...]:
         *(model._keys_to_ignore_on_load_unexpected or ()),
         *(f"^{re.escape(name)}$" for name in dict.fromkeys(called)),
     )
+
+
+def _whole(
+    spec: ModuleSpec, each: ModuleTensor, converters: list[WeightConverter]
+) -> tuple[str, tuple[int, int], int] | None:
+    """The tensor that a parameter is rows of in checkpoints: its name, which rows, and how many it has in all."""
+    shapes = {other.parameter: other.shape for other in spec.tensors.values()}
+    for converter in filter(_splits, converters):
+        targets = converter._original_target_patterns
+        mine = next((target for target in targets if target in each.parameter), None)
+        if mine is None:
+            continue
+        sizes = [shapes.get(each.parameter.replace(mine, target), (0,))[0] for target in targets]
+        if 0 in sizes or (type(converter.operations[0]) is Chunk and len(set(sizes)) > 1):
+            raise ModelError(f"{spec.name}: {each.parameter} is part of a tensor of which other parts are not known")
+        start, source = sum(sizes[: targets.index(mine)]), converter._original_source_patterns[0]
+        return each.parameter.replace(mine, source), (start, start + each.shape[0]), sum(sizes)
+    return None
+
+
+def _splits(converter: WeightConverter) -> bool:
+    """Whether it makes several tensors of the rows of one, which plain words name."""
+    operations, sources = converter.operations or [], converter._original_source_patterns
+    plain = all(re.fullmatch(r"[\w.]+", pattern) for pattern in (*sources, *converter._original_target_patterns))
+    rows = [type(each).__name__ in ("Chunk", "Split") and getattr(each, "dim", None) == 0 for each in operations]
+    return plain and len(sources) == 1 and rows == [True]
 
 
 def _of_expert(
@@ -109,7 +147,7 @@ def _saved(parameter: str, renamings: list[WeightRenaming]) -> list[str]:
 
 
 def _transforms(model: PreTrainedModel, spec: ModuleSpec) -> tuple[list[WeightRenaming], list[WeightConverter]]:
-    """Renamings, and conversions of experts; those of other tensors are not done."""
+    """Renamings, and conversions of experts or into rows; others of other tensors are not done."""
     found, converters = list[WeightRenaming](), list[WeightConverter]()
     parameters = {each.parameter for each in spec.tensors.values() if each.expert is None}
     for transform in get_model_conversion_mapping(model, add_legacy=False) or ():
@@ -118,6 +156,8 @@ def _transforms(model: PreTrainedModel, spec: ModuleSpec) -> tuple[list[WeightRe
             continue
         if isinstance(transform, WeightConverter):
             converters.append(transform)
+        if isinstance(transform, WeightConverter) and _splits(transform):
+            continue
         reverse = transform.reverse_transform()
         if any(reverse.rename_source_key(parameter)[1] is not None for parameter in parameters):
             raise ModelError(

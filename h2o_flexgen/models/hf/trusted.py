@@ -183,6 +183,7 @@ TRUSTED = frozenset(
         "roberta-prelayernorm",
         "roc_bert",
         "sarvam_mla",
+        "sarvam_moe",
         "seed_oss",
         "shieldgemma2",
         "smollm3",
