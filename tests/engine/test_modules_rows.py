@@ -171,3 +171,13 @@ def test_what_transformers_cannot_run_is_refused_in_its_words(untried: Path, tmp
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_act": "no_such_activation"}))
     with pytest.raises(ModelError, match="no_such_activation"):
         Engine(str(tmp_path), weights="dummy", model_impl="transformers")
+
+
+def test_angles_that_modules_keep_of_other_sequences_are_refused(untried: Path, tmp_path: Path) -> None:
+    """A tiny model, whose sequences are short, would not show it."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"model_type": "llama", "vocab_size": VOCAB, "rope_parameters": rope, **sizes, **TOKENS}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="rope_type is dynamic"):
+        Engine(str(tmp_path), weights="dummy", model_impl="transformers")

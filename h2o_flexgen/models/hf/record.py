@@ -109,13 +109,13 @@ def arguments(model: nn.Module, run: ModelRun, ids: Tensor, positions: Tensor, l
     return given
 
 
-def _check_angles(config: Any, name: str) -> None:
+def check_angles(config: Any, name: str, together: bool = True) -> None:
     """ModelError for rotary angles that depend on how long a sequence is: modules take the longest of all that go
-    through them together."""
+    through them `together`, and, if they are dynamic, of all that ever have."""
     rope = getattr(config, "rope_parameters", None) or {}
     for fields in (rope, *(each for each in rope.values() if isinstance(each, Mapping))):
         kind = str(fields.get("rope_type"))
-        if kind == "longrope" or "dynamic" in kind:
+        if (together and kind == "longrope") or "dynamic" in kind:
             found = f"{name}: rope_type is {kind}, whose angles depend on the length of each sequence"
             raise ModelError(found, "needed a model with a family of its own here, or another rope_type")
 
@@ -163,7 +163,7 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
     if mixers(model):  # in 16 bits it is seen which states stay in 32
         model = build(text, name, torch.bfloat16)
     made, read = model.config.get_text_config(decoder=True), ConfigReader(config, name)
-    _check_angles(made, name)
+    check_angles(made, name)
     shared = SharedInputs(model)
     timeline = RecordedUnits(model, record(model, name), name)
     groups, tied = weight_groups(model, timeline, name)
