@@ -152,8 +152,8 @@ def make_decoder(model: Model, device: torch.device) -> Decoder:
 
 
 def for_modules(config: EngineConfig, spec: ModuleSpec, compute_tier: str) -> EngineConfig:
-    """The settings for a model of transformers' modules, which keep hidden states where they compute. UsageError for
-    what they cannot do."""
+    """The settings for a model of transformers' modules, which keep hidden states where they compute, and attend there.
+    UsageError for what they cannot do."""
     what = f"for {spec.name}, which is computed by transformers' own modules"
     if spec.alone:
         config = _for_rows(config, f"{what}, row by row", compute_tier)
@@ -176,7 +176,11 @@ def for_modules(config: EngineConfig, spec: ModuleSpec, compute_tier: str) -> En
     hidden = config.fixed.get("hidden", {compute_tier: 1.0})
     if any(share for tier, share in hidden.items() if tier != compute_tier):
         raise UsageError(f"hidden states are placed on {', '.join(hidden)} {what}", f"needed all on {compute_tier}")
-    return replace(config, policy={**config.fixed, "hidden": {compute_tier: 1.0}})
+    if config.fixed.get("cpu_cache_compute") and compute_tier != "cpu":
+        raise UsageError(
+            f"--cpu-cache-compute is given {what}", f"needed attention on {compute_tier}, where modules wait for it"
+        )
+    return replace(config, policy={**config.fixed, "hidden": {compute_tier: 1.0}, "cpu_cache_compute": False})
 
 
 def _for_rows(config: EngineConfig, what: str, compute_tier: str) -> EngineConfig:

@@ -11,6 +11,7 @@ on with the next ones.
 from __future__ import annotations
 
 from h2o_flexgen.config.eviction import LAST_QUERIES, ROW_LOGITS
+from h2o_flexgen.config.model.modules import NOTHING, Activations, ModuleSpec
 from h2o_flexgen.config.model.packing import EXPANDED
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import PAGE, TENSOR_ALIGN, WeightGroup, dtype_bytes, round_up
@@ -53,13 +54,14 @@ def workspace(block: BlockShape) -> int:
     mlp        norm, output and a post-norm (t, H), and the (t, F) before and after the activation; gate and up are one
                (t, 2 F)
     experts    `_mixture`
+    modules    what a run of transformers' own has shown: see `Activations`
     head       two (b, hidden_width), logits (b, V) in the dtype and in float32, a sampler's sorted copies of one row
     """
     spec, size, tokens, rows = block.spec, block.size, block.chunk, block.rows
     query, kv, token = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, _attention_token(block)
     levels = _PATH_LEVELS + block.prompt // block.policy.chunk
     sums = 4 * (block.heads + levels * spec.num_kv_heads) * block.prompt if block.evicts else 0
-    wide = 3 if spec.arch.gated_mlp else 2
+    wide, modules = 3 if spec.arch.gated_mlp else 2, _modules(spec)
     return max(
         block.tokens * 4 * max(spec.embed_dim, spec.hidden_size) * size,
         block.tokens * 16 * max(block.rotary_dims, default=0),
@@ -68,8 +70,13 @@ def workspace(block: BlockShape) -> int:
         rows * token + decode_attention(block),
         tokens * (3 * spec.hidden_size + wide * spec.ffn_size) * size,
         _mixture(block, block.policy.num_gpu_batches * block.tokens, tokens),
-        rows * (2 * spec.hidden_width + spec.vocab_size) * size + (4 * rows + 32) * spec.vocab_size,
+        tokens * modules.working * size,
+        rows * max(2 * spec.hidden_width + spec.vocab_size, modules.head) * size + (4 * rows + 32) * spec.vocab_size,
     )
+
+
+def _modules(spec: ModelSpec) -> Activations:
+    return spec.activations if isinstance(spec, ModuleSpec) else NOTHING
 
 
 def _looked_at(block: BlockShape) -> int:
@@ -106,7 +113,8 @@ def _attention_token(block: BlockShape) -> int:
     spec = block.spec
     query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     copies = spec.arch.qk_norm + bool(block.rotary_dims)
-    return (3 * spec.hidden_size + (3 + copies) * query + (2 + copies) * kv) * block.size
+    own = 3 * spec.hidden_size + (3 + copies) * query + (2 + copies) * kv
+    return max(own, _modules(spec).attending + 2 * (query + kv)) * block.size
 
 
 def recorded(block: BlockShape) -> int:

@@ -63,7 +63,7 @@ WORKS = (
     "--weights-placement cpu=0.5,disk=0.5 --cache-placement disk=1 --hidden-placement cpu=1 --offload-dir {out}.dir",
     "--percent 0 50 0 100 0 100 --compress-weight --compress-cache --weight-group 32 --no-weight-importance",
     "--weight-bits 8 --cpu-mem 64 --nvme-mem 4 --prefix-mem 0.1 --prefix-dir {out}.kept --prefix-disk 1 --dequantize",
-    "--emulate-gpu 1 --gpu-mem 1 --cache-placement cpu=1 --cpu-cache-compute --num-gpus 1 --device cpu",
+    "--emulate-gpu 1 --gpu-mem 1 --cache-placement cpu=1 --no-cpu-cache-compute --num-gpus 1 --device cpu",
     "--allow-compress --no-calibrate --no-log --no-json",
     "--do-sample --temperature 1.2 --top-k 9 --top-p 0.9 --min-p 0.01 --num-return-sequences 2 --logprobs 2",
     "--repetition-penalty 1.3 --no-repeat-ngram-size 3 --min-new-tokens 4 --ignore-eos --stop q --on-error skip",
@@ -77,6 +77,7 @@ REFUSED = {
     "--eviction expected_attention --hh-ratio 0.5": "does not look at queries before they are rotated",
     "--hidden-placement disk=1": "needed all on cpu",
     "--num-gpus 2": "--num-gpus is 2",
+    "--emulate-gpu 1 --cpu-cache-compute": "--cpu-cache-compute is given",
 }
 ELSEWHERE = {
     *("--help", "--model", "--prompt", "--dtype", "--model-impl", "--output", "--json", "--max-new-tokens"),

@@ -75,6 +75,6 @@ def _expected(
 def assert_outputs_equal(run: OracleRun, output: RequestOutput, history: History, row_id: int, loose: float) -> None:
     assert output.token_ids == run.tokens
     assert output.logprobs == pytest.approx(run.logprobs, abs=loose)
-    for layer in range(len(run.kept[0])):
-        expected = [step[layer] for step in run.kept]
+    for i, layer in enumerate(run.layers):
+        expected = [step[i] for step in run.kept]
         assert history[layer, row_id][: len(expected)] == expected, f"row {row_id}, layer {layer}"

@@ -48,10 +48,6 @@ ENGINES: dict[str, dict[str, Any]] = {
         "emulate_gpu": "1GiB",
         "eviction": H2O,
     },
-    "attention on the host": {
-        "policy": {**BLOCK, "weights": GPU, "cache": CPU, "cpu_cache_compute": True},
-        "emulate_gpu": "1GiB",
-    },
     "caches in 8 bits": {"policy": BLOCK, "cache_bits": 8, "eviction": H2O},
     "caches in 4 bits on disk": {"policy": {**BLOCK, "cache": DISK}, "cache_bits": 4},
     "caches in 8 and 4 bits": {"policy": BLOCK, "cache_bits": (8, 4)},

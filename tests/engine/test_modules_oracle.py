@@ -24,6 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma2": {},
     "deepseek_v3": {},
     "gpt_oss": {},
+    "gemma4_text": {},
 }
 """And what is changed from the sizes that other tests take."""
 ROWS = {row.name: row for row in (*POLICIES, *LATER, *THEN_H2O)}

@@ -63,6 +63,8 @@ class EvictionOracle:
         """Of each query head a logit that is no token's."""
         self.soft_cap: float | None = None
         """What no logit of attention reaches, up or down."""
+        self.saw: dict[int, tuple[Vector, Vector]] = {}
+        """Keys and values that the last query has seen, by position."""
 
     @property
     def kept(self) -> set[int]:
@@ -122,6 +124,7 @@ class EvictionOracle:
             for p, probability in zip(positions, probabilities, strict=True):
                 received[p] += probability / len(queries)
             outputs.append([sum(map(mul, probabilities, column)) for column in columns])
+        self.saw = {p: (self.keys[p], self.values[p]) for p in positions}
         self.history.append(received)
         self.queries.append(queries)
         for p, probability in received.items():

@@ -7,6 +7,7 @@ used, so that both can only agree by being right.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from tests.oracles.eviction import EvictionOracle, FullOracle, LocalOracle, Vector
@@ -36,6 +37,8 @@ class OracleRun:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept: list[list[list[set[int]]]] = field(default_factory=list)
+    layers: list[int] = field(default_factory=list)
+    """The numbers of the layers in `kept`: others keep no keys."""
     closest: float = math.inf
     """The smallest difference of two scores or logits that a decision has hung on: below rounding error, two correct
     implementations may disagree from then on."""
@@ -47,6 +50,7 @@ class OracleAttention:
     def __init__(self, make_cache: MakeCache) -> None:
         self._make_cache = make_cache
         self.layers: dict[int, list[EvictionOracle]] = {}
+        self._keys: dict[int, Tensor] = {}  # by layer, those of the last call
 
     def __call__(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **settings: Any
@@ -62,6 +66,10 @@ class OracleAttention:
         self, module: torch.nn.Module, settings: dict[str, Any], query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
         layer, kv_heads = int(module.layer_idx), key.shape[1]
+        source = next((other for other, given in self._keys.items() if given is key), layer)
+        if source != layer:  # another layer has attended to these keys, and let some of them go
+            return _read(self.layers[source], query, key, value, settings["scaling"])
+        self._keys[layer] = key
         if layer not in self.layers:
             window = settings.get("sliding_window")
             self.layers[layer] = [
@@ -76,6 +84,23 @@ class OracleAttention:
         heads = zip(self.layers[layer], groups, key[0].tolist(), value[0].tolist(), strict=True)
         outputs = torch.tensor([_attend(*head) for head in heads])
         return outputs.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None].to(value.dtype)
+
+
+def _read(caches: list[EvictionOracle], query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Queries of a layer that keeps no keys, over those of another: a prompt's see all of it, within the window, that
+    of a step what the other layer's has seen."""
+    length, heads = query.shape[2], query.shape[1]
+    outputs = torch.empty(1, length, heads, value.shape[-1])
+    for head in range(heads):
+        cache, own = caches[head * len(caches) // heads], head * len(caches) // heads
+        for i in range(length):
+            if length > 1:
+                first = 0 if cache.window is None else max(0, i + 1 - cache.window)
+                keys, values = key[0, own, first : i + 1], value[0, own, first : i + 1]
+            else:
+                keys, values = (torch.tensor(part) for part in zip(*cache.saw.values(), strict=True))
+            outputs[0, i, head] = (keys @ query[0, head, i] * scale).softmax(0) @ values
+    return outputs.to(value.dtype)
 
 
 def _one_head(answer: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -142,6 +167,23 @@ def oracle_generate(
     return run
 
 
+def _has_states(model: PreTrainedModel) -> bool:
+    """Whether some layers keep states, which say all that they know of earlier tokens."""
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    return any("linear" in kind or kind in ("conv", "mamba") for kind in kinds)
+
+
+def _name_of_cache(model: PreTrainedModel) -> str:
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+class _States(DynamicCache):
+    """transformers' own states; of keys and values, which are the oracles', it gives back what it gets."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+
 def windows_of(model: PreTrainedModel) -> list[int | None]:
     """Of each layer: how many tokens its queries see; None: all."""
     config, layers = model.config, range(model.config.num_hidden_layers)
@@ -161,7 +203,7 @@ def _greedy(
     replays: bool,
 ) -> OracleRun:
     """`replays`: the prompt goes in twice, one after the other, and its own last token is what goes on."""
-    run = OracleRun()
+    run, states = OracleRun(), _States(config=model.config) if _has_states(model) else None
     ids, first, stop = list(prompt), 0, len(prompt)
     if rotations is not None:
         stop = min(stop, rotations.context)
@@ -171,8 +213,11 @@ def _greedy(
         positions = torch.arange(first, first + len(fed))[None]
         if rotations is not None and first:  # a place in the cache: queries do not grow there
             positions.zero_()
-        logits = model(torch.tensor([fed]), position_ids=positions, use_cache=False).logits[0, stop - first - 1].float()
+        given = {} if states is None else {_name_of_cache(model): states}
+        whole = model(torch.tensor([fed]), position_ids=positions, use_cache=bool(given), **given)
+        logits = whole.logits[0, stop - first - 1].float()
         run.kept.append([[set(cache.kept) for cache in layer] for _, layer in sorted(attention.layers.items())])
+        run.layers = sorted(attention.layers)
         if stop == len(ids):
             best, second = logits.topk(2).values
             run.closest = min(run.closest, float(best - second))

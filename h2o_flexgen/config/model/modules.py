@@ -61,6 +61,24 @@ class HalfSpec(NamedTuple):
     products: Literal["attn", "mixer", "mlp", "router"]
 
 
+class Activations(NamedTuple):
+    """Numbers that modules have alive, of each token, in 16 bits: of what is always in float32 each counts as two.
+
+    held       between two units, and while experts are computed
+    working    the most within a unit, beside these, and without what attention itself takes
+    attending  as it begins to attend, beside what was there when the unit began
+    head       of each row that wants logits, while these are computed
+    """
+
+    held: int = 0
+    working: int = 0
+    attending: int = 0
+    head: int = 0
+
+
+NOTHING = Activations()
+
+
 @dataclass(frozen=True)
 class ModuleSpec(ModelSpec):
     """`groups`: what each weight group holds, "embed" or "vocab" first.
@@ -82,6 +100,7 @@ class ModuleSpec(ModelSpec):
     """Paths of modules whose products are of the same tensor, in the order of their calls."""
     alone: str = ""
     """Why each sequence goes through the modules by itself, with the caches that they make; empty: all are packed."""
+    activations: Activations = NOTHING
 
     @property
     def shares_prefixes(self) -> bool:
@@ -143,8 +162,8 @@ class ModuleSpec(ModelSpec):
 
     @property
     def hidden_width(self) -> int:
-        """A half's input, and beside it the sum that it is added to, which both are alive between two units."""
-        return 2 * self.hidden_size
+        """What is held between two units. At least a half's input, and beside it the sum that it is added to."""
+        return max(2 * self.hidden_size, self.activations.held)
 
     def products(self, kind: str) -> tuple[Product, ...]:
         """The products of one kind of unit, those of the first for all."""

@@ -1,18 +1,22 @@
-"""Makes a model of transformers without weights, and puts ours in the place of its products."""
+"""Makes a model of transformers without weights, puts ours in the place of its products, and counts what a run of it
+without data keeps alive."""
 
 from __future__ import annotations
 
 import json
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -20,12 +24,15 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from h2o_flexgen.config.model.modules import Activations
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.packed import PackedWeight, look_up
 from h2o_flexgen.models.hf import experts as _registers_experts  # noqa: F401
 from h2o_flexgen.models.hf.attention import NAME
 from h2o_flexgen.models.hf.experts import TEXT_ONLY, adapt
+
+T = TypeVar("T", bound=NamedTuple)
 
 OTHER_CODE = ("auto_map", "custom_pipelines", "quantization_config", "torch_dtype", "dtype")
 """Keys of a config.json that the modules are made without."""
@@ -160,3 +167,88 @@ def take_products(model: nn.Module, head: nn.Module | None) -> None:
     for module in model.modules():
         if is_product(module):
             module.forward = partial(product, module, wide=module is head)
+
+
+class Amount(NamedTuple):
+    """Numbers alive in tensors that operations have made, now, and the most since the last time they were counted."""
+
+    now: int
+    most: int
+
+
+class Alive(TorchDispatchMode):
+    """Counts them: a number that is wider than 16 bits in a model of 16 bits counts as two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._foreign = set[int]()  # made elsewhere: weights, buffers
+        self._most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in _tensors((args, kwargs.values() if kwargs else ())):
+            key = x.untyped_storage()._cdata
+            if key not in self._live:
+                self._foreign.add(key)
+        result = func(*args, **(kwargs or {}))
+        for x in _tensors((result,)):
+            storage = x.untyped_storage()
+            if storage._cdata not in self._live and storage._cdata not in self._foreign:
+                self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes() // 2
+                self._most = max(self._most, self._count())
+        return result
+
+    def _count(self) -> int:
+        for key in [key for key, (reference, _) in self._live.items() if reference.expired()]:
+            del self._live[key]
+        return sum(numbers for _, numbers in self._live.values())
+
+    def amount(self) -> Amount:
+        now = self._count()
+        found = Amount(now, max(now, self._most))
+        self._most = now
+        return found
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for x in values:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, Iterable) and not isinstance(x, str):
+            yield from _tensors(x)
+
+
+def apart(call: T) -> T:
+    """A tuple with tensors of the same sizes on meta, which are not counted: what is kept of a call of which no more is
+    asked."""
+    with _disable_current_modes():
+        tensors = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
+        return call._replace(**{name: torch.empty_like(x, device="meta") for name, x in tensors.items()})
+
+
+class Marked(list[Any]):
+    """A list of what happens, with what was alive each time."""
+
+    def __init__(self, alive: Alive) -> None:
+        super().__init__()
+        self.alive, self.amounts = alive, list[Amount]()
+
+    def append(self, event: Any) -> None:
+        self.amounts.append(self.alive.amount())
+        super().append(event)
+
+
+def activations(events: Marked, starts: Sequence[str], tokens: int) -> Activations:
+    """Of events with a `kind` and a `path`, in a run of so many tokens of which one wanted logits; `starts`: the
+    modules whose calls begin the units but the first."""
+    amounts, entered = events.amounts, {event.path: i for i, event in enumerate(events) if event.kind == "enter"}
+    begins, last = [0, *(entered[path] for path in starts)], max(entered.values())
+    held = [amounts[i].now for i in (*begins, *(i for i, event in enumerate(events) if event.kind == "experts"))]
+    working, attending = [0], [0]
+    for first, end in pairwise([*begins, max(last, begins[-1] + 1)]):
+        base = amounts[first].now
+        working += [amount.most - base for amount in amounts[first + 1 : end + 1]]
+        attending += [amounts[i].now - base for i in range(first, end) if events[i].kind == "attend"]
+    head = max(amount.most for amount in amounts[last:]) - amounts[last].now
+    each, busy, asked = (-(-max(numbers) // tokens) for numbers in (held, working, attending))
+    return Activations(each, busy, asked, head)

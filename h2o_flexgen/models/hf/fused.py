@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from inspect import signature
 from itertools import permutations
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -31,23 +32,28 @@ class SharedInputs:
     """Notes, from its making on, which products of a model on meta are given the same tensor."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._given: dict[tuple[int, int], list[str]] = {}
-        self._alive: list[Tensor] = []  # so that no two have one id
+        self._given: list[list[str]] = []
+        self._known: dict[int, tuple[ReferenceType[Tensor], int, list[str]]] = {}  # by id, if it is still that tensor
         for path, module in model.named_modules():
             if is_product(module):
                 module.register_forward_pre_hook(partial(self._note, path))
 
     def _note(self, path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and torch.is_tensor(args[0]):
-            self._alive.append(args[0])
-            self._given.setdefault((id(args[0]), args[0]._version), []).append(path)
+        if not args or not torch.is_tensor(args[0]):
+            return
+        x = args[0]
+        known = self._known.get(id(x))
+        if known is None or known[0]() is not x or known[1] != x._version:
+            known = self._known[id(x)] = ref(x), x._version, list[str]()
+            self._given.append(known[2])
+        known[2].append(path)
 
     @cached_property
     def joined(self) -> tuple[tuple[str, ...], ...]:
         """The paths of products that are of the same numbers, in the order of their calls; none is called twice."""
-        paths = [path for each in self._given.values() for path in each]
+        paths = [path for each in self._given for path in each]
         calls = Counter(paths)
-        return tuple(tuple(each) for each in self._given.values() if len(each) > 1 and max(calls[p] for p in each) == 1)
+        return tuple(tuple(each) for each in self._given if len(each) > 1 and max(calls[p] for p in each) == 1)
 
 
 def side_by_side(groups: Groups, joined: Iterable[Sequence[str]]) -> Groups:

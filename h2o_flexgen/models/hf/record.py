@@ -18,8 +18,8 @@ from h2o_flexgen.config.model.spec import Product
 from h2o_flexgen.config.model.tensors import LayerHeads, StateSpec
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.hf.attention import Call, MixerCall, ModelRun, NotUnderstood, mixers, take_mixers
-from h2o_flexgen.models.hf.build import build, is_product, quiet
+from h2o_flexgen.models.hf.attention import Call, MixerCall, ModelRun, NotUnderstood, take_mixers
+from h2o_flexgen.models.hf.build import Alive, Marked, activations, apart, build, is_product, quiet
 from h2o_flexgen.models.hf.experts import ExpertForm, Routing, form_of, settings_of
 from h2o_flexgen.models.hf.fused import SharedInputs, side_by_side
 from h2o_flexgen.models.hf.units import Event, Mixing, RecordedUnits
@@ -33,16 +33,16 @@ _UNBOUNDED = 1 << 20
 _INNER = ("attn", "mixer", "mlp")
 
 
-def record(model: PreTrainedModel, name: str) -> list[Event]:
-    """The calls of a forward of TOKENS tokens. Leaves the model on meta. ModelError where that cannot be run."""
+def record(model: PreTrainedModel, name: str) -> Marked:
+    """The events of a forward of TOKENS tokens. Leaves the model on meta. ModelError where that cannot be run."""
     events = listen(model)
 
     def attend(call: Call) -> Tensor:
-        events.append(Event("attend", call=call))
+        events.append(Event("attend", call=apart(call)))
         return torch.empty(call.q.shape, device="meta", dtype=call.q.dtype)
 
     def route(routing: Routing) -> Tensor:
-        events.append(Event("experts", paths[id(routing.module)], routing=routing))
+        events.append(Event("experts", paths[id(routing.module)], routing=apart(routing)))
         return torch.empty_like(routing.x)
 
     def mix(call: MixerCall) -> Any:
@@ -66,7 +66,7 @@ def record(model: PreTrainedModel, name: str) -> list[Event]:
 
     run = ModelRun(forward, attend, route, mix, numbers[1])
     try:
-        with torch.no_grad(), quiet():  # in inference mode nothing tells whether tensors have changed
+        with torch.no_grad(), quiet(), events.alive:  # in inference mode nothing tells whether tensors have changed
             run.switch()
             run.cache.end()
     except ModelError as error:
@@ -85,9 +85,9 @@ def any_choice() -> Any:
     return _config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
 
 
-def listen(model: PreTrainedModel) -> list[Event]:
+def listen(model: PreTrainedModel) -> Marked:
     """Puts a model on meta, and lists the calls of its modules from now on."""
-    events: list[Event] = []
+    events = Marked(Alive())
     for path, module in model.named_modules():
         module.register_forward_pre_hook(lambda *_, path=path: events.append(Event("enter", path)))
         module.register_forward_hook(lambda *_, path=path: events.append(Event("exit", path)))
@@ -159,13 +159,12 @@ def _covering(heads: Sequence[LayerHeads]) -> LayerHeads:
 def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
     """The ModuleSpec of a config.json. ModelError where the modules do what is not understood."""
     text = json.dumps(config, sort_keys=True)
-    model = build(text, name)
-    if mixers(model):  # in 16 bits it is seen which states stay in 32
-        model = build(text, name, torch.bfloat16)
+    model = build(text, name, torch.bfloat16)  # in 16 bits it is seen which states and other numbers stay in 32
     made, read = model.config.get_text_config(decoder=True), ConfigReader(config, name)
     check_angles(made, name)
     shared = SharedInputs(model)
-    timeline = RecordedUnits(model, record(model, name), name)
+    events = record(model, name)
+    timeline = RecordedUnits(model, events, name)
     groups, tied = weight_groups(model, timeline, name)
     _check_layers(model, timeline, name)
     calls, heads = timeline.calls, _covering([heads_of(call) for call in timeline.calls])
@@ -208,6 +207,7 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
         halves=tuple(timeline.halves),
         matrices=matrices,
         starts=tuple(timeline.starts),
+        activations=activations(events, timeline.starts, TOKENS),
     )
 
 

@@ -1,0 +1,97 @@
+"""Plans of models of transformers' modules: the bytes that are predicted are those that a run holds and moves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.cost.model import CostModel
+from h2o_flexgen.cost.simulate import simulate
+from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.engine.state.kv_store import CacheMaker
+from tests.cost.machines import profile
+from tests.cost.test_against_engine import BATCHES, CASES, NEW, PROMPT, ROWS
+from tests.engine.test_modules import tiny
+from tests.tiny import prompts_of
+
+KINDS: dict[str, dict[str, Any]] = {
+    "olmo": {},
+    "gemma2": {},
+    "deepseek_v3": {"first_k_dense_replace": 3},
+    "gpt2": {},
+}
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory):
+    @cache
+    def make(kind: str) -> Path:
+        folder = tmp_path_factory.mktemp(kind)
+        tiny(kind, **KINDS[kind]).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize(("case", "kind"), list(zip(CASES, cycle(KINDS), strict=False)))
+def test_a_run_is_the_simulated_one(case: str, kind: str, folder_of) -> None:
+    placement, gpu = CASES[case]
+    here = {"gpu": 1.0} if gpu else {"cpu": 1.0}
+    policy = {
+        **placement,
+        "hidden": here,
+        "cpu_cache_compute": False,
+        "gpu_batch_size": ROWS,
+        "num_gpu_batches": BATCHES,
+    }
+    settings: dict[str, Any] = {"dtype": "bfloat16", "eviction": EvictionConfig("h2o", ratio=0.3), "trace": True}
+    with Engine(str(folder_of(kind)), policy=policy, emulate_gpu=gpu, model_impl="transformers", **settings) as llm:
+        llm.generate(prompts_of([PROMPT] * ROWS * BATCHES), max_new_tokens=NEW, ignore_eos=True)
+        record, plan, ran = llm.last_record, llm.last_plan, llm.timeline
+    assert record is not None
+    assert plan is not None
+    found = simulate(CostModel(replace(plan.request, profile=profile()), plan.policy, plan.placement), steps=NEW)
+    assert found.bytes_moved == {link: nbytes for link, nbytes in record.bytes_moved.items() if nbytes}
+    assert Counter(row.resource for row in ran.rows) == Counter(row.resource for row in found.timeline.rows)
+    for tier, peak in record.peak_bytes.items():
+        if tier != "rss" and peak is not None:
+            assert peak <= plan.footprint.total(tier), tier
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits", [16, 8])
+def test_caches_and_weights_take_what_was_planned(
+    kind: str, bits: int, folder_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values: the tensors of caches themselves, in whole pages; weights: what their tier holds."""
+    made: dict[Any, int] = {}
+    make = CacheMaker.make
+
+    def noted(self: CacheMaker, layer: int, gpu_batch: int, rows: Any) -> Any:
+        found = make(self, layer, gpu_batch, rows)
+        made[layer, gpu_batch] = sum({id(x): x.nbytes for x in found.shape.buffers(torch.bfloat16)}.values())
+        return found
+
+    monkeypatch.setattr(CacheMaker, "make", noted)
+    settings: dict[str, Any] = {"dtype": "bfloat16", "eviction": EvictionConfig("h2o", ratio=0.3), "cache_bits": bits}
+    policy = {"gpu_batch_size": ROWS, "num_gpu_batches": BATCHES}
+    with Engine(str(folder_of(kind)), policy=policy, model_impl="transformers", **settings) as llm:
+        llm.generate(prompts_of([PROMPT] * ROWS * BATCHES), max_new_tokens=NEW, ignore_eos=True)
+        plan, record = llm.last_plan, llm.last_record
+        assert llm._loaded is not None
+        held = llm._loaded.stages[0].tiers.cpu.usage()
+    assert plan is not None
+    assert record is not None
+    planned = {item.what: item.nbytes for item in plan.footprint.items if item.tier == "cpu"}
+    assert len(made) == 3 * BATCHES
+    assert sum(made.values()) <= planned["KV cache"] <= sum(-(-nbytes // 4096) * 4096 for nbytes in made.values())
+    weights = sum(nbytes for what, nbytes in held.items() if "weight" in what)
+    assert weights == planned["weights"]
