@@ -18,7 +18,7 @@ from h2o_flexgen.config.model.spec import Product
 from h2o_flexgen.config.model.tensors import LayerHeads, StateSpec
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.hf.attention import Call, MixerCall, ModelRun, NotUnderstood, take_mixers
+from h2o_flexgen.models.hf.attention import Call, MixerCall, ModelRun, NotUnderstood, mixers, take_mixers
 from h2o_flexgen.models.hf.build import Alive, Marked, activations, apart, build, is_product, quiet
 from h2o_flexgen.models.hf.experts import ExpertForm, Routing, form_of, settings_of
 from h2o_flexgen.models.hf.fused import SharedInputs, side_by_side
