@@ -158,11 +158,26 @@ def _in_transformers(kind: str) -> bool:
     return not tables or any(f'"{kind}"' in path.read_text(encoding="utf-8") for path in tables)
 
 
+_ROPES = ("rope_parameters", "rope_scaling")
+
+
 def _unknown(kind: str, name: str) -> ModelError:
     return ModelError(
         f"{name} is of the family {kind!r}, which is not supported, and transformers has no decoder of that type",
         f"needed one of {', '.join(FAMILIES.names())}, or a type that AutoModelForCausalLM makes",
     )
+
+
+def _check_angles(config: Mapping[str, Any], name: str) -> None:
+    """ModelError for rotary angles that depend on how long a sequence is: modules take the longest of all that go
+    through them together, and some keep it for those that follow."""
+    ropes = [part.get(key) for part in (config, config.get("text_config") or {}) for key in _ROPES]
+    for rope in (each for each in ropes if isinstance(each, Mapping)):
+        for fields in (rope, *(each for each in rope.values() if isinstance(each, Mapping))):
+            kind = str(fields.get("rope_type", fields.get("type")))
+            if kind in ("longrope", "su") or "dynamic" in kind:
+                found = f"{name}: rope_type is {kind}, whose angles depend on the length of each sequence"
+                raise ModelError(found, "needed a model with a family of its own here, or another rope_type")
 
 
 def _spec_of_modules(config: Mapping[str, Any], name: str) -> ModelSpec:
@@ -176,6 +191,7 @@ def _spec_of_modules(config: Mapping[str, Any], name: str) -> ModelSpec:
     if kind not in model_types():
         raise _unknown(kind, name)
     read_quantization(config, name)
+    _check_angles(config, name)
     way, refused = way_of(config), ""
     if way is not None and way.how == "packed":
         try:

@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.hf.attention import NAME, Call, ModelRun, NotUnderstood, current
-from h2o_flexgen.models.hf.record import arguments, record
+from h2o_flexgen.models.hf.record import arguments, record, spec_of
 
 TOKENS = 4
 
@@ -51,7 +51,7 @@ def run(module: Attends) -> list[Call]:
         calls.append(call)
         return torch.zeros(call.q.shape)
 
-    ModelRun(module.forward, answer, lambda routing: routing.x, torch.arange(TOKENS)).switch()
+    ModelRun(module.forward, answer, lambda routing: routing.x, lambda call: None, torch.arange(TOKENS)).switch()
     return calls
 
 
@@ -77,7 +77,7 @@ REFUSED: dict[str, tuple[Attends, str]] = {
                    "other keys or values"),
     "several sequences": (Attends(lambda m, attend, *qkv: gives(m, attend, *(x.expand(2, -1, -1, -1) for x in qkv))),
                           "is of queries, keys and values"),
-    "kind of layer": (Attends(gives, config=SimpleNamespace(layer_types=["hybrid"])), "'hybrid'"),
+    "kind of layer": (Attends(gives, config=SimpleNamespace(layer_types=["compressed"])), "'compressed'"),
     "updates alone": (Attends(_twice), "attention is not ours"),
 }  # fmt: skip
 
@@ -126,16 +126,19 @@ def test_a_module_that_keeps_what_no_cache_of_ours_has_is_seen(what: str, monkey
         record(tiny(), "llama")
 
 
-def test_a_model_without_positions_or_cache_is_seen() -> None:
-    class NoPositions(nn.Module):
-        def forward(self, input_ids: Tensor, past_key_values: Any = None, use_cache: bool = True) -> None: ...
-
+def test_a_model_without_positions_or_cache_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     class NoCache(nn.Module):
         def forward(self, input_ids: Tensor, position_ids: Tensor) -> None: ...
 
     ids = torch.arange(TOKENS)
-    waiting = ModelRun(lambda: None, lambda call: call.q, lambda routing: routing.x, ids)
-    with pytest.raises(ModelError, match="takes no positions"):
-        arguments(NoPositions(), waiting, ids, ids, ids[-1:])
+    waiting = ModelRun(lambda: None, lambda call: call.q, lambda routing: routing.x, lambda call: None, ids)
     with pytest.raises(ModelError, match="takes no cache"):
         arguments(NoCache(), waiting, ids, ids, ids[-1:])
+    theirs = LlamaForCausalLM.forward
+
+    def forward(self: Any, input_ids: Tensor, past_key_values: Any, use_cache: bool, return_dict: bool) -> Any:
+        return theirs(self, input_ids, past_key_values=past_key_values, use_cache=use_cache)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    with pytest.raises(ModelError, match="takes no positions"):
+        spec_of(tiny().config.to_dict(), "llama")

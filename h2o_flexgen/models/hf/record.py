@@ -109,17 +109,6 @@ def arguments(model: nn.Module, run: ModelRun, ids: Tensor, positions: Tensor, l
     return given
 
 
-def check_angles(config: Any, name: str, together: bool = True) -> None:
-    """ModelError for rotary angles that depend on how long a sequence is: modules take the longest of all that go
-    through them `together`, and, if they are dynamic, of all that ever have."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    for fields in (rope, *(each for each in rope.values() if isinstance(each, Mapping))):
-        kind = str(fields.get("rope_type"))
-        if (together and kind == "longrope") or "dynamic" in kind:
-            found = f"{name}: rope_type is {kind}, whose angles depend on the length of each sequence"
-            raise ModelError(found, "needed a model with a family of its own here, or another rope_type")
-
-
 def heads_of(call: Call) -> LayerHeads:
     """Those of a call of attention."""
     return LayerHeads(call.q.shape[1], call.k.shape[1], call.q.shape[2], call.joint)
@@ -161,7 +150,6 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
     text = json.dumps(config, sort_keys=True)
     model = build(text, name, torch.bfloat16)  # in 16 bits it is seen which states and other numbers stay in 32
     made, read = model.config.get_text_config(decoder=True), ConfigReader(config, name)
-    check_angles(made, name)
     shared = SharedInputs(model)
     events = record(model, name)
     timeline = RecordedUnits(model, events, name)

@@ -109,7 +109,6 @@ def _recorded(text: str, name: str, tokens: int) -> tuple[PreTrainedModel, list[
     errors = list[Exception]()
     for mask in (False, True):  # some look at the numbers of a mask, which are not there; some need one
         model, made = build(text, name, alone=True), list[Any]()
-        record.check_angles(model.config.get_text_config(decoder=True), name, together=False)
         events = record.listen(model)
         paths = {id(module): path for path, module in model.named_modules()}
         given = row_arguments(model, torch.zeros(tokens, dtype=torch.int64, device="meta"), None, 0, mask)
