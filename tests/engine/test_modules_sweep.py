@@ -70,6 +70,12 @@ def test_a_type_that_is_not_listed_is_tested_first(kind: str) -> None:
     assert found.why or found.how == "packed"
 
 
+def test_what_looks_at_later_tokens_is_refused() -> None:
+    found = way_by_test({"model_type": "gemma3_text", "use_bidirectional_attention": True}, Engine)
+    assert found.how == "refused"
+    assert "no decoder" in found.why
+
+
 def test_a_type_is_in_one_list_alone() -> None:
     assert not TRUSTED & set(ROWS)
     assert not (TRUSTED | set(ROWS)) & set(REFUSED)
