@@ -125,7 +125,7 @@ class Binding:
         self._ignored = ignored
         self._tied_heads = {name: Stored(name) for name in _TIED_HEADS if spec.arch.tied_head}
         self._vocab_shape = (spec.vocab_size, spec.embed_dim)
-        self._layers, self._predicting = spec.num_layers, spec.arch.predicting
+        self._layers, self._predicting = self._wanted.layers, spec.arch.predicting
         self.problems = problems
         self.tied_copy: tuple[str, FileTensor] | None = None
         self._tables: Tables = {}

@@ -23,6 +23,7 @@ class Wanted:
     users     name of a stored tensor -> canonical name -> the rows of it that this is
     shapes    canonical name -> shape
     stems     what comes before the numbers of layers in stored names
+    layers    how many of these there are: more than the model's where some hold nothing of a sequence
     """
 
     def __init__(self, spec: ModelSpec, names: Mapping[str, Sequence[str | Stored]]) -> None:
@@ -42,7 +43,9 @@ class Wanted:
                 if self._shape_for(name, option) != self.shape(option.name):
                     other = next(iter(users))
                     raise ValueError(f"{other} and {name} want {option.name!r} in two shapes")
-        self.stems = {found[1] for found in map(LAYER.match, self.users) if found}
+        numbered = [found for found in map(LAYER.match, self.users) if found]
+        self.stems = {found[1] for found in numbered}
+        self.layers = max([spec.num_layers, *(int(found[2]) + 1 for found in numbered)])
 
     def shape(self, stored: str) -> tuple[int, ...]:
         """The shape that tensor `stored` of a checkpoint must have."""

@@ -157,7 +157,7 @@ def _identity(
         "dtype": llm.model.dtype,
         "weight bits": [engine.weight_bits, engine.weight_group, engine.weight_importance, engine.allow_compress],
         "cache bits": engine.cache_bits,
-        "cache rotation": engine.cache_rotation,
+        **({} if engine.cache_bits == 16 else {"cache rotation": engine.cache_rotation}),
         "dequantize": engine.dequantize,
         "seed": engine.seed,
         **{f"eviction {name}": value for name, value in eviction.items()},
