@@ -40,6 +40,10 @@ class ModelError(H2OFlexGenError):
     exit_code = 4
 
 
+class OwnHeadError(ModelError):
+    """A checkpoint has an output head of its own beside the token embedding, to which config.json ties it."""
+
+
 class PlanError(H2OFlexGenError):
     """A plan does not fit its memory caps."""
 

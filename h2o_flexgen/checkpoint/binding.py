@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 _MXFP4 = ("blocks", "scales")
 _SMALL = 1 << 20  # bytes
-_TIED_HEADS = ("lm_head.weight", "embed_out.weight")
+_TIED_HEADS = ("lm_head.weight", "language_model.lm_head.weight", "embed_out.weight")
 _EMBEDDING = "embed.tokens"
 
 _QUANTISED = re.compile(

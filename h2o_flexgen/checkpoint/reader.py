@@ -29,7 +29,7 @@ from h2o_flexgen.checkpoint.source import convert, copy, flat_out
 from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import PAGE
-from h2o_flexgen.errors import ModelError
+from h2o_flexgen.errors import ModelError, OwnHeadError
 from h2o_flexgen.memory.disk import host_view
 from h2o_flexgen.memory.handle import Location, torch_dtype
 from h2o_flexgen.memory.pages import HostMemory
@@ -84,9 +84,9 @@ def open_checkpoint(
 
 
 def _check_tied(source: CheckpointSource, binding: Binding, root: str) -> None:
-    """ModelError where the head that a tied model's checkpoint has besides the token embedding is another matrix."""
+    """OwnHeadError where the head that a tied model's checkpoint has besides the token embedding is another matrix."""
     if binding.tied_copy is not None and not source.equals("embed.tokens", binding.tied_copy[1]):
-        raise ModelError(
+        raise OwnHeadError(
             f"{binding.tied_copy[0]} in {root} is not the token embedding, to which config.json ties it",
             "needed a config.json that says what the checkpoint is",
             "if the model has a head of its own, set tie_word_embeddings to false in config.json",

@@ -24,10 +24,11 @@ from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.engine.limits.devices import resolve_dtype
 from h2o_flexgen.engine.requests.tokenizer import TextCodec, read_json
-from h2o_flexgen.errors import ModelError, UsageError
+from h2o_flexgen.errors import ModelError, OwnHeadError, UsageError
 from h2o_flexgen.memory.handle import torch_dtype
 from h2o_flexgen.models.decoder import Decoder, random_tokens
 from h2o_flexgen.models.families import by_modules, spec_from_config
+from h2o_flexgen.models.nested import untied
 from h2o_flexgen.models.quantized import packings_of_config
 
 log = logging.getLogger(__name__)
@@ -102,10 +103,23 @@ def open_model(config: EngineConfig, device: torch.device, make: Callable[..., o
 
     ModelError saying what was looked for and where. With dummy weights only a config.json is needed.
     """
-    dummy = config.weights == "dummy"
     found = resolve_model(
-        config.model, path=config.path, revision=config.revision, offline=config.offline, need_weights=not dummy
+        config.model,
+        path=config.path,
+        revision=config.revision,
+        offline=config.offline,
+        need_weights=config.weights != "dummy",
     )
+    try:
+        return _opened(found, config, device, make)
+    except OwnHeadError as error:
+        log.warning("%s; as in transformers it is the output head all the same", error.found)
+        return _opened(replace(found, config=untied(found.config)), config, device, make)
+
+
+def _opened(found: ResolvedModel, config: EngineConfig, device: torch.device, make: Callable[..., object]) -> Model:
+    """As `open_model`, of what was found. OwnHeadError where config.json says that an output head is none."""
+    dummy = config.weights == "dummy"
     impl = found.impl(config.model_impl)
     if by_modules(found.config, found.name, impl):
         from h2o_flexgen.engine.self_test import tested_spec  # imports transformers

@@ -15,9 +15,11 @@ from h2o_flexgen.models.stored import Names, Stored
 _TEXT_TYPES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 """The model_type of multimodal models, and that of their language model where the file leaves it out."""
 
-_SHARED = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+_SHARED = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
 """Keys that a file may have outside of the language model's config."""
 _AS_WELL = ("quantization_config", "_name_or_path")
+_TIED = "tie_word_embeddings"
+"""Of which that of the whole model decides, as in transformers."""
 
 IGNORED = (r"^(model\.)?(vision_tower|multi_modal_projector)\.",)
 """Regular expressions, to be searched for, of tensors that belong to images."""
@@ -34,7 +36,15 @@ def text_config(config: Mapping[str, Any], name: str) -> dict[str, Any] | None:
         raise ModelError(f"{name}: text_config is {str(inner)[:80]!r} in config.json", "needed an object")
     outer = {key: config[key] for key in (*_SHARED, *_AS_WELL) if config.get(key) is not None}
     given = {key: value for key, value in inner.items() if value is not None or key not in outer}
-    return {"model_type": _TEXT_TYPES[kind], **outer, **given}
+    tied = {} if config.get(_TIED) is None else {_TIED: config[_TIED]}
+    return {"model_type": _TEXT_TYPES[kind], **outer, **given, **tied}
+
+
+def untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config`, of any model, with an output head of its own."""
+    inner = config.get("text_config")
+    within = {"text_config": {**inner, _TIED: False}} if isinstance(inner, Mapping) else {}
+    return {**config, _TIED: False, **within}
 
 
 def within(names: Names) -> Names:
