@@ -36,6 +36,8 @@ _MXFP4 = ("blocks", "scales")
 _SMALL = 1 << 20  # bytes
 _TIED_HEADS = ("lm_head.weight", "language_model.lm_head.weight", "embed_out.weight")
 _EMBEDDING = "embed.tokens"
+_OF_ACTIVATIONS = ("activation_scale", "input_scale", "input_zero_point")
+"""Scales of activations, in their module, which are not used."""
 
 _QUANTISED = re.compile(
     r"\.(qweight|qzeros|scales|g_idx|weight_packed|weight_shape|weight_g_idx|weight_zero_point|weight_scale(_inv|_2)?"
@@ -223,6 +225,8 @@ class Binding:
             if module == stored or len(shape) != 2 or not _is_packed(entries):
                 continue
             packed.update(held.values())
+            if self._quantization.static:
+                packed.update(name for name in (f"{module}.{part}" for part in _OF_ACTIVATIONS) if name in where)
             bias = f"{module}.bias"  # some programs give every module one
             if bias in where and not self._is_known(bias) and _is_zero(self._entry(bias)):
                 packed.add(bias)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, TypeVar
 
@@ -63,13 +63,15 @@ class Quantization:
 
     A target is the name of a module, "re:" and a pattern that its name begins with, or "Linear" or "Embedding". Which
     matrices are really packed is seen from a checkpoint's tensors: plain ones are read as what they are. `in_order`:
-    the first scheme with a target that fits is a module's, whatever kind of target that is.
+    the first scheme with a target that fits is a module's, whatever kind of target that is. `static`: whether scales of
+    activations stand beside matrices, which are not used: activations keep their bits.
     """
 
     method: str
     schemes: tuple[tuple[tuple[str, ...], Scheme], ...]
     ignore: tuple[str, ...] = ()
     in_order: bool = False
+    static: bool = False
 
     def scheme(self, module: str, kind: Literal["Linear", "Embedding"]) -> Scheme | None:
         """That of `module`; None where quantization_config leaves it out. Names go before patterns before kinds."""
@@ -233,15 +235,16 @@ def _fp8(read: ConfigReader) -> Quantization:
     known = "activation_scheme weight_block_size fmt scale_fmt expert_dtype method format"
     _only(read, "fp8", _TRAINING + known)
     _check_method(read, "fp8")
-    if read.choice("activation_scheme", "dynamic", {"dynamic": False, "static": True}):
-        raise read.error("activation_scheme", "'dynamic': static scales of activations are not used")
+    static = read.choice("activation_scheme", "dynamic", {"dynamic": False, "static": True})
     read.choice("fmt", "e4m3", {"e4m3": None, "float8_e4m3fn": None})
     read.choice("format", "e4m3", {"e4m3": None, "float8_e4m3fn": None, "fp8": None})
     read.choice("scale_fmt", "float", {"float": None, "ue8m0": None})
     read.choice("expert_dtype", "fp8", {"fp8": None})
     for key in ("modules_to_not_convert", "ignored_layers"):
         _texts(read, key)
-    return _everywhere("fp8", Scheme("scaled", "e4m3", _block(read, "weight_block_size")))
+    if static:
+        _tell_static(read.name)
+    return replace(_everywhere("fp8", Scheme("scaled", "e4m3", _block(read, "weight_block_size"))), static=static)
 
 
 def packings_of_config(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Packing]:
@@ -271,7 +274,7 @@ def _compressed(read: ConfigReader) -> Quantization:
     if sparse.values():
         sparse.choice("format", "", {"dense": None})
     groups = read.section("config_groups")
-    schemes = []
+    schemes, static = [], False
     for key in groups.values():
         group = groups.section(key)
         targets = _patterns(group, "targets")
@@ -281,19 +284,28 @@ def _compressed(read: ConfigReader) -> Quantization:
         _only(group, "compressed-tensors", _TRAINING + "targets weights input_activations output_activations format")
         if not targets or "weights" not in group:
             raise group.error("weights" if targets else "targets", "a group with targets and weights")
-        _check_activations(group)
+        static = _has_static(group) or static
         schemes.append((targets, _compressed_scheme(group.section("weights"), layout)))
     if not schemes:
         raise read.error("config_groups", "at least one group")
     # What is left out is seen from the tensors: a pattern that may take for ever is not needed for it.
-    return Quantization("compressed-tensors", tuple(schemes), tuple(filter(_is_safe, _texts(read, "ignore"))))
+    ignored = tuple(filter(_is_safe, _texts(read, "ignore")))
+    return Quantization("compressed-tensors", tuple(schemes), ignored, static=static)
 
 
-def _check_activations(group: ConfigReader) -> None:
-    """Those that are quantised as they come may be kept in 16 bits; scales found beforehand would cut them off."""
-    for key in ("input_activations", "output_activations"):
-        if key in group and group.section(key).values().get("dynamic") is not True:
+def _has_static(group: ConfigReader) -> bool:
+    """Whether inputs have scales that were found beforehand, which are not used. ModelError for other such scales."""
+    dynamic = {
+        key: group.section(key).values().get("dynamic", False)
+        for key in ("input_activations", "output_activations")
+        if key in group
+    }
+    for key, value in dynamic.items():
+        if value is not True and (key != "input_activations" or value is not False):
             raise group.error(key, "none, or dynamic ones: static scales of activations are not used")
+    if False in dynamic.values():
+        _tell_static(group.name)
+    return False in dynamic.values()
 
 
 def _compressed_scheme(read: ConfigReader, layout: str) -> Scheme:
@@ -359,6 +371,12 @@ def _only(read: ConfigReader, method: str, known: str) -> None:
 def _tell(name: str, keys: str) -> None:
     """A warning, once: a config is read several times."""
     log.warning("%s: %s in quantization_config is not known, and taken for bookkeeping", name, keys)
+
+
+@cache
+def _tell_static(name: str) -> None:
+    """A warning, once."""
+    log.warning("%s: its static scales of activations are not used: activations keep 16 bits or more", name)
 
 
 def _no_other_activations(read: ConfigReader) -> None:

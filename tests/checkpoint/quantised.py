@@ -204,6 +204,17 @@ def _scaled(
     return Format(config, write)
 
 
+def static(form: Format, scale: str, config: dict[str, Any]) -> Format:
+    """The same with a scale of activations beside each matrix, and scales that have no dimensions."""
+
+    def write(generator: torch.Generator, outs: int, ins: int) -> Matrix:
+        made = form.write(generator, outs, ins)
+        parts = {name: part.view(()) if part.numel() == 1 else part for name, part in made.parts.items()}
+        return Matrix({**parts, scale: torch.tensor(0.125, dtype=torch.bfloat16)}, made.dense)
+
+    return Format({**form.config, **config}, write)
+
+
 def int8(sym: bool = True) -> Format:
     """W8A8 of compressed-tensors: whole rows, activations as they come."""
     said = {"num_bits": 8, "type": "int", "symmetric": sym, "strategy": "channel", "dynamic": False}
@@ -271,7 +282,15 @@ FORMATS: dict[str, Format] = {
     "fp8 channel": _scaled(_FP8, "weight_scale", (1, 0)),
     "fp8 128": _scaled({**_FP8, "weight_block_size": [128, 128]}, "weight_scale_inv", (128, 128)),
     "fp8 blocks": _scaled({**_FP8, "weight_block_size": [32, 16]}, "weight_scale_inv", (32, 16), torch.bfloat16),
+    "fp8 static": static(
+        _scaled(_FP8, "weight_scale_inv", (0, 0), torch.bfloat16),
+        "activation_scale",
+        {"activation_scheme": "static", "dequantize": False, "weight_block_size": None},
+    ),
 }
+_STATIC = compressed({**_FLOAT, "strategy": "tensor"}, "float-quantized")
+_STATIC["config_groups"]["group_0"]["input_activations"] = {**_FLOAT, "strategy": "tensor"}
+FORMATS["float static"] = static(FORMATS["float tensor"], "input_scale", _STATIC)
 
 
 _PLAIN = re.compile(r"\.(gate|router)\.weight$|correction_bias$|expert_bias$")

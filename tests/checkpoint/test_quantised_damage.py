@@ -211,7 +211,7 @@ def _targets(targets: list[str]) -> dict[str, Any]:
         (_config("awq", zero_point=False), "zero_point is False"),
         (_config("awq", backend="llm-awq"), "backend is 'llm-awq'"),
         (_config("awq", modules_to_not_convert="lm_head"), "modules_to_not_convert is 'lm_head'"),
-        (_config("fp8 128", activation_scheme="static"), "static scales of activations are not used"),
+        (_config("fp8 128", activation_scheme="once"), "activation_scheme is 'once'"),
         (_config("fp8 128", weight_block_size=[128]), "weight_block_size is [128]"),
         (_config("fp8 128", weight_block_size=[128, 100]), "weight_block_size is [128, 100]"),
         (_config("fp8 128", weight_block_size=[0, 128]), "weight_block_size is [0, 128]"),
@@ -333,11 +333,19 @@ def test_patterns_that_people_have(pattern: str) -> None:
         assert (quantization.scheme(module, "Linear") is None) == bool(re.match(pattern, module))
 
 
-def test_static_scales_of_activations() -> None:
+def test_static_scales_of_activations(caplog: pytest.LogCaptureFixture) -> None:
     config = _config("int8")
-    config["config_groups"]["group_0"]["input_activations"]["dynamic"] = False
-    with pytest.raises(ModelError, match="static scales of activations are not used"):
-        read_quantization({"quantization_config": config}, "tiny")
+    inputs = config["config_groups"]["group_0"].pop("input_activations")
+    for where, said in (("input_activations", "local"), ("output_activations", False)):
+        config["config_groups"]["group_0"] |= {where: {**inputs, "dynamic": said}}
+        with pytest.raises(ModelError, match=f"{where} is .* static scales of activations are not used"):
+            read_quantization({"quantization_config": config}, "tiny")
+        del config["config_groups"]["group_0"][where]
+    config["config_groups"]["group_0"]["input_activations"] = {**inputs, "dynamic": False}
+    found = read_quantization({"quantization_config": config}, "static tiny")
+    assert found is not None
+    assert found.static
+    assert "static tiny: its static scales of activations are not used" in caplog.text
 
 
 def test_the_first_name_of_the_section_is_known() -> None:

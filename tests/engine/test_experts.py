@@ -74,11 +74,13 @@ def write_mxfp4(folder: Path) -> torch.nn.Module:
     return model
 
 
-def test_mxfp4_experts_are_what_transformers_expands_them_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_mxfp4_experts_are_what_transformers_expands_them_to(impl: str, tmp_path: Path) -> None:
     model = write_mxfp4(tmp_path)
     prompts, expected = decided(prompts_of([9, 5]), lambda _, prompt: transformers_greedy(model, prompt, NEW)[0])
     for place in ({}, {"weights": {"disk": 1.0}}):
-        assert greedy(tmp_path, prompts, policy=place, offload_dir=str(tmp_path / "offload")) == expected
+        offload = str(tmp_path / "offload")
+        assert greedy(tmp_path, prompts, policy=place, offload_dir=offload, model_impl=impl) == expected
 
 
 @pytest.mark.parametrize("plain", ["layers.0.mlp.experts.gate_up_proj", "layers.1.mlp.experts.down_proj", "layers.2."])

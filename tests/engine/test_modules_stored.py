@@ -4,6 +4,7 @@ dequantised."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.models.hf.shrink import random_model, shrunk
 from tests.checkpoint.quantised import FORMATS, Format
 from tests.engine.test_modules import tiny
 from tests.seeds import torch_generator
@@ -26,11 +28,24 @@ SIZES: dict[str, Any] = {
     "q_lora_rank": 32,
     "kv_lora_rank": 32,
 }
-KINDS = ("stablelm", "olmo2", "gemma2", "granite", "glm4_moe", "deepseek_v3")
+PLAIN = ("stablelm", "olmo2", "gemma2", "granite", "glm4_moe", "deepseek_v3", "gpt_oss")
+STATES = (
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "lfm2",
+    "lfm2_moe",
+    "granitemoehybrid",
+    "falcon_h1",
+    "jamba",
+)
+KINDS = (*PLAIN, *STATES)
 NAMES = ("gptq act-order", "awq", "packed 4 zeros", "fp8 128")
 PAIRS = [([5, 9, 30, 7, 12], [3, 8, 21]), ([4], [17, 33])]
-LAYERS = {"gemma2": 3}
-KEPT = ("lm_head", "embed_tokens", "mlp.gate.")
+LAYERS = {"gemma2": 3, "gpt_oss": 3}
+KEPT = ("lm_head", "embed_tokens", "mlp.gate.", "in_proj_a", "in_proj_b", "router", "shared_expert_gate")
+KEPT = (*KEPT, "dt_proj", "x_proj")
+"""Matrices that quantisers leave as they are."""
 
 
 def scored(folder: Path) -> list[float]:
@@ -44,12 +59,18 @@ def scored(folder: Path) -> list[float]:
     return found
 
 
+def made(kind: str, **changes: bool) -> PreTrainedModel:
+    if kind in STATES:
+        return random_model(shrunk({"model_type": kind, **changes}))
+    return tiny(kind, **{**SIZES, "num_hidden_layers": LAYERS.get(kind, 2), **changes})
+
+
 def store(kind: str, form: Format, dense: Path, quantised: Path) -> None:
     """The same tiny model twice: matrices of its layers in a stored format, and what they stand for."""
-    tiny(kind, **{**SIZES, "num_hidden_layers": LAYERS.get(kind, 2)}).save_pretrained(dense)
+    made(kind).save_pretrained(dense)
     generator, meant, stored = torch_generator(5), dict[str, Tensor](), dict[str, Tensor]()
     for name, tensor in load_file(dense / "model.safetensors").items():
-        if tensor.dim() == 2 and not any(each in name for each in KEPT):
+        if tensor.dim() == 2 and name.endswith(".weight") and not any(each in name for each in KEPT):
             matrix = form.write(generator, *tensor.shape)
             meant[name] = matrix.dense
             stored |= {f"{name.removesuffix('weight')}{part}": each for part, each in matrix.parts.items()}
@@ -66,8 +87,15 @@ def store(kind: str, form: Format, dense: Path, quantised: Path) -> None:
     (quantised / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", KINDS)
+def cases(ways: Sequence[Any], quick: tuple[str, Any]) -> list[Any]:
+    """Of types with states, and of gpt-oss, all but `quick` are slow."""
+    every = [(kind, way) for kind in KINDS for way in ways]
+    return [
+        pytest.param(*case, marks=() if case[0] in PLAIN[:-1] or case == quick else pytest.mark.slow) for case in every
+    ]
+
+
+@pytest.mark.parametrize(("kind", "name"), cases(NAMES, ("qwen3_5_moe_text", "awq")))
 def test_what_is_stored_is_what_transformers_would_multiply(kind: str, name: str, tmp_path: Path) -> None:
     dense, quantised = tmp_path / "dense", tmp_path / "quantised"
     dense.mkdir()
@@ -82,13 +110,14 @@ def test_what_is_stored_is_what_transformers_would_multiply(kind: str, name: str
             assert llm.last_record.quantization["weights"]["bits"] in (4, 8)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "bits"), cases([8, 4], ("qwen3_next", 8)))
 def test_shards_and_tied_heads_are_packed_as_they_come(kind: str, bits: int, tmp_path: Path) -> None:
     """Weights packed while they are loaded are near what they were (those of a tiny model are far from each
-    other, and so are its logits); those of the disk tier are those of memory."""
-    model = tiny(kind, **{**SIZES, "num_hidden_layers": LAYERS.get(kind, 2), "tie_word_embeddings": True})
-    model.save_pretrained(tmp_path, max_shard_size="60KB")
+    other, and so are its logits); those of the disk tier are those of memory. Experts are apart as on the hub, or in
+    one tensor."""
+    made(kind, tie_word_embeddings=True).save_pretrained(
+        tmp_path, max_shard_size="60KB", save_original_format=bits == 8
+    )
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     wanted, found = scored(tmp_path), []
     for tier, packing in (("cpu", None), ("disk", None), ("cpu", bits), ("disk", bits)):
@@ -96,7 +125,7 @@ def test_shards_and_tied_heads_are_packed_as_they_come(kind: str, bits: int, tmp
         how |= {} if packing is None else {"weight_bits": packing, "weight_group": 32, "weight_importance": False}
         with Engine(str(tmp_path), offload_dir=str(tmp_path / "offload"), **how) as llm:
             found.append([score.logprob for score in llm.score(PAIRS)])
-    assert found[0] == pytest.approx(wanted, abs=1e-3)
-    assert found[1] == pytest.approx(wanted, abs=1e-3)
+    assert found[0] == pytest.approx(wanted, abs=4e-3)
+    assert found[1] == pytest.approx(wanted, abs=4e-3)
     assert found[2] == pytest.approx(found[3], abs=1e-3)
     assert found[2] == pytest.approx(wanted, rel=0.1 if bits == 8 else 0.5)

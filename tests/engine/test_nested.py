@@ -22,6 +22,8 @@ from transformers import (
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.families import spec_from_config
+from tests.checkpoint.quantised import FORMATS
+from tests.seeds import torch_generator
 from tests.tiny import config_of, decided, prompts_of, transformers_greedy
 
 NEW = 8
@@ -130,6 +132,30 @@ def test_what_belongs_to_images_is_never_read(
         inside = sum(max(0, min(read[1], tower[1]) - max(read[0], tower[0])) for read, tower in pairs)
         assert sum(stop - start for start, stop in reads) > 10_000
         assert inside < 64 * 1024, "of more than a MiB"
+
+
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_fp8_with_scales_of_activations(impl: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Ministral 3 as the hub has it: the language model in FP8, its scales one number each, those of inputs too."""
+    model, form, generator = _made("ministral3"), FORMATS["fp8 static"], torch_generator(4)
+    kept = ["lm_head", "model.vision_tower", "model.multi_modal_projector"]
+    _write(model, tmp_path, "hub", quantization_config={**form.config, "modules_to_not_convert": kept})
+    stored = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in stored if "language_model" in name and name.endswith("_proj.weight")]:
+        matrix = form.write(generator, *stored.pop(name).shape)
+        stored |= {f"{name.removesuffix('weight')}{part}": each for part, each in matrix.parts.items()}
+        own = model.get_parameter(name.replace("language_model.model.", "model.language_model."))
+        own.data.copy_(matrix.dense)
+    save_file(stored, tmp_path / "model.safetensors")
+    prompts, answers = decided(prompts_of([5, 29, 1]), lambda _, prompt: transformers_greedy(model, prompt, NEW))
+    with Engine(str(tmp_path), dtype="float32", model_impl=impl, policy={"gpu_batch_size": 3}) as llm:
+        outputs = llm.generate(prompts, max_new_tokens=NEW, ignore_eos=True, logprobs=0)
+        assert llm.last_record is not None
+        assert llm.last_record.quantization["weights"]["format"] == "fp8"
+    for output, (tokens, logprobs) in zip(outputs, answers, strict=True):
+        assert output.token_ids == tokens
+        assert output.logprobs == pytest.approx(logprobs, abs=1e-3)
+    assert "its static scales of activations are not used" in caplog.text
 
 
 def test_published_configs() -> None:
