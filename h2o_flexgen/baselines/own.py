@@ -87,6 +87,7 @@ def engine_of(work: AdapterWork) -> Engine:
         weights=work.weights,
         dtype=work.dtype,
         weight_bits=work.weight_bits,
+        model_impl=work.model_impl,
         device=work.device,
         seed=work.seed,
         cpu_mem=None if work.cpu_mem is None else within(work.cpu_mem),

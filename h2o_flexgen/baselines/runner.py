@@ -112,6 +112,7 @@ class Runner:
             plan=settings.plan if system.own else "rule",
             room_len=settings.gen_len,
             weight_bits=settings.weight_bits if system.own else 16,
+            model_impl=settings.model_impl,
         )
         work.write(folder, self._model.config)
         return folder, scratch

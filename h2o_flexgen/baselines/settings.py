@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.config.checks import share, whole
-from h2o_flexgen.config.engine import BITS
+from h2o_flexgen.config.engine import BITS, MODEL_IMPLS
 from h2o_flexgen.config.flags import between_commas, option, with_commas
 from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, read_config
 from h2o_flexgen.errors import ModelError, UsageError
@@ -241,6 +241,9 @@ class BenchSettings:
     weight_bits: int = option(
         16, "--weight-bits", help="16, or 8 or 4: our own systems pack their weights while loading", metavar="N"
     )
+    model_impl: str = option(
+        "auto", "--model-impl", help=f"of our own systems: {', '.join(MODEL_IMPLS)}, as of run", metavar="IMPL"
+    )
     device: str = option("auto", "--device", help=", ".join(DEVICES), metavar="DEVICE")
     hh_ratio: float = option(0.2, "--hh-ratio", help="KV budget of h2o as a share of the sequence", metavar="R")
     cpu_mem: int | None = _capacity("--cpu-mem", "host memory of every system")
@@ -290,6 +293,7 @@ class BenchSettings:
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--device", self.device, DEVICES)
         _one_of("--weights", self.weights, WEIGHTS)
+        _one_of("--model-impl", self.model_impl, MODEL_IMPLS)
         if self.weight_bits not in BITS:
             needed = f"needed one of {', '.join(map(str, BITS))}"
             raise UsageError(f"--weight-bits is {self.weight_bits}", needed)
@@ -392,9 +396,12 @@ def find_model(settings: BenchSettings) -> BenchModel:
 
 def _sized(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """`config` with what prompts are made from; ModelError without."""
-    if not isinstance(config.get("vocab_size"), int):
+    if isinstance(config.get("vocab_size"), int):
+        return config
+    text = config.get("text_config")  # of a model that also looks at images
+    if not isinstance(text, dict) or not isinstance(text.get("vocab_size"), int):
         raise ModelError(f"{folder / 'config.json'} has no vocab_size")
-    return config
+    return {**config, "vocab_size": text["vocab_size"]}
 
 
 def _one_of(flag_name: str, value: str, allowed: tuple[str, ...]) -> None:

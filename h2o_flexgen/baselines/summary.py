@@ -236,6 +236,8 @@ def _title(summary: dict[str, Any]) -> str:
     batch = f"batch {sizes[0]}" if len(sizes) == 1 else "each at its own batch"
     bits = settings.get("weight_bits", 16)
     packed = "" if bits == 16 else f" (our weights in {bits} bits)"
+    impl = settings.get("model_impl", "auto")
+    packed += "" if impl == "auto" else f" (ours by --model-impl {impl})"
     cap = "" if settings["cpu_mem"] is None else f", within {format_bytes(settings['cpu_mem'])}"
     return (
         f"{settings['model']} ({weights}), {settings['dtype']}{packed}, {batch}, "

@@ -36,6 +36,7 @@ class AdapterWork:
     scratch   a folder on the disk, the same for every run of this system, for offloaded tensors and weights made once
     plan      what a planner of ours chooses: "rule", "placement" of one GPU batch of all prompts, or "all"
     weight_bits  that our own systems pack weights to while they load them, 16 for not at all
+    model_impl   of `config.engine.MODEL_IMPLS`, for our own systems
     room_len  new tokens of the full run, where this is a short one to try a batch: there must be memory for all of them
     """
 
@@ -55,6 +56,7 @@ class AdapterWork:
     plan: str = "rule"
     room_len: int = 0
     weight_bits: int = 16
+    model_impl: str = "auto"
 
     def write(self, folder: Path, model_config: dict[str, Any]) -> None:
         """Puts the work, and the model's config.json, into `folder`."""

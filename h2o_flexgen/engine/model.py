@@ -20,6 +20,7 @@ from h2o_flexgen.checkpoint.opening import open_stored
 from h2o_flexgen.checkpoint.quantising import QuantisingSource, kept_importance
 from h2o_flexgen.checkpoint.source import DummySource, WeightSource
 from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.engine.limits.devices import resolve_dtype
@@ -127,7 +128,7 @@ def _opened(found: ResolvedModel, config: EngineConfig, device: torch.device, ma
         spec = tested_spec(found.config, found.name, make)
     else:
         spec = spec_from_config(found.config, found.name, impl)
-    if (said := alone_warning(spec)) is not None:
+    for said in spec_warnings(spec, config.eviction):
         log.warning(said)
     spec = _with_generation_eos(spec, found.folder)
     spec = spec.with_cache_bits(config.cache_bits, config.cache_rotation)
@@ -216,14 +217,21 @@ def _for_rows(config: EngineConfig, what: str, compute_tier: str) -> EngineConfi
     return replace(config, policy={**config.fixed, "cache": {compute_tier: 1.0}}, share_prefixes=False)
 
 
-def alone_warning(spec: ModelSpec) -> str | None:
-    """What is lost where the sequences of a model cannot be packed; None of others."""
-    if not isinstance(spec, ModuleSpec) or not spec.alone:
-        return None
-    return (
-        f"{spec.name} runs row by row ({spec.alone}): without budgets and shared prefixes, and one sequence at a time "
-        "in each product"
-    )
+def spec_warnings(spec: ModelSpec, eviction: EvictionConfig) -> list[str]:
+    """What is lost where the sequences of a model cannot be packed, and a budget where nothing has a cache."""
+    found = list[str]()
+    if isinstance(spec, ModuleSpec) and spec.alone:
+        found.append(
+            f"{spec.name} runs row by row ({spec.alone}): without budgets and shared prefixes, and one sequence at a "
+            "time in each product"
+        )
+    attending = any(spec.attends(layer) for layer in range(spec.num_layers))
+    if not attending and (eviction.ratio < 1 or eviction.budget is not None):
+        found.append(
+            f"{spec.name} has no layer that attends: --eviction {eviction.name} has nothing to evict, and its states "
+            "are as large with every budget"
+        )
+    return found
 
 
 def _check_states(config: EngineConfig, what: str) -> None:

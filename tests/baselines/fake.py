@@ -42,7 +42,7 @@ def measure(folder: str) -> Outcome:
     wrong = options.get("wrong", 0)
     tokens = [[sum(prompt) % 97 + (row < wrong)] * new for row, prompt in enumerate(work.prompts)]
     detail = {"cpu_mem": work.cpu_mem, "gpu_mem": work.gpu_mem, "python": sys.executable, "plan": work.plan}
-    detail["weight_bits"] = work.weight_bits
+    detail |= {"weight_bits": work.weight_bits, "model_impl": work.model_impl}
     detail |= {"openmp": {name: os.environ.get(name) for name in SHORT_SPIN}, **options.get("detail", {})}
     times = (seconds, 2 * seconds, 3 * seconds, 0.5)
     counted = (options.get(name) for name in ("read", "moved", "shared"))

@@ -90,12 +90,14 @@ def test_batches_that_are_known(pretend, capsys, tmp_path: Path) -> None:
 def test_weights_in_fewer_bits_are_our_own(pretend, capsys, tmp_path: Path) -> None:
     pretend("ours", own=True)
     pretend("theirs")
-    arguments = ["--systems", "ours,theirs", "-r", "1", "--weight-bits", "4", "--output-dir", str(tmp_path)]
+    own = ["--weight-bits", "4", "--model-impl", "transformers"]
+    arguments = ["--systems", "ours,theirs", "-r", "1", *own, "--output-dir", str(tmp_path)]
     _, table, summary, _ = _bench(capsys, *arguments)
-    assert "bfloat16 (our weights in 4 bits), batch 2" in table
+    assert "bfloat16 (our weights in 4 bits) (ours by --model-impl transformers), batch 2" in table
     assert summary["settings"]["weight_bits"] == 4
     records = [json.loads((tmp_path / f"run-01-{name}.json").read_text()) for name in ("ours", "theirs")]
     assert [record["detail"]["weight_bits"] for record in records] == [4, 16]
+    assert records[0]["detail"]["model_impl"] == "transformers"
 
 
 def test_our_own_failure_is_an_exit_code(pretend, capsys, tmp_path: Path) -> None:
@@ -142,6 +144,7 @@ def test_nothing_is_overwritten(pretend, capsys, tmp_path: Path) -> None:
         ({"search_time": 0.0}, "--search-time"),
         ({"dtype": "int8"}, "--dtype"),
         ({"weight_bits": 5}, "--weight-bits is 5"),
+        ({"model_impl": "vllm"}, "--model-impl is 'vllm'"),
         ({"repetitions": 0}, "--repetitions is 0"),
         ({"hh_ratio": 1.5}, "--hh-ratio"),
         ({"timeout": float("nan")}, "--timeout"),

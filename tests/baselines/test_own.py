@@ -13,12 +13,15 @@ from h2o_flexgen.baselines.settings import SYSTEMS, BenchSettings
 from h2o_flexgen.baselines.work import AdapterWork, Outcome
 from h2o_flexgen.calibration.stored import keep_profile, profile_key
 from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.config.model.modules import ModuleSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.planning.llm import LLM
 from tests.cost.machines import profile
 from tests.programs import write_model
 
 RATES = profile(name="a made-up machine", dtype="float32")
+IMPLS = ("native", "transformers")
 TIGHT = (103 << 20) + LEAST_SPARED
 """Less than the model and a block beside the 100 MiB of the process."""
 
@@ -55,14 +58,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def work(model: Path, tmp_path: Path):
     """`work(plan, cpu_mem)`: a folder with eight prompts of twenty tokens."""
 
-    def make(plan: str, cpu_mem: int | None = TIGHT, weight_bits: int = 16) -> str:
-        folder = tmp_path / f"work-{plan}-{cpu_mem}"
+    def make(plan: str, cpu_mem: int | None = TIGHT, weight_bits: int = 16, impl: str = "auto") -> str:
+        folder = tmp_path / f"work-{plan}-{cpu_mem}-{impl}"
         prompts = [[2, *range(4 + row, 23 + row)] for row in range(8)]
         options = {"name": "h2o", "ratio": 0.5}
         settings: dict[str, Any] = {"folder": str(model), "weights": "checkpoint", "dtype": "float32", "device": "cpu"}
         AdapterWork(
             model=str(model), threads=1, seed=0, gen_len=4, prompts=prompts, options=options, cpu_mem=cpu_mem,
-            scratch=str(tmp_path / "scratch"), plan=plan, weight_bits=weight_bits,
+            scratch=str(tmp_path / "scratch"), plan=plan, weight_bits=weight_bits, model_impl=impl,
             **settings,
         ).write(folder, {})  # fmt: skip
         return str(folder)
@@ -117,6 +120,12 @@ def test_preparing_calibrates_where_run_would(work, calibrations) -> None:
 def test_weights_are_packed_where_that_is_asked(work) -> None:
     detail = _outcome(work("rule", None, weight_bits=4)).detail
     assert detail["quantization"]["weights"]["bits"] == 4
+
+
+def test_modules_of_transformers_run_where_that_is_asked(work) -> None:
+    native, modules = (own.engine_of(AdapterWork.read(Path(work("rule", None, impl=impl)))) for impl in IMPLS)
+    with native, modules:
+        assert [type(each.model.spec) for each in (native, modules)] == [ModelSpec, ModuleSpec]
 
 
 def test_bench_asks_for_it() -> None:

@@ -20,7 +20,7 @@ from h2o_flexgen.cores import CoreCount, sharing_warning
 from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.metrics.trace import Trace
-from h2o_flexgen.engine.model import Model, alone_warning
+from h2o_flexgen.engine.model import Model, spec_warnings
 from h2o_flexgen.engine.requests.sequence import Sequence, kept_of_spans
 from h2o_flexgen.engine.state.loader import Loaded
 from h2o_flexgen.kernels import triton_available
@@ -145,7 +145,7 @@ def make_record(
     bandwidth = {link: n / busy[link] if busy.get(link) else None for link, n in metrics.bytes_moved.items()}
     achieved, peaks = plan.placement.achieved(model.spec, model.dtype), metrics.peak_bytes
     said = [
-        *(alone_warning(model.spec), *warnings, *_unrealised(config, plan, achieved)),
+        *(*spec_warnings(model.spec, config.eviction), *warnings, *_unrealised(config, plan, achieved)),
         _above_cap(plan, peaks["rss"]),
         _slow_kernels(_device(plan, config)),
         _not_recorded(totals.not_recorded),
