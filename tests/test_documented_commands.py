@@ -85,6 +85,8 @@ COMMANDS: dict[str, str] = {
     ),
     "python -m h2o_flexgen.batch -i requests.jsonl -o results.jsonl --model demo "
     "--prefix-dir ~/.cache/h2o_flexgen/prefixes": STARTED,
+    "python -m h2o_flexgen.serve --model facebook/opt-6.7b --hh-ratio 0.2": STARTED,
+    "python -m h2o_flexgen.serve --model facebook/opt-6.7b --hh-ratio 0.2 --port 8000 --data-dir ~/batches": STARTED,
     "python -m benchmarks.eviction_cost --batches 8,32": STARTED,
     "scripts/eviction_lab.sh FOLDER": SCRIPT,
     "python -m h2o_flexgen.lm_eval run --model h2o_flexgen --model_args pretrained=demo,eviction=h2o,hh_ratio=0.2 "
@@ -439,9 +441,10 @@ def test_the_environment_is_where_scripts_make_it(tree: Tree) -> None:
 
 
 def test_the_python_of_the_readme(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every block, with the shipped model in place of the large one. The one for Ray needs a cluster: test_ray.py."""
+    """Every block, with the shipped model in place of the large one. Others try what needs a cluster, or a
+    service: test_ray.py, test_batches.py."""
     blocks = [block for document in DOCUMENTS for block in fenced(document.read_text(encoding="utf-8"), "python")]
-    blocks = [block for block in blocks if "import ray\n" not in block]
+    blocks = [block for block in blocks if "import ray\n" not in block and "import OpenAI\n" not in block]
     assert blocks
     for block in blocks:
         code = textwrap.dedent(block).replace('"facebook/opt-6.7b"', '"demo"').replace("=32", "=4")

@@ -180,18 +180,7 @@ class Job:
             yield window
 
     def _task(self, record: Record) -> OpenRequest:
-        """Refused where a request cannot be run."""
-        asked = self.format.asked(record)
-        rows = []
-        for index, prompt in enumerate(asked.prompts):
-            number = record.line << _PROMPT_BITS | index
-            try:
-                rows.append(self.engine.read(Request(prompt, asked.params, number, index, asked.scores, asked.fits)))
-            except ContextLengthError as error:
-                raise Refused.of(error, "context_length_exceeded", "prompt") from None
-            except UsageError as error:
-                raise Refused.of(error) from None
-        return OpenRequest(record, asked, rows)
+        return opened(self.engine, self.format, record)
 
     def _run(self, window: Sequence[OpenRequest]) -> None:
         """Answers all of `window`. What does not fit into memory together is tried in halves."""
@@ -230,6 +219,21 @@ class Job:
         self.results.add(record.line, line_of(result), bad)
         self.summary.count(record.line, result, bad)
         self.told(self.summary)
+
+
+def opened(engine: AnsweringEngine, form: RequestFormat, record: Record) -> OpenRequest:
+    """A request with its sequences, none of them begun. Refused where it cannot be run."""
+    asked = form.asked(record)
+    rows = []
+    for index, prompt in enumerate(asked.prompts):
+        number = record.line << _PROMPT_BITS | index
+        try:
+            rows.append(engine.read(Request(prompt, asked.params, number, index, asked.scores, asked.fits)))
+        except ContextLengthError as error:
+            raise Refused.of(error, "context_length_exceeded", "prompt") from None
+        except UsageError as error:
+            raise Refused.of(error) from None
+    return OpenRequest(record, asked, rows)
 
 
 def bounded(planner: Planner, requests: int, share: float | None = None) -> Planner:

@@ -121,16 +121,23 @@ class OpenAIFormat:
             asked.body["custom_id"],
             200,
             {
-                "id": f"{'chatcmpl' if chat else 'cmpl'}-{self._id(record)}",
-                "object": "chat.completion" if chat else "text_completion",
-                "created": self.created,
-                "model": asked.body["model"],
+                **self.head(record, asked.body["url"], asked.body["model"]),
                 "choices": choices,
                 "usage": _usage(asked, outputs),
                 "system_fingerprint": f"h2o_flexgen-{self.job[:12]}",
                 **({"weights": "dummy"} if self.dummy else {}),
             },
         )
+
+    def head(self, record: Record, url: str, model: str | None) -> dict[str, Any]:
+        """What the answer to a record begins with, and each part of it where it comes in parts."""
+        chat = url == CHAT
+        return {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{self._id(record)}",
+            "object": "chat.completion" if chat else "text_completion",
+            "created": self.created,
+            "model": model or self.model,
+        }
 
     def refusal(self, record: Record, why: Refused) -> dict[str, Any]:
         """A line of another status, its error in all three places."""

@@ -122,6 +122,10 @@ def test_a_signal_while_a_program_is_imported_is_no_traceback(tmp_path: Path, mo
     assert (ran.code, ran.err) == (130, "interrupted\n")
 
 
+ENDING = sorted(PROGRAMS.keys() - {"serve"})
+"""Programs that come to an end by themselves."""
+
+
 @pytest.fixture
 def commands(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[list[Any], str]]:
     """By program: what makes it run within a second, and words of its last table."""
@@ -158,7 +162,7 @@ def commands(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> di
     }
 
 
-@pytest.mark.parametrize("program", sorted(PROGRAMS))
+@pytest.mark.parametrize("program", ENDING)
 def test_a_terminal_gets_the_json_only_when_asked(
     program: str, commands: dict[str, tuple[list[Any], str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +177,7 @@ def test_a_terminal_gets_the_json_only_when_asked(
     assert json.loads(seen.splitlines()[-1])
 
 
-@pytest.mark.parametrize("program", sorted(PROGRAMS))
+@pytest.mark.parametrize("program", ENDING)
 def test_without_json_the_table_is_the_last_there_is(
     program: str, commands: dict[str, tuple[list[Any], str]], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,6 +61,12 @@ def parse_batch(argv: Sequence[str] | None = None, environ: Mapping[str, str] = 
         return _checked(args, misspelt(parser, environ))
 
 
+def job_arguments(args: argparse.Namespace, notes: list[str]) -> BatchArguments:
+    """Those of jobs whose files are named later: `args` has the engine's flags, and whichever else it likes."""
+    usual = _batch_parser().parse_args(["--input-file", "", "--output", "", "--error-file", "", "--format", "openai"])
+    return _checked(argparse.Namespace(**{**vars(usual), **vars(args)}), notes)
+
+
 def _checked(args: argparse.Namespace, notes: list[str]) -> BatchArguments:
     refuse_known(args)
     engine = engine_of(args, notes)

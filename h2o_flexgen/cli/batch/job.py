@@ -59,7 +59,7 @@ def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
         scan = source.scan()
         llm = stack.enter_context(LLM(**engine_settings(arguments.engine), hardware=arguments.hardware))
         begun = (results.header or {}).get("job")
-        identity = _identity(arguments, llm, source, scan, begun)
+        identity = job_identity(arguments, llm, source, scan, begun)
         if arguments.strict:
             form = request_format(arguments, llm.model, source.format, scan.doubled, results.header or {})
             _require_faultless(Job(llm, source, form, results, scan.requests))
@@ -139,7 +139,7 @@ def _model_identity(llm: LLM, begun: Mapping[str, Any]) -> dict[str, Any]:
     return {"model": begun.get("model", llm.config.model), **llm.model.content()}
 
 
-def _identity(
+def job_identity(
     arguments: BatchArguments, llm: LLM, source: Source, scan: Scan, begun: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """All that results depend on: a job goes on only with the same. `begun`: that of the job to go on with."""

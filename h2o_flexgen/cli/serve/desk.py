@@ -1,0 +1,440 @@
+"""What the service knows of files and batches, in small JSON files that are always whole.
+
+    DIR/lock                      held by the process that serves
+    DIR/files/file-...            what was uploaded, or a batch wrote; `.json` beside it: what is known of it
+    DIR/batches/batch_....json    a batch as clients see it
+    DIR/batches/batch_.../        results of one in progress, and their journal: these are the truth about it
+
+Names are made here: no path ever comes from a client. Fields that begin with `_` are not shown to clients.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from h2o_flexgen.errors import LockedError, StorageError, UsageError
+from h2o_flexgen.jobs.files import FileSystem, storage_failure
+from h2o_flexgen.jobs.openai import CHAT, COMPLETIONS
+
+ENDPOINTS = (CHAT, COMPLETIONS)
+OUTPUT, ERRORS = "output.jsonl", "errors.jsonl"
+"""The results of a batch in progress, in its folder."""
+UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
+UPLOADING = ".upload-"
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_MOST_PAIRS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
+_LONGEST_WAIT = 366 * 86400
+_SAVED_EVERY = 5.0
+
+Entry = dict[str, Any]
+
+
+class ApiError(Exception):
+    """An answer of another status than 200, in OpenAI's shape."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> Entry:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class Desk:
+    """Files and batches of one folder. All methods may be called by any thread; what they give is not to be changed.
+
+    `changed` is told of everything that the engine's thread may wait for, and `news` is true then until that thread
+    has looked. LockedError where another process has the folder, StorageError where it cannot be used.
+    """
+
+    def __init__(self, folder: Path, model: str) -> None:
+        self.changed, self.news = threading.Condition(threading.RLock()), False
+        self.files: dict[str, Entry] = {}
+        self.batches: dict[str, Entry] = {}
+        self._folder, self._model, self._disk = folder, model, FileSystem()
+        self._held: dict[str, float] = {}
+        self._saved: dict[str, float] = {}
+        try:
+            for each in (folder, self.file_folder, self._batch_folder):
+                each.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = self._locked()
+            self._load()
+        except OSError as error:
+            raise error if isinstance(error, StorageError) else storage_failure(f"--data-dir {folder}", error) from None
+
+    @property
+    def file_folder(self) -> Path:
+        return self._folder / "files"
+
+    @property
+    def _batch_folder(self) -> Path:
+        return self._folder / "batches"
+
+    def close(self) -> None:
+        """Another process may serve the folder now."""
+        os.close(self._lock)
+
+    # Files
+
+    def new_upload(self) -> Path:
+        """A name for what is being uploaded."""
+        return self.file_folder / f"{UPLOADING}{secrets.token_hex(16)}"
+
+    def add_file(self, uploaded: Path, name: str, purpose: str, lives_s: int | None = None) -> Entry:
+        """Makes a file of what was uploaded, or written."""
+        with self._writing():
+            entry = self._file(f"file-{secrets.token_hex(16)}", uploaded.stat().st_size, name, purpose, lives_s)
+            self._disk.rename(uploaded, self.file_folder / entry["id"])
+            self._keep_file(entry)
+            return entry
+
+    def file(self, name: str) -> Entry:
+        """ApiError 404 where there is no such file."""
+        self.sweep()
+        with self.changed:
+            if name not in self.files:
+                raise ApiError(404, f"No such File object: {name[:80]}", "id")
+            return self.files[name]
+
+    def content(self, name: str) -> Path:
+        """Where the bytes of a file lie. ApiError as above."""
+        return self.file_folder / str(self.file(name)["id"])
+
+    def delete_file(self, name: str) -> None:
+        """ApiError 409 for one that a batch still reads."""
+        with self._writing():
+            self.file(name)
+            user = self._user_of(name)
+            if user is not None:
+                raise ApiError(409, f"{name} is read by {user}, which is not finished: cancel that first", "id")
+            self._forget_file(name)
+
+    def list_files(self, query: Mapping[str, str]) -> Entry:
+        """A page of files, as `query` asks: purpose, after, limit, order. ApiError 400 where it makes no sense."""
+        self.sweep()
+        purpose = query.get("purpose")
+        with self.changed:
+            every = [each for each in self.files.values() if purpose in (None, each["purpose"])]
+        return _page(every, query, 10_000, 10_000)
+
+    # Batches
+
+    def create_batch(self, body: Any) -> Entry:
+        """ApiError 400 or 404 for a body that makes no sense."""
+        known = ("input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after")
+        if not isinstance(body, dict):
+            raise ApiError(400, "the body is not a JSON object")
+        for name in body:
+            if name not in known:
+                raise ApiError(400, f"Unknown parameter: {name[:80]!r}", name[:80], "unknown_parameter")
+        if body.get("endpoint") not in ENDPOINTS:
+            raise ApiError(400, f"endpoint must be one of {', '.join(ENDPOINTS)}", "endpoint")
+        window = _seconds(body.get("completion_window"))
+        metadata, lives_s = _pairs(body.get("metadata")), expiry_of(body.get("output_expires_after"))
+        given = body.get("input_file_id")
+        if not isinstance(given, str):
+            raise ApiError(400, "input_file_id must be the id of a file", "input_file_id")
+        with self._writing():
+            if self.file(given)["purpose"] != "batch":
+                raise ApiError(400, f"the purpose of {given} is not 'batch'", "input_file_id")
+            now = int(time.time())
+            batch = {
+                "id": f"batch_{secrets.token_hex(16)}",
+                "object": "batch",
+                "endpoint": body["endpoint"],
+                "model": self._model,
+                "errors": None,
+                "input_file_id": given,
+                "completion_window": body["completion_window"],
+                "status": "validating",
+                "output_file_id": None,
+                "error_file_id": None,
+                "created_at": now,
+                "expires_at": now + window,
+                **dict.fromkeys(f"{word}_at" for word in ("in_progress", "finalizing", "completed", "failed")),
+                **dict.fromkeys(f"{word}_at" for word in ("expired", "cancelling", "cancelled")),
+                "request_counts": {"total": 0, "completed": 0, "failed": 0},
+                "metadata": metadata,
+                "_number": self._number(),
+                "_lives_s": lives_s,
+                "_files": {name: f"file-{secrets.token_hex(16)}" for name in (OUTPUT, ERRORS)},
+            }
+            self.batches[batch["id"]] = batch
+            self._save_batch(batch)
+            return batch
+
+    def batch(self, name: str) -> Entry:
+        """ApiError 404 where there is no such batch."""
+        self.sweep()
+        with self.changed:
+            if name not in self.batches:
+                raise ApiError(404, f"No batch found with id '{name[:80]}'.", "id")
+            return self.batches[name]
+
+    def list_batches(self, query: Mapping[str, str]) -> Entry:
+        """A page of batches, the newest first, as `query` asks: after, limit. ApiError 400 where it makes no sense."""
+        self.sweep()
+        with self.changed:
+            every = list(self.batches.values())
+        return _page(every, {**query, "order": "desc"}, 20, 100)
+
+    def cancel(self, name: str) -> Entry:
+        """What has not begun ends at once, other batches as soon as the engine looks. ApiError 409 for one that is
+        over."""
+        with self._writing():
+            batch, now = self.batch(name), int(time.time())
+            if batch["status"] == "cancelling":
+                return batch
+            if batch["status"] not in ("validating", "in_progress"):
+                raise ApiError(409, f"Cannot cancel a batch with status '{batch['status']}'.", "id")
+            self._held.pop(name, None)
+            begun = batch["in_progress_at"] is not None
+            change = {"status": "cancelling"} if begun else {"status": "cancelled", "cancelled_at": now}
+            return self.update(batch, **change, cancelling_at=now)
+
+    # What the engine's thread does with batches
+
+    def next_batch(self) -> Entry | None:
+        """The one that came first of those that can be gone on with."""
+        with self.changed:
+            now = time.monotonic()
+            open_ones = [batch for batch in self.batches.values() if batch["status"] in UNFINISHED]
+            ready = [batch for batch in open_ones if self._held.get(batch["id"], 0.0) <= now]
+            return min(ready, key=lambda batch: int(batch["_number"]), default=None)
+
+    def update(self, batch: Entry, **changes: Any) -> Entry:
+        """Changes a batch, on the disk too."""
+        with self._writing():
+            batch.update(changes)
+            self._save_batch(batch)
+            return batch
+
+    def count(self, batch: Entry, total: int, completed: int, failed: int) -> None:
+        """How far a batch is; on the disk now and then, since the journal has it."""
+        with self.changed:
+            batch["request_counts"] = {"total": total, "completed": completed, "failed": failed}
+            if time.monotonic() - self._saved.get(batch["id"], 0.0) > _SAVED_EVERY:
+                self._save_batch(batch)
+
+    def hold(self, batch: Entry, why: str, seconds: float = float("inf")) -> None:
+        """Nothing of a batch is lost, and nothing is done with it for so many seconds, or by this process."""
+        self._held[batch["id"]] = time.monotonic() + seconds
+        self.update(batch, errors=error_list([("waiting", why, None)]))
+
+    def ending(self, batch: Entry) -> str | None:
+        """Why a batch is to be stopped: "cancelled" or "expired"."""
+        if batch["status"] == "cancelling":
+            return "cancelled"
+        return "expired" if time.time() >= batch["expires_at"] else None
+
+    def folder_of(self, batch: Entry) -> Path:
+        """Where its results are written."""
+        return self._batch_folder / str(batch["id"])
+
+    def publish(self, batch: Entry, end: str) -> None:
+        """Makes files of a batch's results; from then on its status is `end`. Called again after a kill, it goes on."""
+        with self._writing():
+            now, folder = int(time.time()), self.folder_of(batch)
+            status = "finalizing" if end == "completed" else batch["status"]
+            self.update(batch, status=status, finalizing_at=now if end == "completed" else None, _end=end)
+            made: Entry = {}
+            for name, field in ((OUTPUT, "output_file_id"), (ERRORS, "error_file_id")):
+                made[field] = self._publish(batch, folder / name, batch["_files"][name])
+            self.update(batch, status=end, **{f"{end}_at": now}, **made)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _publish(self, batch: Entry, written: Path, name: str) -> str | None:
+        target = self.file_folder / name
+        if written.exists() and written.stat().st_size:
+            self._disk.rename(written, target)
+        if not target.exists():
+            return None
+        if name not in self.files:
+            word = written.stem.removesuffix("s")
+            entry = self._file(
+                name, target.stat().st_size, f"{batch['id']}_{word}.jsonl", "batch_output", batch["_lives_s"]
+            )
+            self._keep_file(entry)
+        return name
+
+    # Keeping
+
+    def sweep(self) -> None:
+        """Forgets files whose time is over, and ends batches that never began in theirs."""
+        now = time.time()
+        with self.changed:
+            late = [name for name, each in self.files.items() if each["expires_at"] and now >= each["expires_at"]]
+            for name in late:
+                if self._user_of(name) is None:
+                    self._forget_file(name)
+            for batch in self.batches.values():
+                waiting = batch["status"] == "validating" and batch["in_progress_at"] is None
+                if waiting and now >= batch["expires_at"]:
+                    self.update(batch, status="expired", expired_at=int(now))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Within it everything belongs to this thread, and who waits is told at the end; StorageError where the disk
+        fails."""
+        with self.changed:
+            try:
+                yield
+            except OSError as error:
+                raise error if isinstance(error, StorageError) else storage_failure("the data folder", error) from error
+            self.news = True
+            self.changed.notify_all()
+
+    def _user_of(self, name: str) -> str | None:
+        users = (b["id"] for b in self.batches.values() if b["input_file_id"] == name and b["status"] in UNFINISHED)
+        return next(users, None)
+
+    def _number(self) -> int:
+        every = (*self.files.values(), *self.batches.values())
+        return 1 + max((int(each["_number"]) for each in every), default=0)
+
+    def _file(self, name: str, size: int, shown: str, purpose: str, lives_s: int | None) -> Entry:
+        now = int(time.time())
+        return {
+            "id": name,
+            "object": "file",
+            "bytes": size,
+            "created_at": now,
+            "expires_at": None if lives_s is None else now + lives_s,
+            "filename": shown,
+            "purpose": purpose,
+            "status": "processed",
+            "status_details": None,
+            "_number": self._number(),
+        }
+
+    def _keep_file(self, entry: Entry) -> None:
+        self._save(self.file_folder / f"{entry['id']}.json", entry)
+        self.files[entry["id"]] = entry
+
+    def _forget_file(self, name: str) -> None:
+        del self.files[name]
+        for path in (self.file_folder / f"{name}.json", self.file_folder / name):
+            self._disk.remove(path)
+
+    def _save_batch(self, batch: Entry) -> None:
+        self._saved[batch["id"]] = time.monotonic()
+        self._save(self._batch_folder / f"{batch['id']}.json", batch)
+
+    def _save(self, path: Path, value: Entry) -> None:
+        part = path.with_suffix(".part")
+        fd = self._disk.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            self._disk.write(fd, memoryview(json.dumps(value).encode()), 0)
+            self._disk.sync(fd)
+        finally:
+            os.close(fd)
+        self._disk.rename(part, path)
+        self._disk.sync_folder(path.parent)
+
+    def _locked(self) -> int:
+        fd = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise LockedError(
+                f"--data-dir {self._folder} is served by another process", "one at a time may do that"
+            ) from None
+        return fd
+
+    def _load(self) -> None:
+        """What is there; what a kill left half done is removed."""
+        for folder, entries in ((self.file_folder, self.files), (self._batch_folder, self.batches)):
+            for path in folder.glob("*.part"):
+                path.unlink()
+            for path in sorted(folder.glob("*.json")):
+                try:
+                    entries[path.stem] = json.loads(path.read_bytes())
+                except ValueError:
+                    found = f"{path} is not what the service wrote"
+                    raise StorageError(found, change="move it away, with what belongs to it") from None
+        for name in [name for name in self.files if not (self.file_folder / name).exists()]:
+            self._forget_file(name)
+        unfinished = [batch for batch in self.batches.values() if batch["status"] in UNFINISHED]
+        wanted = {name for batch in unfinished for name in batch["_files"].values()}
+        for path in self.file_folder.iterdir():
+            if path.suffix != ".json" and path.name not in self.files and path.name not in wanted:
+                path.unlink()
+
+
+def shown(entry: Entry) -> Entry:
+    """What a client sees of a file or a batch."""
+    return {name: value for name, value in entry.items() if not name.startswith("_")}
+
+
+def error_list(errors: Sequence[tuple[str, str, int | None]]) -> Entry:
+    """The `errors` of a batch: code, message, and line of each."""
+    data = [{"code": code, "message": message, "line": line, "param": None} for code, message, line in errors]
+    return {"object": "list", "data": data}
+
+
+def expiry_of(given: Any) -> int | None:
+    """The seconds of {"anchor": "created_at", "seconds": N}. ApiError 400 for anything else but null."""
+    if given is None:
+        return None
+    seconds = given.get("seconds") if isinstance(given, dict) else None
+    if type(seconds) is not int or given.get("anchor") != "created_at" or not 0 < seconds <= _LONGEST_WAIT:
+        needed = '{"anchor": "created_at", "seconds": N}, N up to a year'
+        raise ApiError(400, f"expires_after is not {needed}", "expires_after")
+    return seconds
+
+
+def _page(every: list[Entry], query: Mapping[str, str], usual: int, most: int) -> Entry:
+    text, order = query.get("limit", str(usual)), query.get("order", "desc")
+    if not (text.isdecimal() and text.isascii() and len(text) < 9 and 1 <= int(text) <= most):
+        raise ApiError(400, f"limit must be a whole number from 1 to {most}", "limit")
+    if order not in ("asc", "desc"):
+        raise ApiError(400, "order must be 'asc' or 'desc'", "order")
+    every = sorted(every, key=lambda each: int(each["_number"]), reverse=order == "desc")
+    names = [each["id"] for each in every]
+    if "after" in query:
+        if query["after"] not in names:
+            raise ApiError(404, f"nothing with the id {query['after'][:80]!r} is listed", "after")
+        every = every[names.index(query["after"]) + 1 :]
+    data = [shown(each) for each in every[: int(text)]]
+    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": len(every) > len(data)}
+
+
+def _seconds(window: Any) -> int:
+    """Those of "24h". ApiError 400 for what is no time."""
+    found = re.fullmatch(r"([0-9]{1,8})([smhd])", window) if isinstance(window, str) else None
+    seconds = int(found[1]) * _UNITS[found[2]] if found else 0
+    if not 0 < seconds <= _LONGEST_WAIT:
+        raise ApiError(400, "completion_window must be a time like '24h' or '7d', up to a year", "completion_window")
+    return seconds
+
+
+def _pairs(metadata: Any) -> dict[str, str] | None:
+    """ApiError 400 for anything but a few short texts by name."""
+    if metadata is None:
+        return None
+    fits = isinstance(metadata, dict) and len(metadata) <= _MOST_PAIRS
+    for name, value in metadata.items() if fits else ():
+        fits = fits and len(name) <= _LONGEST_KEY and isinstance(value, str) and len(value) <= _LONGEST_VALUE
+    if not fits:
+        most = f"{_MOST_PAIRS} texts of up to {_LONGEST_VALUE} characters, by names of up to {_LONGEST_KEY}"
+        raise ApiError(400, f"metadata must be an object of up to {most}", "metadata")
+    return dict(metadata)
+
+
+def named_file(error: UsageError, path: Path, name: str) -> str:
+    """The message of an error, with the name that a client has for a file in the place of its path."""
+    return str(error).replace(f"--input-file {path}", name).replace(str(path), name)

@@ -1,0 +1,239 @@
+"""Single requests: read by the engine's thread while it works, run with what it runs, answered piece by piece."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from h2o_flexgen.cli.serve.desk import ApiError
+from h2o_flexgen.engine.requests.sequence import Hooks, RequestOutput
+from h2o_flexgen.engine.requests.sequence import Sequence as Row
+from h2o_flexgen.engine.requests.tokenizer import TextCodec, text_of
+from h2o_flexgen.jobs.job import AnsweringEngine, OpenRequest, opened
+from h2o_flexgen.jobs.openai import CHAT, OpenAIFormat
+from h2o_flexgen.jobs.requests import Refused
+from h2o_flexgen.jobs.source import Record
+
+log = logging.getLogger(__name__)
+MOST_WAITING = 256
+"""Requests that are not finished; more are refused."""
+_FIRST_LINE, _LINES = 1 << 31, 1 << 31
+"""Numbers beyond those of lines of files."""
+_NONE = Record(0, None)
+_HALF_A_CHARACTER = "\ufffd"
+
+
+class LiveEvent(NamedTuple):
+    """What a client is told: a piece of `text` of a `choice`, or how the request ended: `status`, `body`."""
+
+    choice: int = 0
+    text: str = ""
+    status: int = 0
+    body: dict[str, Any] | None = None
+
+
+@dataclass(eq=False)
+class LiveRequest:
+    """One request. `tell` is called by the engine's thread; `streams`: pieces of text are told as they come; `gone`:
+    nobody waits for it any more."""
+
+    url: str
+    body: dict[str, Any]
+    streams: bool
+    tell: Callable[[LiveEvent], None]
+    gone: bool = False
+    record: Record = _NONE
+    form: OpenAIFormat | None = None
+    open: OpenRequest | None = None
+    over: bool = False
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """What all events of a stream begin with; of a request that was read."""
+        assert self.form is not None, "the request was read"
+        return self.form.head(self.record, self.url, self.body.get("model"))
+
+
+class LiveRequests:
+    """Those that are not finished. `put` is called by any thread, all else by the engine's. `wake`: called once there
+    is something to read."""
+
+    def __init__(self, engine: AnsweringEngine, codec: TextCodec | None, form: OpenAIFormat) -> None:
+        self._engine, self._codec, self._form = engine, codec, form
+        self._new: deque[LiveRequest] = deque()
+        self._lock, self._count, self._lines = threading.Lock(), 0, 0
+        self._rows: deque[tuple[Row, LiveRequest]] = deque()
+        self._running: dict[int, tuple[Row, LiveRequest]] = {}
+        self.wake: Callable[[], None] = lambda: None
+
+    def put(self, request: LiveRequest) -> None:
+        """ApiError 429 where too many wait."""
+        with self._lock:
+            if self._count >= MOST_WAITING:
+                raise ApiError(429, f"{self._count} requests wait already", code="rate_limit_exceeded")
+            self._count += 1
+            self._new.append(request)
+        self.wake()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is anything to run."""
+        return bool(self._new or self._rows)
+
+    def read(self) -> None:
+        """Makes sequences of what came; what cannot be run is answered."""
+        while self._new:
+            request = self._new.popleft()
+            if request.gone:
+                self._end(request)
+            else:
+                self._read(request)
+
+    def take(self, most: int, fits: Callable[[Row], bool] = lambda row: True) -> list[Row]:
+        """Up to `most` of the sequences that `fits`, which now run."""
+        self.read()
+        taken, left = list[Row](), deque[tuple[Row, LiveRequest]]()
+        for row, request in self._rows:
+            if request.gone:
+                self._end(request)
+            elif len(taken) < most and fits(row):
+                self._running[row.row_id] = row, request
+                taken.append(row)
+            else:
+                left.append((row, request))
+        self._rows = left
+        return taken
+
+    def finished(self, row: Row, output: RequestOutput) -> bool:
+        """A sequence is finished; False for one that is not of these."""
+        if row.row_id not in self._running:
+            return False
+        _, request = self._running.pop(row.row_id)
+        task = request.open
+        assert task is not None, "what runs was opened"
+        task.outputs[row.row_id] = output
+        if not task.waiting:
+            self._answer(request)
+        return True
+
+    def again(self) -> None:
+        """What was running has to be run again from its prompts: the work that it was part of was stopped."""
+        for row, request in self._running.values():
+            row.restart()
+            self._rows.append((row, request))
+        self._running.clear()
+
+    def fail(self, rows: Sequence[Row], message: str, code: str) -> None:
+        """The requests of these sequences are answered by an error."""
+        failing = {id(self._running[row.row_id][1]): self._running[row.row_id][1] for row in rows}
+        for request in failing.values():
+            self._refuse(request, Refused(message, code, status=500))
+        self._running = {i: entry for i, entry in self._running.items() if id(entry[1]) not in failing}
+        self._rows = deque(entry for entry in self._rows if id(entry[1]) not in failing)
+
+    def _read(self, request: LiveRequest) -> None:
+        self._lines = (self._lines + 1) % _LINES
+        body = {name: value for name, value in request.body.items() if name not in ("stream", "stream_options")}
+        line = {"custom_id": "live", "method": "POST", "url": request.url, "body": body}
+        request.record = Record(_FIRST_LINE + self._lines, json.dumps(line).encode())
+        request.form = replace(
+            self._form, created=int(time.time()), job=secrets.token_hex(16), seed=secrets.randbits(48)
+        )
+        try:
+            request.open = opened(self._engine, request.form, request.record)
+        except Refused as why:
+            self._refuse(request, why)
+            return
+        except Exception as error:  # of one request: whatever else is under way goes on
+            log.exception("a request could not be read")
+            self._refuse(request, Refused(f"{type(error).__name__}: {error}", "server_error", status=500))
+            return
+        rows = [(place, row) for place, each in enumerate(request.open.rows) for row in each]
+        plain = not request.open.asked.body.get("echo") and request.open.asked.body.get("logprobs") is None
+        plain = plain and self._codec is not None and not request.open.asked.scores
+        for place, row in rows:
+            row.hooks = Hooks(row.given_ids)
+            row.hooks.on_token = _Listener(self._codec if plain else None, request, row, place)
+            self._rows.append((row, request))
+        if not rows:
+            self._answer(request)
+
+    def _answer(self, request: LiveRequest) -> None:
+        task, form = request.open, request.form
+        assert task is not None, "what is answered was opened"
+        assert form is not None, "what is answered was read"
+        outputs = [[task.outputs[row.row_id] for row in each] for each in task.rows]
+        response = form.answer(task.record, task.asked, outputs)["response"]
+        request.tell(LiveEvent(status=response["status_code"], body=response["body"]))
+        self._end(request)
+
+    def _refuse(self, request: LiveRequest, why: Refused) -> None:
+        assert request.form is not None, "what is refused was read"
+        response = request.form.refusal(request.record, why)["response"]
+        request.tell(LiveEvent(status=response["status_code"], body=response["body"]))
+        self._end(request)
+
+    def _end(self, request: LiveRequest) -> None:
+        with self._lock:
+            self._count -= not request.over
+            request.over = True
+
+
+@dataclass
+class _Listener:
+    """Hears of each new token of a row, the `place`-th prompt's. `codec`: None where no piece is told."""
+
+    codec: TextCodec | None
+    request: LiveRequest
+    row: Row
+    place: int
+    told: str = ""
+
+    def __call__(self, token: int) -> None:
+        request, row = self.request, self.row
+        if request.gone:  # it ends with this token
+            row.params = replace(row.params, max_new_tokens=len(row.token_ids), min_new_tokens=0)
+        elif request.streams and self.codec is not None:
+            text = text_of(self.codec, row) or ""
+            text = text[: _sure(text, row.params.stop_strings)]
+            if text.startswith(self.told) and len(text) > len(self.told):
+                piece, self.told = text[len(self.told) :], text
+                for index in self._indices():
+                    request.tell(LiveEvent(index, piece))
+
+    def _indices(self) -> Iterator[int]:
+        """The choices that are this row: greedy samples are all the same, and computed once."""
+        task = self.request.open
+        assert task is not None, "what runs was opened"
+        samples, asked = len(task.rows[self.place]), int(task.asked.body["n"])
+        first = self.place * asked
+        yield from [first + self.row.sample] if samples > 1 else range(first, first + asked)
+
+
+def _sure(text: str, stops: Sequence[str]) -> int:
+    """How much of a text will be in the answer whatever comes next: nothing of a stop string that may have begun, and
+    no half of a character."""
+    end = len(text.rstrip(_HALF_A_CHARACTER))
+    for stop in stops:
+        found = text.find(stop)
+        if found >= 0:
+            end = min(end, found)
+        for count in range(1, min(len(stop), len(text) + 1)):
+            if text.endswith(stop[:count]):
+                end = min(end, len(text) - count)
+    return end
+
+
+def chunk_of(request: LiveRequest, choice: dict[str, Any] | None, usage: Any = None) -> str:
+    """One event of a stream, as OpenAI's services write it."""
+    body = {**request.head, "choices": [] if choice is None else [choice]}
+    body |= {"object": "chat.completion.chunk"} if request.url == CHAT else {}
+    body |= {} if usage is None else {"usage": usage}
+    return f"data: {json.dumps(body)}\n\n"

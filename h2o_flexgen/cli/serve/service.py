@@ -1,0 +1,320 @@
+"""`serve` behind its flags: one engine in the main thread, which runs batch after batch, and a thread for HTTP.
+
+A batch is a job as `batch` runs it: same results, same journal, by which one goes on after a kill.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import socket
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import uvicorn
+
+from h2o_flexgen.cli.batch.arguments import BatchArguments
+from h2o_flexgen.cli.batch.job import job_identity, request_format
+from h2o_flexgen.cli.generate import engine_settings
+from h2o_flexgen.cli.planning import let_calibrate
+from h2o_flexgen.cli.program import print_error, stop_if_told
+from h2o_flexgen.cli.serve.arguments import ServeArguments
+from h2o_flexgen.cli.serve.desk import ERRORS, OUTPUT, Desk, Entry, error_list, named_file
+from h2o_flexgen.cli.serve.live import LiveRequests
+from h2o_flexgen.cli.serve.web import make_app
+from h2o_flexgen.errors import H2OFlexGenError, LockedError, ModelError, PlanError, StorageError, UsageError
+from h2o_flexgen.jobs.job import Job, Summary, bounded
+from h2o_flexgen.jobs.journal import FAILED, OK, JobResults
+from h2o_flexgen.jobs.openai import OpenAIFormat
+from h2o_flexgen.jobs.requests import line_of
+from h2o_flexgen.jobs.source import BadLine, Record, Source, load_json
+from h2o_flexgen.planning.llm import LLM
+
+_AGAIN_AFTER = 30.0
+"""Seconds after which a batch that the disk failed is tried again."""
+_LOOKED_AT = 20
+"""Lines of a file, of which one must be a JSON object."""
+_LOOK_EVERY = 1.0
+
+
+def run_service(arguments: ServeArguments) -> None:
+    """Serves until a signal ends it. UsageError where it cannot listen, LockedError where another has its folder."""
+    for note in arguments.jobs.notes:
+        print_error(f"note: {note}")
+    with ExitStack() as stack:
+        listening = stack.enter_context(_listening(arguments))
+        desk = Desk(arguments.data_dir, arguments.names[0])
+        stack.callback(desk.close)
+        llm = stack.enter_context(LLM(**engine_settings(arguments.jobs.engine), hardware=arguments.jobs.hardware))
+        worker = Worker(arguments.jobs, llm, desk)
+        app = make_app(arguments, desk, worker.live)
+        stack.enter_context(_answering(app, listening))
+        host, port = listening.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        print_error(f"serving {arguments.names[0]} on http://{shown}:{port}, data in {arguments.data_dir}")
+        worker.run()
+
+
+@contextmanager
+def _listening(arguments: ServeArguments) -> Iterator[socket.socket]:
+    try:
+        (family, _, _, _, address), *_ = socket.getaddrinfo(
+            arguments.host, arguments.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        listening = socket.create_server(address, family=family, backlog=512)
+    except OSError as error:
+        found = f"cannot listen on {arguments.host}, port {arguments.port}: {error.strerror}"
+        raise UsageError(found, "needed an address of this machine and a free port", "see --host and --port") from None
+    with listening:
+        yield listening
+
+
+@contextmanager
+def _answering(app: Any, listening: socket.socket) -> Iterator[None]:
+    """Within it a thread answers."""
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # requests that are no HTTP, clients that go
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1, server_header=False
+    )
+    server = uvicorn.Server(config)
+    thread = Thread(target=server.run, kwargs={"sockets": [listening]}, name="http", daemon=True)
+    thread.start()
+    try:
+        while not server.started and thread.is_alive():
+            time.sleep(0.005)
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(timeout=3)
+
+
+class Interrupted(Exception):
+    """A batch is to be stopped, and is to have this status."""
+
+
+class Worker:
+    """Runs batches in the order in which they came, and single requests. Of the engine's thread."""
+
+    def __init__(self, jobs: BatchArguments, llm: LLM, desk: Desk) -> None:
+        self._jobs, self._llm, self._desk = jobs, llm, desk
+        self._planner, self._looked = llm.planner, 0.0
+        self._batch: Entry | None = None
+        form = request_format(jobs, llm.model, "openai", frozenset(), {})
+        assert isinstance(form, OpenAIFormat), "the format that was asked for"
+        self.live = LiveRequests(llm, llm.model.codec, form)
+        self.live.wake = self._wake
+        llm.on_progress = self._look
+        let_calibrate(llm, jobs.calibrate, jobs.quiet)
+
+    def run(self) -> None:
+        """Until a signal ends it, or the model turns out to be unusable."""
+        while True:
+            batch = self._next()
+            if self.live.waiting:
+                self._run_live()
+            elif batch is not None:
+                self._serve(batch)
+
+    def _next(self) -> Entry | None:
+        """Waits for something to do; None where that is no batch."""
+        desk = self._desk
+        with desk.changed:
+            while True:
+                stop_if_told()
+                desk.news = False
+                batch = desk.next_batch()
+                if batch is not None or self.live.waiting:
+                    return batch
+                desk.changed.wait(_LOOK_EVERY)
+                desk.sweep()
+
+    def _wake(self) -> None:
+        with self._desk.changed:
+            self._desk.news = True
+            self._desk.changed.notify_all()
+
+    def _look(self, what: str, done: int, total: int) -> None:
+        """Called by the engine between its steps: what came meanwhile is read, a batch that is over is left."""
+        stop_if_told()
+        now = time.monotonic()
+        if not self._desk.news and now - self._looked < _LOOK_EVERY:
+            return
+        self._desk.news, self._looked = False, now
+        self.live.read()
+        why = None if self._batch is None else self._desk.ending(self._batch)
+        if why is not None:
+            raise Interrupted(why)
+
+    # Batches
+
+    def _serve(self, batch: Entry) -> None:
+        """Goes on with a batch until it is over, or has to wait."""
+        end = batch.get("_end") or self._desk.ending(batch)
+        try:
+            if end is None:
+                end = self._answer(batch)
+            elif "_end" not in batch:
+                self._stop(batch, end)
+        except Interrupted as why:
+            end = str(why)
+            self._stop(batch, end)
+        except ModelError:
+            raise  # nothing can be answered: what is in progress goes on once the model is mended
+        except (StorageError, LockedError) as error:
+            print_error(f"{batch['id']} is tried again in {_AGAIN_AFTER:.0f} s: {error}")
+            self._desk.hold(batch, str(error), _AGAIN_AFTER)
+            end = None
+        except H2OFlexGenError as error:
+            end = self._fail(batch, "cannot_be_run", str(error).partition("\n")[0])
+        except (Exception, MemoryError) as error:  # a fault of ours, or no memory: others are to be served
+            print_error(traceback.format_exc())
+            end = self._fail(batch, "internal_error", f"{type(error).__name__}: {error}")
+        finally:
+            self._batch, self._llm.planner = None, self._planner
+        if end is not None:
+            self._desk.publish(batch, end)
+            if not self._jobs.quiet:
+                counts = batch["request_counts"]
+                print_error(f"{batch['id']} is {end}: {counts['completed']:,} of {counts['total']:,} requests")
+
+    def _answer(self, batch: Entry) -> str | None:
+        """Runs a batch; its status then, None where it has to wait."""
+        desk, llm = self._desk, self._llm
+        path, folder = desk.content(batch["input_file_id"]), desk.folder_of(batch)
+        try:
+            source = Source(path, "openai")
+            scan = source.scan()
+            faults = _faults(source)
+        except UsageError as error:
+            return self._fail(batch, "invalid_file", named_file(error, path, batch["input_file_id"]))
+        if faults:
+            desk.update(batch, errors=error_list(faults))
+            return "failed"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        jobs = replace(self._jobs, input=path, output=folder / OUTPUT, error_file=Path(ERRORS))
+        with JobResults(folder / OUTPUT, folder / ERRORS) as results:
+            begun = (results.header or {}).get("job")
+            try:
+                results.begin(job_identity(jobs, llm, source, scan, begun), scan.lines)
+            except UsageError as error:
+                why = f"this batch waits for a service as it was begun with: {error.found}"
+                print_error(f"{batch['id']}: {why}")
+                desk.hold(batch, why)
+                return None
+            self._begin(batch, results, scan.requests)
+            form = request_format(jobs, llm.model, "openai", scan.doubled, results.header or {})
+            llm.planner = bounded(self._planner, scan.requests, jobs.at_risk)
+            before = results.state.count(OK), results.state.count(FAILED)
+
+            def told(summary: Summary) -> None:
+                desk.count(batch, scan.requests, before[0] + summary.ok, before[1] + summary.failed)
+
+            Job(llm, source, form, results, scan.requests, told=told).run()
+            return "completed"
+
+    def _begin(self, batch: Entry, results: JobResults, total: int) -> None:
+        self._batch = batch
+        ok, failed = results.state.count(OK), results.state.count(FAILED)
+        counts = {"total": total, "completed": ok, "failed": failed}
+        self._desk.update(
+            batch,
+            status=batch["status"] if batch["status"] == "cancelling" else "in_progress",
+            in_progress_at=batch["in_progress_at"] or int(time.time()),
+            request_counts=counts,
+            errors=None,
+        )
+
+    def _stop(self, batch: Entry, end: str) -> None:
+        """What was not answered gets an error line; what was stays."""
+        desk, folder = self._desk, self._desk.folder_of(batch)
+        path = desk.content(batch["input_file_id"])
+        if not (folder / f"{OUTPUT}.journal").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        with JobResults(folder / OUTPUT, folder / ERRORS) as results:
+            if not results.resumed:
+                return
+            source = Source(path, "openai")
+            results.begin((results.header or {})["job"], source.scan().lines)
+            if not batch.get("_stopped"):
+                ok, failed = results.state.count(OK), results.state.count(FAILED)
+                counts = {**batch["request_counts"], "completed": ok, "failed": failed}
+                desk.update(batch, request_counts=counts, _stopped=True)
+            for record in source.records():
+                if not results.state[record.line]:
+                    results.add(record.line, line_of(_not_run(batch, record, end)), True)
+            results.sync()
+
+    def _fail(self, batch: Entry, code: str, message: str) -> str:
+        self._desk.update(batch, errors=error_list([(code, message, None)]))
+        return "failed"
+
+    # Single requests
+
+    def _run_live(self) -> None:
+        """Answers those that wait, all of them together."""
+        rows = self.live.take(1 << 20)
+        while rows:
+            try:
+                for row, output in self._llm.run(rows):
+                    self.live.finished(row, output)
+                return
+            except PlanError as error:
+                if len(rows) == 1:
+                    self.live.fail(rows, str(error).partition("\n")[0], "out_of_memory")
+                    return
+                self.live.again()
+                rows = self.live.take(1)
+            except ModelError:
+                raise
+            except (Exception, MemoryError) as error:
+                print_error(traceback.format_exc())
+                self.live.fail(rows, f"{type(error).__name__}: {error}", "server_error")
+                return
+
+
+def _faults(source: Source) -> list[tuple[str, str, int | None]]:
+    """Why a file is no batch file at all; faults of single requests are answered one by one."""
+    found, records = list[tuple[str, str, int | None]](), list(islice(source.records(), _LOOKED_AT))
+    for record in records:
+        try:
+            if isinstance(load_json(record.data), dict):
+                return []
+            why = "is not a JSON object"
+        except BadLine as error:
+            why = str(error)
+        found.append(("invalid_json_line", f"line {record.line} {why}", record.line))
+    return found or [("empty_file", "the file has no requests", None)]
+
+
+_STOPPED = {
+    "cancelled": ("batch_cancelled", "the batch was cancelled before this request was run"),
+    "expired": ("batch_expired", "this request could not be run before the completion window was over"),
+}
+
+
+def _not_run(batch: Entry, record: Record, end: str) -> dict[str, Any]:
+    """The line for a request that was not run."""
+    custom_id = None
+    try:
+        entry = load_json(record.data)
+        custom_id = entry.get("custom_id") if isinstance(entry, dict) else None
+    except BadLine:
+        pass
+    code, message = _STOPPED[end]
+    name = f"batch_req_{batch['id'].removeprefix('batch_')[:16]}{record.line:08x}"
+    return {
+        "id": name,
+        "custom_id": custom_id if isinstance(custom_id, str) else None,
+        "response": None,
+        "error": {"code": code, "message": message},
+    }
+
+

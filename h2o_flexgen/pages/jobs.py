@@ -1,0 +1,84 @@
+"""The page of a service: its batches, how far they are, how long that will take, and their results. It loads nothing,
+runs no script, and asks for itself again every few seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from h2o_flexgen.pages.page import ASSETS, _hash
+
+RELOADED_EVERY = 5
+_SHOWN = 200
+_STYLE = """
+:root { color-scheme: light dark; --ground: #f6f7f9; --card: #ffffff; --ink: #1b2330; --faint: #556070;
+  --line: #d5dae1; --accent: #0b5cad; --bad: #b3261e; }
+@media (prefers-color-scheme: dark) { :root { --ground: #11151b; --card: #191f27; --ink: #e8ecf1; --faint: #a6b0bd;
+  --line: #37414e; --accent: #7ab8ff; --bad: #ff8a80; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 74rem; padding: 1rem; background: var(--ground); color: var(--ink);
+  font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; margin: 0 0 .25rem; }
+p, caption { color: var(--faint); margin: 0 0 .75rem; text-align: left; }
+.scroll { overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: .5rem;
+  padding: .5rem; }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
+td.name { overflow-wrap: anywhere; }
+progress { width: 8rem; accent-color: var(--accent); }
+a { color: var(--accent); }
+.bad { color: var(--bad); }
+"""
+
+
+class JobsPage(NamedTuple):
+    """A page, and the policy that goes with it."""
+
+    html: str
+    policy: str
+
+
+def jobs_page(
+    model: str, batches: Sequence[Mapping[str, Any]], files: Mapping[str, Mapping[str, Any]], now: int
+) -> JobsPage:
+    """The newest batches of a service for `model`; times in seconds since 1970."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(ASSETS), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    newest = sorted(batches, key=lambda batch: int(batch["_number"]), reverse=True)[:_SHOWN]
+    html = environment.get_template("jobs.html").render(
+        model=model,
+        style=jinja2.utils.markupsafe.Markup(_STYLE),
+        rows=[_row(batch, files, now) for batch in newest],
+        left_out=len(batches) - len(newest),
+        every=RELOADED_EVERY,
+    )
+    return JobsPage(html, f"default-src 'none'; style-src {_hash(_STYLE)}; base-uri 'none'; frame-ancestors 'none'")
+
+
+def _row(batch: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]], now: int) -> dict[str, Any]:
+    counts = batch["request_counts"]
+    names = [(word, batch[f"{word}_file_id"]) for word in ("output", "error")]
+    errors = (batch["errors"] or {"data": []})["data"]
+    return {
+        "id": batch["id"],
+        "file": files[batch["input_file_id"]]["filename"] if batch["input_file_id"] in files else "deleted",
+        "status": batch["status"].replace("_", " "),
+        "done": counts["completed"] + counts["failed"],
+        "total": counts["total"],
+        "failed": counts["failed"],
+        "left": _left(batch, now),
+        "results": [(word, name) for word, name in names if name in files],
+        "errors": [error["message"] for error in errors[:3]],
+    }
+
+
+def _left(batch: Mapping[str, Any], now: int) -> str:
+    """Seconds to the end, as far as a service says so."""
+    seconds = batch.get("_left_s")
+    if batch["status"] != "in_progress" or seconds is None:
+        return ""
+    minutes, rest = divmod(max(0, int(seconds)), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

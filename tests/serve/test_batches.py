@@ -1,0 +1,205 @@
+"""The life of a batch by the `openai` package: results are those of `batch`, whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from h2o_flexgen.batch import main as batch
+from tests.jobs.files import request, results, timeless, write
+from tests.programs import Child, until
+from tests.seeds import moved
+from tests.serve.conftest import KEY, Serve, Service, finished
+
+DOCUMENT = Path(__file__).parents[2] / "docs/serve.md"
+CHAT = "/v1/chat/completions"
+
+
+def requests(folder: Path, count: int) -> Path:
+    """Mixed ones: completions and conversations, greedy, drawn, stopped, of several samples, faulty."""
+    source, lines = random.Random(moved(5)), []
+    for number in range(count):
+        text = "".join(source.choices("abc defg.", k=source.randrange(1, 40)))
+        body: dict[str, Any] = {"max_tokens": source.choice([2, 20, 60])}
+        body |= source.choice([{"temperature": 0}, {}, {"seed": 3}, {"n": 2}, {"stop": ["a", "b"]}, {"promt": "x"}])
+        chat = number % 3 == 1
+        body |= {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+        line = request(f"r{number}", body, **({"url": CHAT} if chat else {}))
+        lines.append(line[: len(line) // 2] if number % 17 == 16 else line)
+    return write(folder / "in.jsonl", *lines)
+
+
+def wanted(folder: Path, talker: Path, file: Path, *flags: object) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """What `batch` writes: answers, and errors."""
+    out, errors = folder / "wanted.jsonl", folder / "errors.jsonl"
+    arguments = ("-i", file, "-o", out, "--error-file", "errors.jsonl", "--model", talker, "--no-json", *flags)
+    with Child(folder, *arguments, program=batch, before=lambda: os.chdir(folder)) as child:
+        assert child.wait(300).code == 3
+    return timeless(results(out, "id")), timeless(results(errors, "id"))
+
+
+def got(client: openai.OpenAI, folder: Path, ended: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """What a batch made: answers, and errors, each line once."""
+    found = []
+    for name in (ended.output_file_id, ended.error_file_id):
+        path = folder / "got.jsonl"
+        path.write_bytes(b"" if name is None else client.files.content(name).read())
+        found.append(timeless(results(path, "id")))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_the_life_of_a_batch(tmp_path: Path, talker: Path, serve: Serve, count: int) -> None:
+    """Uploaded, made, killed in the middle, gone on with, listed, read, deleted; nothing is lost or there twice."""
+    file, flags = requests(tmp_path, count), ("--hh-ratio", 0.5, "--gpu-batch-size", 4)
+    with serve(*flags) as service:
+        client = service.client
+        uploaded = client.files.create(file=file.open("rb"), purpose="batch")
+        assert (uploaded.filename, uploaded.bytes, uploaded.purpose) == ("in.jsonl", file.stat().st_size, "batch")
+        made = client.batches.create(
+            input_file_id=uploaded.id,
+            endpoint="/v1/chat/completions",
+            completion_window="24h",
+            metadata={"night": "1"},
+        )
+        assert (made.status, made.metadata, made.expires_at) == ("validating", {"night": "1"}, made.created_at + 86400)
+        until(lambda: (client.batches.retrieve(made.id).request_counts or made).completed > count // 4, 120)
+        with pytest.raises(openai.ConflictError):
+            client.files.delete(uploaded.id)
+        service.kill(signal.SIGKILL)
+        assert service.wait().code == 128 + signal.SIGKILL
+    with serve(*flags) as service:
+        client = service.client
+        ended = finished(client, made.id, 300)
+        answers, errors = wanted(tmp_path, talker, file, *flags)
+        assert got(client, tmp_path, ended) == (answers, errors)
+        counts = ended.request_counts
+        assert (ended.status, counts.total, counts.completed, counts.failed) == (
+            "completed",
+            count,
+            len(answers),
+            len(errors),
+        )
+        assert ended.in_progress_at <= ended.finalizing_at <= ended.completed_at
+        names = [each.id for each in client.files.list()]
+        assert names[2:] == [uploaded.id]
+        assert {ended.output_file_id, ended.error_file_id} == set(names[:2])
+        assert client.files.retrieve(ended.output_file_id).purpose == "batch_output"
+        assert client.files.delete(uploaded.id).deleted
+        with pytest.raises(openai.NotFoundError):
+            client.files.content(uploaded.id)
+        service.kill(signal.SIGTERM)
+        assert service.wait().code == 0
+
+
+def test_a_batch_of_other_flags_waits(tmp_path: Path, serve: Serve) -> None:
+    """Nothing of it is lost: a service as it was begun with goes on, another says what differs, and serves others."""
+    lines = [request(f"r{i}", {"prompt": "ab" * i, "max_tokens": 60}) for i in range(1, 9)]
+    file = write(tmp_path / "in.jsonl", *lines)
+    slow = ("--gpu-batch-size", 1, "--num-gpu-batches", 1)
+    with serve(*slow) as service:
+        client = service.client
+        uploaded = client.files.create(file=file.open("rb"), purpose="batch")
+        made = client.batches.create(input_file_id=uploaded.id, endpoint="/v1/completions", completion_window="1h")
+        until(lambda: client.batches.retrieve(made.id).request_counts.completed > 1)
+    with serve(*slow, "--seed", 1) as service:
+        client = service.client
+        other = client.batches.create(input_file_id=uploaded.id, endpoint="/v1/completions", completion_window="1h")
+        assert finished(client, other.id).status == "completed"
+        waits = client.batches.retrieve(made.id)
+        assert waits.status == "in_progress"
+        assert "seed 0, and now it is 1" in waits.errors.data[0].message
+    with serve(*slow) as service:
+        ended = finished(service.client, made.id)
+        assert (ended.status, ended.request_counts.completed, ended.errors) == ("completed", 8, None)
+
+
+def test_batches_that_are_cancelled_or_expire(tmp_path: Path, serve: Serve) -> None:
+    """What is finished stays, what is not has an error line; one that waits ends at once."""
+    lines = [request(f"r{i}", {"prompt": "abc", "max_tokens": 100, "ignore_eos": True}) for i in range(400)]
+    file = write(tmp_path / "in.jsonl", *lines)
+    with serve("--gpu-batch-size", 1, "--num-gpu-batches", 1) as service:
+        client = service.client
+        uploaded = client.files.create(file=file.open("rb"), purpose="batch")
+
+        def make(window: str) -> Any:
+            return client.batches.create(
+                input_file_id=uploaded.id, endpoint="/v1/completions", completion_window=window
+            )
+
+        first, waits = make("1d"), make("1s")
+        until(lambda: client.batches.retrieve(first.id).request_counts.completed > 1)
+        assert client.batches.cancel(first.id).status == "cancelling"
+        ended = finished_now(client, first.id)
+        assert ended.cancelled_at >= ended.cancelling_at
+        check(client, tmp_path, ended, "batch_cancelled")
+        with pytest.raises(openai.ConflictError, match="Cannot cancel a batch with status 'cancelled'"):
+            client.batches.cancel(first.id)
+        ended = finished_now(client, waits.id)
+        assert ended.status == "expired"
+        if ended.in_progress_at is not None:
+            check(client, tmp_path, ended, "batch_expired")
+        runs, queued = make("1d"), make("1d")
+        assert client.batches.cancel(queued.id).status == "cancelled"
+        assert [each.id for each in client.batches.list(limit=2)] == [b.id for b in (queued, runs, waits, first)]
+        assert client.batches.list(limit=2, after=waits.id).data[0].id == first.id
+
+
+def finished_now(client: openai.OpenAI, name: str) -> Any:
+    until(lambda: client.batches.retrieve(name).status in ("cancelled", "expired"))
+    return client.batches.retrieve(name)
+
+
+def check(client: openai.OpenAI, folder: Path, ended: Any, code: str) -> None:
+    """Every line once: an answer, or why there is none."""
+    answers, errors = (
+        [json.loads(line) for line in client.files.content(name).text.splitlines()] if name else []
+        for name in (ended.output_file_id, ended.error_file_id)
+    )
+    assert len(answers) == ended.request_counts.completed > 0
+    assert {each["custom_id"] for each in (*answers, *errors)} == {f"r{i}" for i in range(400)}
+    assert len(answers) + len(errors) == ended.request_counts.total == 400
+    assert {(each["response"], each["error"]["code"]) for each in errors} == {(None, code)}
+
+
+def test_the_python_of_the_documents(
+    tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE)
+    write(tmp_path / "requests.jsonl", request("r", {"prompt": "abc", "max_tokens": 2}))
+    monkeypatch.chdir(tmp_path)
+    exec(code.replace("http://127.0.0.1:8000", service.url).replace('"none"', repr(KEY)).replace("(1)", "(0.05)"), {})
+    assert json.loads(capsys.readouterr().out)["custom_id"] == "r"
+
+
+def test_two_batches_and_conversations_at_once(tmp_path: Path, serve: Serve) -> None:
+    file = write(tmp_path / "in.jsonl", *(request(f"r{i}", {"prompt": "ab" * i, "max_tokens": 9}) for i in range(1, 9)))
+    with serve() as service:
+        client = service.client
+        uploaded = client.files.create(file=file.open("rb"), purpose="batch")
+        every = [
+            client.batches.create(input_file_id=uploaded.id, endpoint="/v1/completions", completion_window="24h")
+            for _ in range(2)
+        ]
+        said: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
+        settings: Any = {"model": "model", "messages": said, "max_tokens": 12, "temperature": 0}
+        whole = client.chat.completions.create(**settings)
+        pieces = list(client.chat.completions.create(**settings, stream=True, stream_options={"include_usage": True}))
+        ended = [finished(client, each.id) for each in every]
+        assert [each.request_counts.completed for each in ended] == [8, 8]
+        assert every[0].id < every[1].id or ended[0].completed_at <= ended[1].completed_at
+        text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+        assert text == whole.choices[0].message.content != ""
+        assert pieces[-1].usage == whole.usage
+        assert len(pieces) > 5, "it comes in pieces"
+        assert pieces[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
