@@ -441,8 +441,7 @@ def test_the_environment_is_where_scripts_make_it(tree: Tree) -> None:
 
 
 def test_the_python_of_the_readme(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every block, with the shipped model in place of the large one. Others try what needs a cluster, or a
-    service: test_ray.py, test_batches.py."""
+    """Every block, with the shipped model in place of the large one; others try what needs a cluster or a service."""
     blocks = [block for document in DOCUMENTS for block in fenced(document.read_text(encoding="utf-8"), "python")]
     blocks = [block for block in blocks if "import ray\n" not in block and "import OpenAI\n" not in block]
     assert blocks
