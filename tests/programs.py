@@ -62,10 +62,10 @@ TEMPLATE = (
 )
 
 
-def write_talker(folder: Path) -> Path:
+def write_talker(folder: Path, **changes: Any) -> Path:
     """The same with a chat template."""
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
-    (write_model(folder) / "tokenizer_config.json").write_text(json.dumps(settings))
+    (write_model(folder, **changes) / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
 

@@ -1,4 +1,4 @@
-"""The form that a sequence's text must have: any text, a JSON object, or JSON that a schema describes.
+"""The form that a sequence's text must have: any text, a JSON object, JSON that a schema describes, or calls of tools.
 
 The form is OpenAI's `response_format`. A schema is followed exactly or refused: what the grammar library cannot express
 (xgrammar 0.2 takes `not`, `contains` and others and ignores them) is refused by name here.
@@ -59,10 +59,13 @@ class ResponseFormat:
     """JSON in one of two kinds: `schema` is a JSON schema as JSON text, None means any JSON object.
 
     strict   objects and arrays hold what the schema names and nothing else, unless `additionalProperties` says so
+    tags     instead of a schema: text with JSON between marks, as xgrammar describes it (a structural tag, JSON text),
+             in which special tokens may be spelt
     """
 
     schema: str | None = None
     strict: bool = True
+    tags: str | None = None
 
     @classmethod
     def read(cls, given: Any) -> ResponseFormat | None:

@@ -10,10 +10,12 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from h2o_flexgen.config.checks import shown
 from h2o_flexgen.config.prompt import Prompt
+from h2o_flexgen.config.response_format import ResponseFormat
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.engine.requests.tokenizer import TextCodec, added_text
@@ -21,6 +23,7 @@ from h2o_flexgen.errors import UsageError
 from h2o_flexgen.jobs.idle import asks_nothing, known
 from h2o_flexgen.jobs.requests import BatchRequest, Refused, finite, seed_of, talk_of, with_spans
 from h2o_flexgen.jobs.source import BadLine, Record, load_json
+from h2o_flexgen.jobs.tools import CallStyle, Tools, answer_of, speaks_of_tools, style_of, with_texts
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_TOKENS = {COMPLETIONS: 16, CHAT: 512}
@@ -50,10 +53,11 @@ _SAMPLING = frozenset(
         "fold",
     ]
 )
+TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 _COMMON = _SAMPLING | {"model", "stream", "spans"}
 _FIELDS = {
     COMPLETIONS: _COMMON | {"prompt", "echo", "best_of", "suffix"},
-    CHAT: _COMMON | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"},
+    CHAT: _COMMON | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs", *TOOL_FIELDS},
 }
 _BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
@@ -113,7 +117,8 @@ class OpenAIFormat:
             repeated: list[RequestOutput | None] = [*samples] or [None]
             repeated *= asked.body["n"] if len(repeated) == 1 else 1
             for output in repeated:
-                made = self._chat_choice(asked, output) if chat else self._choice(asked, prompt, output)
+                name = f"{self._id(record)} {len(choices)}"
+                made = self._chat_choice(asked, output, name) if chat else self._choice(asked, prompt, output)
                 made |= {"kept": output.kept} if output is not None and output.kept is not None else {}
                 choices.append({"index": len(choices), **made})
         return self._response(
@@ -196,15 +201,21 @@ class OpenAIFormat:
 
     def _chat(self, record: Record, fields: _Body) -> BatchRequest:
         messages, arguments = _messages(fields.get("messages")), fields.get("chat_template_kwargs")
+        tools = Tools.read(*(fields.get(name) for name in TOOL_FIELDS))
+        if tools is not None or speaks_of_tools(messages):
+            messages = with_texts(messages, self._calls)
+        if tools is not None:
+            arguments = tools.among(arguments)
         talk = talk_of(self.codec, self.model, messages, fields.get("spans", ()), arguments)
         logprobs = fields.whole("top_logprobs", 0, 0, 20) if fields.switch("logprobs") else None
         if logprobs is None and not asks_nothing("top_logprobs", fields.get("top_logprobs")):
             raise Refused("top_logprobs is given without logprobs", param="top_logprobs")
         name = "max_tokens" if fields.get("max_completion_tokens") is None else "max_completion_tokens"
-        params = self._params(record, fields, logprobs, fields.whole(name, self._most(CHAT), 1))
+        form = None if tools is None else tools.form(self._calls)
+        params = self._params(record, fields, logprobs, fields.whole(name, self._most(CHAT), 1), form)
         if isinstance(params.eos_token_id, tuple) and set(self.eos) <= set(params.eos_token_id):  # of stop_token_ids
             params = replace(params, eos_token_id=tuple(dict.fromkeys((*params.eos_token_id, *talk.ends))))
-        body = {"n": fields.whole("n", 1, 1, MOST_SAMPLES), "logprobs": logprobs}
+        body = {"n": fields.whole("n", 1, 1, MOST_SAMPLES), "logprobs": logprobs, "tools": form and tools}
         return BatchRequest([talk], params, fits=self._free(fields, name), body=body)
 
     def _most(self, url: str) -> int:
@@ -214,8 +225,13 @@ class OpenAIFormat:
         """Whether neither the request, in the field `name`, nor a flag says how many tokens are to be generated."""
         return fields.get(name) is None and "max_new_tokens" not in self.sampling
 
-    def _params(self, record: Record, fields: _Body, logprobs: int | None, most: int) -> SamplingParams:
-        """The settings of one request: the service's, in which everything is sampled at temperature 1."""
+    def _params(
+        self, record: Record, fields: _Body, logprobs: int | None, most: int, form: ResponseFormat | None = None
+    ) -> SamplingParams:
+        """The settings of one request: the service's, in which everything is sampled at temperature 1. `form`: of an
+        answer that calls tools."""
+        if form is not None and fields.get("response_format", {"type": "text"}) != {"type": "text"}:
+            raise Refused("response_format is given beside tools: needed one of the two", param="response_format")
         typed = self.sampling
         temperature = fields.number("temperature", typed.get("temperature", 1.0))
         draws = temperature > 0 and typed.get("do_sample", True)
@@ -228,7 +244,7 @@ class OpenAIFormat:
             "seed": seed % 2**63,
             "num_return_sequences": fields.whole("n", 1, 1, MOST_SAMPLES) if draws else 1,
             "stop_strings": _stops(fields.get("stop")) or typed.get("stop_strings", ()),
-            "response_format": fields.get("response_format"),
+            "response_format": form or fields.get("response_format"),
             "fold": fields.get("fold"),
             "min_new_tokens": fields.whole("min_tokens", typed.get("min_new_tokens", 0)),
             "repetition_penalty": fields.number("repetition_penalty", typed.get("repetition_penalty", 1.0)),
@@ -273,9 +289,12 @@ class OpenAIFormat:
             logprobs = self._logprobs(output.prompt_ids, output.token_ids, _logprobs(output), asked)
         return {"text": before + (output.text or ""), "logprobs": logprobs, "finish_reason": output.finish_reason}
 
-    def _chat_choice(self, asked: BatchRequest, output: RequestOutput | None) -> dict[str, Any]:
+    def _chat_choice(self, asked: BatchRequest, output: RequestOutput | None, name: str) -> dict[str, Any]:
+        """`name`: what ids of calls are made from."""
         assert output is not None, "a generated choice has an output"
-        message = {"role": "assistant", "content": output.text or ""}
+        message: dict[str, Any] = {"role": "assistant", "content": output.text or ""}
+        if asked.body["tools"] is not None and self.codec is not None:
+            message |= answer_of(self.codec, self._calls, asked.body["tools"], output, name)
         content = None
         if asked.body["logprobs"] is not None:
             texts = self._texts(output.prompt_ids, output.token_ids)
@@ -284,7 +303,14 @@ class OpenAIFormat:
                 likeliest = [_chat_token(self._one(token), other) for token, other in top.items()]
                 content.append({**_chat_token(text, value), "top_logprobs": likeliest})
         logprobs = None if content is None else {"content": content}
-        return {"message": message, "logprobs": logprobs, "finish_reason": output.finish_reason}
+        reason = "tool_calls" if "tool_calls" in message and output.finish_reason == "stop" else output.finish_reason
+        return {"message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    @cached_property
+    def _calls(self) -> CallStyle:
+        if self.codec is None or not getattr(self.codec.transformed, "chat_template", None):
+            raise Refused(f"{self.model} has no chat template, which tools need", "unsupported_field", param="tools")
+        return style_of(self.codec, self.model, self.eos)
 
     def _logprobs(self, before: list[int], ids: list[int], known: list[Any], asked: BatchRequest) -> dict[str, Any]:
         """As the service has them for completions; None where there is no probability, as for a first token."""

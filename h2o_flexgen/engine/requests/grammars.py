@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -51,6 +50,8 @@ class Grammars:
         self._codec, self._size = codec, vocab_size
         self._made: OrderedDict[ResponseFormat, Grammar] = OrderedDict()
         self._pools: list[ThreadPoolExecutor] = []
+        self._pieces: dict[bool, list[bytes]] = {}
+        self._compilers: dict[bool, Any] = {}
 
     def of(self, form: ResponseFormat, where: str) -> Grammar:
         """The grammar of `form`. UsageError, which names `where`, for a schema that cannot be followed, a model
@@ -59,9 +60,8 @@ class Grammars:
             self._made.move_to_end(form)
             return self._made[form]
         library = _library()
-        schema = _OBJECT if form.schema is None else form.schema
         try:
-            parsed = library.Grammar.from_json_schema(schema, strict_mode=form.strict, max_whitespace_cnt=_MOST_SPACES)
+            parsed = _parsed(library.Grammar, form)
         except RuntimeError as error:
             # After the place in the library's own source.
             why = str(error).strip().splitlines()[-1].rsplit(".cc:", 1)[-1].partition(": ")[2]
@@ -70,19 +70,23 @@ class Grammars:
             raise UsageError(f"{where} has a response_format, and this model has no tokenizer that it works with")
         if not self._pools:
             self._pools = [ThreadPoolExecutor(1, name) for name in ("grammars", "masks")]
-            self._pieces = token_bytes(self._codec.light, self._size)
-        compiled = self._pools[0].submit(lambda: self._compiler.compile_grammar(parsed))
+        spelt = form.tags is not None
+        if spelt not in self._pieces:
+            self._pieces[spelt] = token_bytes(self._codec.light, self._size, spelt)
+        compiled = self._pools[0].submit(lambda: self._compiler(spelt).compile_grammar(parsed))
         grammar = self._made[form] = Grammar(compiled, self._pools[1])
         if len(self._made) > _KEPT:
             self._made.popitem(last=False)
         return grammar
 
-    @cached_property
-    def _compiler(self) -> Any:
-        library = _library()
-        # Which tokens end a text is said row by row.
-        vocabulary = library.TokenizerInfo(self._pieces, vocab_size=self._size, stop_token_ids=[])
-        return library.GrammarCompiler(vocabulary, max_threads=torch.get_num_threads(), cache_limit_bytes=_SHARED)
+    def _compiler(self, spelt: bool) -> Any:
+        if spelt not in self._compilers:
+            library = _library()
+            # Which tokens end a text is said row by row.
+            vocabulary = library.TokenizerInfo(self._pieces[spelt], vocab_size=self._size, stop_token_ids=[])
+            threads = torch.get_num_threads()
+            self._compilers[spelt] = library.GrammarCompiler(vocabulary, max_threads=threads, cache_limit_bytes=_SHARED)
+        return self._compilers[spelt]
 
     def close(self) -> None:
         """Waits for what is under way."""
@@ -90,6 +94,14 @@ class Grammars:
             pool.shutdown(cancel_futures=True)
         self._pools = []
         self._made.clear()
+
+
+def _parsed(grammar: Any, form: ResponseFormat) -> Any:
+    """xgrammar's Grammar of a form; RuntimeError for one that it cannot follow."""
+    if form.tags is not None:
+        return grammar.from_structural_tag(form.tags)
+    schema = _OBJECT if form.schema is None else form.schema
+    return grammar.from_json_schema(schema, strict_mode=form.strict, max_whitespace_cnt=_MOST_SPACES)
 
 
 def _library() -> Any:
@@ -103,9 +115,9 @@ def _library() -> Any:
     return xgrammar
 
 
-def token_bytes(tokenizer: Any, size: int) -> list[bytes]:
+def token_bytes(tokenizer: Any, size: int, spelt: bool = False) -> list[bytes]:
     """The bytes that each of `size` token ids adds to a text; empty for special tokens, which add none, and for those
-    with control characters, which JSON cannot hold.
+    with control characters, which JSON cannot hold. With `spelt`, special tokens have their names' and none is empty.
 
     tokenizer   of the library `tokenizers`. UsageError for one that neither spells bytes nor marks spaces
     """
@@ -117,8 +129,8 @@ def token_bytes(tokenizer: Any, size: int) -> list[bytes]:
             pieces[token] = spell(text)
     for token, added in tokenizer.get_added_tokens_decoder().items():
         if token < size:
-            pieces[token] = b"" if added.special else added.content.encode()
-    return [b"" if any(byte in _CONTROL for byte in piece) else piece for piece in pieces]
+            pieces[token] = b"" if added.special and not spelt else added.content.encode()
+    return pieces if spelt else [b"" if any(byte in _CONTROL for byte in piece) else piece for piece in pieces]
 
 
 def _types_in(decoder: Any) -> set[str]:
