@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.cache.lengths import NEVER, CacheLengths
-from h2o_flexgen.cache.packing import parts_of
+from h2o_flexgen.cache.packing import KeyScales, parts_of
 from h2o_flexgen.cache.ring_slots import CacheSlots
 from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.config.model.packing import CachePacking
@@ -35,8 +35,10 @@ class FusedStep:
         size: tuple[int, int, int, int],
         triton: bool,
         packings: tuple[CachePacking, CachePacking] | None,
+        scales: KeyScales | None = None,
     ) -> None:
-        """`size`: rows, kv_heads, capacity, dim; `packings` of K and V, None where they are not packed."""
+        """`size`: rows, kv_heads, capacity, dim; `packings` of K and V, None where they are not packed; `scales` of
+        keys, None where they are packed as they come."""
         self._lengths, self._slots, self._size = lengths, slots, size
         scored = slots if isinstance(slots, ScoredSlots) else None
         own = None if scored is None or triton else scored.rule(packings is not None)
@@ -48,6 +50,7 @@ class FusedStep:
         rules = lengths.once(f"rules, {ranked}", lambda: slot_rules(lengths, ranked=ranked))
         ranking = None if scored is None or (triton and self._by_rows) else scored.ranking
         self._number: Tensor | None = None
+        self._scales = scales
         self._block = packings[0].block if packings is not None and triton else 0  # C transforms by itself
         self._kernel: DecodeStep
         self.attach: Callable[[Tensor, Tensor], None]
@@ -87,6 +90,7 @@ class FusedStep:
         kv: Tensor,
         q: Tensor,
         packings: tuple[CachePacking, CachePacking] | None,
+        scales: KeyScales | None = None,
     ) -> FusedStep | None:
         """For a cache with K or V `kv` (b, kv_heads, capacity, dim), or packed ones, asked by q (b, heads, dim).
 
@@ -106,7 +110,7 @@ class FusedStep:
             fits = fits and heads // kv_heads <= triton_decode.MAX_GROUP
         else:
             fits = available(dtype, dim, kv.device, packings is not None)
-        return cls(lengths, slots, (rows, kv_heads, capacity, dim), triton, packings) if fits else None
+        return cls(lengths, slots, (rows, kv_heads, capacity, dim), triton, packings, scales) if fits else None
 
     @property
     def repeats(self) -> bool:
@@ -133,7 +137,7 @@ class FusedStep:
         if scored is not None:
             slots = scored.rewound(self.used)
         given, number = slots if self._by_rows else None, self._lengths.step
-        out = self._kernel.step(number, qkv, scale, slots=given, sink_logits=sink_logits, soft_cap=soft_cap)
+        out = self._step(number, qkv, scale, slots=given, sink_logits=sink_logits, soft_cap=soft_cap)
         if scored is not None and saved is not None:
             scored.restore(saved)
         return out
@@ -165,7 +169,10 @@ class FusedStep:
         return out
 
     def _step(self, number: int | Tensor, qkv: tuple[Tensor, Tensor, Tensor], scale: float, **how: Any) -> Tensor:
-        q, k, v = (hadamard(x, self._block) for x in qkv)
+        q, k, v = qkv
+        if self._scales is not None:
+            q, k = self._scales.asked(q), self._scales.kept(k)
+        q, k, v = (hadamard(x, self._block) for x in (q, k, v))
         return hadamard(self._kernel.step(number, (q, k, v), scale, **how), self._block)
 
     def _with_rows(

@@ -11,7 +11,7 @@ from torch import Tensor
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.cache.lengths import CacheLengths
-from h2o_flexgen.cache.packing import expand, pack
+from h2o_flexgen.cache.packing import KeyScales, expand, pack
 from h2o_flexgen.cache.ring_slots import CacheSlots, RingSlots, Rows
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.cache.slots import ScoredSlots
@@ -80,6 +80,7 @@ class KVCache:
             self._slots = ScoredSlots(self._lengths, policy, shape.kv_heads, shape.capacity, layer, row_ids)
         else:
             self._slots = RingSlots(self._lengths, shape.kv_heads, shape.capacity)
+        self.scales = KeyScales(shape.batch) if shape.scaled else None
         self._fused: FusedStep | None = None
         self._dropping: dict[int, tuple[Range, ...]] = {}
         self._last: int | Tensor | None = None
@@ -115,6 +116,7 @@ class KVCache:
                 move_down(cache._buffers()[i], rows, target[start : start + len(rows)], used)
                 start += len(rows)
         joined.attach(k, v)
+        joined.scales = KeyScales.joined([(cache.scales, rows) for cache, rows in parts])
         joined._slots.resume([(cache._slots, rows) for cache, rows in parts])
         return joined
 
@@ -178,11 +180,11 @@ class KVCache:
             for i, (buffer, own) in enumerate(zip(self._distinct(), (k, v), strict=False)):
                 shared = None if past is None else past[i]
                 if kept is not None:
-                    buffer[target, :, :held] = self._stored(i, select(own[source], shared, kept))
+                    buffer[target, :, :held] = self._stored(i, select(own[source], shared, kept), target)
                 else:
-                    buffer[target, :, before:held] = self._stored(i, own[source])
+                    buffer[target, :, before:held] = self._stored(i, own[source], target)
                     if shared is not None:
-                        buffer[target, :, :before] = self._stored(i, shared)
+                        buffer[target, :, :before] = self._stored(i, shared.expand(len(members), -1, -1, -1), target)
                 if not self._reads_occupied:
                     buffer[target, :, held:] = 0
 
@@ -233,12 +235,23 @@ class KVCache:
             if self.watch is not None and column_sums is not None:
                 sums = column_sums[row.first * heads : (row.first + row.length) * heads]
                 self.watch(self._row_ids[row.place], self._layer, sums.view(heads, row.length))
+        if self.scales is not None:
+            k = self.scales.packed(k, prompts)
         window, table = self._lengths.window, self._slots.table
         keep_prompts(prompts, KeysValues(k, v), self._buffers(), window, column_sums, table, self._packings)
 
-    def _stored(self, part: int, x: Tensor) -> Tensor:
-        """Keys (part 0) or values (1) (..., head_dim) as the buffers hold them."""
-        return x if self._packings is None else pack(x, self._packings[part])
+    def _stored(self, part: int, x: Tensor, rows: Tensor | slice | None = None) -> Tensor:
+        """Keys (part 0) or values (1) (n, kv_heads, ..., head_dim) of `rows`, or all, as the buffers hold them."""
+        if self._packings is None:
+            return x
+        return pack(x if part or self.scales is None else self.scales.kept(x, rows), self._packings[part])
+
+    def _expanded(self, held: KeysValues, dtype: torch.dtype, rows: slice | None = None) -> KeysValues:
+        """The keys and values of `rows`, or all, that the buffers hold so."""
+        if self._packings is None:
+            return held
+        keys, values = (expand(part, packing, dtype) for part, packing in zip(held, self._packings, strict=True))
+        return KeysValues(keys if self.scales is None else self.scales.seen(keys, rows), values)
 
     def _buffers(self) -> KeysValues:
         if self.k is None or self.v is None:
@@ -274,7 +287,8 @@ class KVCache:
             self._start(*buffers, q, table is not None, sink_logits is not None)
         held = None
         if self._slots.scores_keys:
-            held = k if self._packings is None else expand(self._stored(0, k), self._packings[0], k.dtype)
+            stored = self._stored(0, k)
+            held = self._expanded(KeysValues(stored, self._stored(1, v[:0])), k.dtype).k
         if self._fused is not None:
             if table is not None:
                 raise RuntimeError("this cache was started without rolling positions")
@@ -352,7 +366,8 @@ class KVCache:
         self._lengths.start()
         self._slots.start(rolling)
         torch_only = rolling or (sinks and self.device.type != "cpu")
-        self._fused = None if torch_only else FusedStep.of(self._lengths, self._slots, k, q, self._packings)
+        how = self._packings, self.scales
+        self._fused = None if torch_only else FusedStep.of(self._lengths, self._slots, k, q, *how)
         if self._fused is not None:
             self._fused.attach(k, v)
         elif self._reads_occupied:  # so that nothing was zeroed
@@ -362,9 +377,7 @@ class KVCache:
     def _held(self, length: int, dtype: torch.dtype) -> KeysValues:
         """Keys and values in the first `length` slots, (b, kv_heads, length, d)."""
         k, v = (buffer.narrow(2, 0, length) for buffer in self._buffers())
-        if self._packings is None:
-            return KeysValues(k, v)
-        return KeysValues(expand(k, self._packings[0], dtype), expand(v, self._packings[1], dtype))
+        return self._expanded(KeysValues(k, v), dtype)
 
     def _attend(
         self,
@@ -409,11 +422,8 @@ class KVCache:
         sink_logits: Tensor | None,
     ) -> DecodeAttention:
         """Of some rows, None: of all, over the first `width` slots."""
-        keys, values = (some_of(buffer, rows).narrow(2, 0, width) for buffer in self._buffers())
-        if self._packings is not None:
-            keys, values = (
-                expand(held, packing, q.dtype) for held, packing in zip((keys, values), self._packings, strict=True)
-            )
+        k, v = (some_of(buffer, rows).narrow(2, 0, width) for buffer in self._buffers())
+        keys, values = self._expanded(KeysValues(k, v), q.dtype, rows)
         asked, seen = some_of(q, rows), None if valid is None else some_of(valid, rows)
         if table is not None:
             newest, ranks = some_of(self._lengths.newest_ranks, rows), some_of(self._slots.ranks(width), rows)

@@ -1,20 +1,29 @@
 """Keys and values of fewer bits, as caches keep them: packed when they come in, expanded when attention reads them.
 
 The layout is `CachePacking`'s, the numbers are those of `quant.groupwise` of a Hadamard transform, bit for bit: the
-reference for what kernels pack and expand themselves.
+reference for what kernels pack and expand themselves. And the scales of keys before that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from h2o_flexgen.cache.eviction.base import AttendedPrompts
 from h2o_flexgen.config.model.packing import CACHE_GROUP, EXPANDED, CachePacking
 from h2o_flexgen.kernels import pieces, triton_available
+from h2o_flexgen.kernels.layers import rotate_halves
 from h2o_flexgen.kernels.pieces import hadamard
-from h2o_flexgen.kernels.types import Quantised
+from h2o_flexgen.kernels.types import PackedPrompts, Quantised
 from h2o_flexgen.quant import groupwise
 from h2o_flexgen.quant.groupwise import GroupFormat
+
+LAST = 64
+"""Queries and keys of a prompt that scales of keys follow from, its last ones."""
+_MOST = 8
+"""Of the exponents of two of such scales."""
 
 
 def pack(x: Tensor, packing: CachePacking) -> Tensor:
@@ -54,3 +63,97 @@ def expand(packed: Tensor, packing: CachePacking, dtype: torch.dtype) -> Tensor:
         return pieces.expand(packed, packing, dtype)
     numbers = groupwise.dequantise(parts_of(packed, packing), exact, GroupFormat(packing.bits, CACHE_GROUP))
     return hadamard(numbers, packing.block).to(dtype)
+
+
+class KeyScales:
+    """Of the rows of a cache, what each number of their keys is multiplied by when it comes in, and queries divided by.
+
+    No score changes but for rounding: with numbers that are transformed together before they are rounded, the error of
+    q k is about |q / s| |k s|, which s = sqrt(|q_i| / |k_i|) makes smallest. |q_i| and |k_i| are root mean squares over
+    the last tokens of the row's own prompt, and the query heads of a KV head. s is a power of two: nothing is rounded.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._of: Tensor | None = None  # (rows, kv_heads, d) in the dtype of keys
+
+    def settle(self, rows: Sequence[int], queries: Tensor, keys: Tensor, device: torch.device) -> None:
+        """Those of `rows`, from the last of their queries (n, heads, m, d) and keys (n, kv_heads, m', d)."""
+        asked, held = queries[:, :, -LAST:], keys[:, :, -LAST:]
+        scales = scales_of(asked, held).to(device, keys.dtype)
+        if self._of is None:
+            self._of = scales.new_ones(self._rows, *scales.shape[1:])
+        self._of[list(rows)] = scales
+
+    def settle_prompts(
+        self, rows: Sequence[int], prompts: AttendedPrompts, length: int, raw: bool, device: torch.device
+    ) -> None:
+        """Those of `rows`, from their prompts of `length` tokens, which more may follow. raw: queries are not rotated.
+        """
+        if prompts.queries is None:
+            raise ValueError(f"the last {LAST} queries are needed")
+        queries, last = prompts.queries[:, :, : prompts.queries.shape[2] - (prompts.length - length)], min(LAST, length)
+        if raw and prompts.turn is not None:
+            cos, sin = prompts.turn(torch.arange(length - last, length, device=queries.device))
+            half = cos.shape[-1] // 2
+            queries = rotate_halves(queries[:, :, -last:].float(), cos[:, :half], sin[:, :half])
+        self.settle(rows, queries, prompts.first(length).last(last).stored_keys, device)
+
+    def settle_packed(self, prompts: PackedPrompts, q: Tensor, k: Tensor) -> None:
+        """Those of all `prompts`, from q (T, heads, d) and k (T, kv_heads, d) of packed tokens."""
+        for row in prompts.rows:
+            last = slice(row.first + max(0, row.length - LAST), row.first + row.length)
+            asked, held = (x[last].transpose(0, 1).unsqueeze(0) for x in (q, k))
+            self.settle([row.place], asked, held, k.device)
+
+    def packed(self, k: Tensor, prompts: PackedPrompts) -> Tensor:
+        """Keys (T, kv_heads, d) of the packed `prompts` as they are kept; of tokens of no prompt anything."""
+        kept = torch.empty_like(k)
+        for row in prompts.rows:
+            tokens = slice(row.first, row.first + row.length)
+            torch.mul(k[tokens], self.of[row.place], out=kept[tokens])
+        return kept
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[KeyScales | None, Sequence[int]]]) -> KeyScales | None:
+        """The given rows, in this order; None of caches without."""
+        made = cls(sum(len(rows) for _, rows in parts))
+        found = [scales.of[list(rows)] for scales, rows in parts if scales is not None]
+        if not found:
+            return None
+        made._of = torch.cat(found)
+        return made
+
+    @property
+    def of(self) -> Tensor:
+        """(rows, kv_heads, d)."""
+        if self._of is None:
+            raise RuntimeError("no prompt has come in")
+        return self._of
+
+    def kept(self, k: Tensor, rows: Tensor | slice | None = None) -> Tensor:
+        """Keys (n, kv_heads, ..., d), of `rows` or all, as they are kept."""
+        return k * self._like(k, rows)
+
+    def seen(self, k: Tensor, rows: slice | None = None) -> Tensor:
+        """The keys that are kept as `k`."""
+        return k / self._like(k, rows)
+
+    def asked(self, q: Tensor) -> Tensor:
+        """Queries (rows, heads, d) as keys that are kept are asked."""
+        return (q.unflatten(1, (self.of.shape[1], -1)) / self.of.unsqueeze(2)).flatten(1, 2)
+
+    def _like(self, k: Tensor, rows: Tensor | slice | None) -> Tensor:
+        scales = self.of if rows is None else self.of[rows]
+        return scales if k.dim() == 3 else scales.unsqueeze(2)
+
+
+def scales_of(queries: Tensor, keys: Tensor) -> Tensor:
+    """Of queries (n, heads, m, d) and keys (n, kv_heads, m', d) the scales (n, kv_heads, d), float32.
+
+    Their exponents are about 0 in the mean, so that they do not depend on what all queries are multiplied by.
+    """
+    q, k = queries.unflatten(1, (keys.shape[1], -1)).float(), keys.float()
+    exponents = (q.square().mean((2, 3)).log2() - k.square().mean(2).log2()) / 4
+    exponents = exponents.nan_to_num(0.0).clamp(-_MOST, _MOST)
+    return (exponents - exponents.mean(-1, keepdim=True)).round().exp2()

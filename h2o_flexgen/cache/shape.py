@@ -11,7 +11,7 @@ from torch import Tensor
 
 from h2o_flexgen.cache.lengths import slots_needed
 from h2o_flexgen.config.budget import Budget
-from h2o_flexgen.config.model.packing import CacheBits, CachePacking, cache_packings
+from h2o_flexgen.config.model.packing import CacheBits, CachePacking, CacheRotation, cache_packings, scales_keys
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class CacheShape:
     capacity: int
     bits: CacheBits = 16
     joint: bool = False
-    rotation: bool = True
+    rotation: CacheRotation = "rotate"
 
     @classmethod
     def of(
@@ -38,7 +38,7 @@ class CacheShape:
         head_dim: int,
         bits: CacheBits = 16,
         joint: bool = False,
-        rotation: bool = True,
+        rotation: CacheRotation = "rotate",
     ) -> CacheShape:
         """The smallest cache for rows with these budgets."""
         return cls(len(budgets), kv_heads, head_dim, slots_needed(budgets), bits, joint, rotation)
@@ -48,6 +48,11 @@ class CacheShape:
         """How a key and a value are kept; None: as their numbers."""
         packings = cache_packings(self.bits, self.head_dim, self.rotation)
         return (packings[0], packings[0]) if packings is not None and self.joint else packings
+
+    @property
+    def scaled(self) -> bool:
+        """Whether keys are scaled before they are packed."""
+        return scales_keys(self.bits, self.rotation) and not self.joint
 
     @property
     def sizes(self) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:

@@ -11,7 +11,7 @@ from typing import Any
 from h2o_flexgen.config.checks import known_keys, whole
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import between_commas, option, with_commas
-from h2o_flexgen.config.model.packing import CacheBits
+from h2o_flexgen.config.model.packing import CACHE_ROTATIONS, CacheBits, CacheRotation
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import DTYPES
 from h2o_flexgen.config.offload import OffloadPolicy
@@ -75,7 +75,8 @@ class EngineConfig:
     weight_group  inputs that share a scale then
     weight_importance  whether weights of 4 bits are rounded by which inputs matter, measured once
     cache_bits    16, or 8 or 4: keys and values are packed as they come into their caches; a pair: of each
-    cache_rotation  whether a Hadamard transform spreads their outliers before
+    cache_rotation  before that: "rotate", a Hadamard transform spreads outliers; "scale", keys are scaled by channel
+                  first; "none"
     dequantize    whether matrices that a checkpoint has packed are expanded to `dtype` while they are loaded
     gpu_mem, cpu_mem, disk_mem   caps per tier, that of the gpu for each GPU; None: what the machine has free
     emulate_gpu   capacity of a gpu tier in host memory, None for none
@@ -127,8 +128,12 @@ class EngineConfig:
         parse=_cache_bits,
         show=_shown_bits,
     )
-    cache_rotation: bool = option(
-        True, "--cache-rotation", help="spread outliers of keys and values over all numbers before they are packed"
+    cache_rotation: CacheRotation = option(
+        "scale",
+        "--cache-rotation",
+        help="before packing: rotate spreads outliers over all numbers, scale fits keys to queries first; none",
+        metavar="HOW",
+        parse=str,
     )
     dequantize: bool = option(False, "--dequantize", help="expand weights that the checkpoint has packed")
     device: str = option("auto", "--device", help="auto, cpu, cuda", metavar="DEVICE")
@@ -178,6 +183,7 @@ class EngineConfig:
         _one_of("model_impl", self.model_impl, MODEL_IMPLS)
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
         _one_of("device", self.device, DEVICES)
+        _one_of("cache_rotation", self.cache_rotation, CACHE_ROTATIONS)
         if self.weight_bits not in BITS:
             raise UsageError(f"weight_bits is {self.weight_bits!r}", f"needed one of {', '.join(map(str, BITS))}")
         if isinstance(self.cache_bits, list):  # as JSON has pairs

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from h2o_flexgen.config.model.packing import scales_keys
 from h2o_flexgen.config.model.tensors import PAGE, round_up, states_bytes
 from h2o_flexgen.config.offload import TIERS, Kernels, OffloadPolicy
 from h2o_flexgen.config.placement import Placement
@@ -175,14 +176,15 @@ def _cache_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
 
 
 def _record_bytes(block: BlockShape, layer: int) -> int:
-    """What one cache of `layer` knows of its tokens; nothing where it never evicts."""
-    request, split = block.request, block.request.eviction.split
+    """What one cache of `layer` knows of its tokens, nothing where it never evicts, and its scales of keys."""
+    request, split, heads = block.request, block.request.eviction.split, block.spec.heads_of(layer)
+    scaled = scales_keys(block.spec.cache_bits, block.spec.cache_rotation) and not heads.joint
+    scales = block.rows * heads.keys * heads.dim * block.size if scaled else 0
     if request.budgets[layer].full or not request.slots[layer]:
-        return 0
+        return scales if request.slots[layer] else 0
     numbers = split.numbers + 1 + block.rolling
-    heads = block.spec.heads_of(layer)
     queries = split.looks_back * heads.queries * heads.dim * block.size
-    return block.rows * (heads.keys * (4 * numbers * request.slots[layer] + 64) + queries)
+    return scales + block.rows * (heads.keys * (4 * numbers * request.slots[layer] + 64) + queries)
 
 
 def _host_items(block: BlockShape, placement: Placement) -> Iterator[Item]:

@@ -90,7 +90,7 @@ def test_bytes_are_those_of_the_plan(bits: int, checkpoint) -> None:
     assert record.peak_bytes["disk"] <= plan.footprint.total("disk")
     assert record.quantization == {
         "weights": None,
-        "cache": {"bits": bits, "group": min(64, spec.head_dim), "rotation": True},
+        "cache": {"bits": bits, "group": min(64, spec.head_dim), "rotation": "scale"},
     }
 
 
@@ -101,7 +101,7 @@ def test_keys_and_values_of_different_bits(checkpoint) -> None:
     cache = spec.num_kv_heads * (spec.head_dim * 12 // 8 + 2 * 4) * 2 * (30 + NEW)
     assert record.kv_bytes == spec.num_layers * cache
     assert record.bytes_moved["disk->cpu"] == (NEW - 1) * spec.num_layers * page_ceil(cache)
-    assert record.quantization["cache"] == {"bits": [8, 4], "group": min(64, spec.head_dim), "rotation": True}
+    assert record.quantization["cache"] == {"bits": [8, 4], "group": min(64, spec.head_dim), "rotation": "scale"}
 
 
 def test_weights_and_caches_of_fewer_bits(checkpoint) -> None:

@@ -40,7 +40,7 @@ def test_engine_equals_the_oracle(
 ) -> None:
     (model, folder), row = checkpoint(name), ROWS[policy]
     eviction = row.eviction(**{"ratio": 0.5, **changes} if "budget" not in changes else changes, spans=rule)
-    oracle = rounding(with_spans(row.oracle, rule), bits)
+    oracle = rounding(with_spans(row.oracle, rule), bits, scaled=True)
     new, close = (6, CLOSE) if bits == 16 else (3, 1e-3)
 
     def answer(row_id: int, prompt: list[int]):

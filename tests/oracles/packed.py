@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 
@@ -29,10 +30,21 @@ def walsh(size: int) -> torch.Tensor:
     return torch.block_diag(*[one * block**-0.5] * (size // block))
 
 
+def channel_scales(queries: Sequence[Sequence[Vector]], keys: Sequence[Vector]) -> list[float]:
+    """By which each number of keys is multiplied before all: (S, group, d) and (S, d)."""
+    heads = [head for query in queries for head in query]
+    exponents = []
+    for channel in range(len(keys[0])):
+        asked = math.sqrt(sum(head[channel] ** 2 for head in heads) / len(heads))
+        held = math.sqrt(sum(key[channel] ** 2 for key in keys) / len(keys))
+        exponents.append(math.log2(math.sqrt(asked / held)))
+    return [2.0 ** round(each - sum(exponents) / len(exponents)) for each in exponents]
+
+
 @cache
-def rounding(oracle: type[EvictionOracle], bits: CacheBits) -> type[EvictionOracle]:
+def rounding(oracle: type[EvictionOracle], bits: CacheBits, scaled: bool = False) -> type[EvictionOracle]:
     """`oracle` with a cache of `bits`. Prompts attend to exact keys; what stays of them is rounded. A new token is
-    rounded before any query sees it, its own included."""
+    rounded before any query sees it, its own included. scaled: keys by channel before all."""
     if bits == 16:
         return oracle
     each = bits if isinstance(bits, tuple) else (bits, bits)
@@ -42,12 +54,18 @@ def rounding(oracle: type[EvictionOracle], bits: CacheBits) -> type[EvictionOrac
             self, queries: Sequence[Sequence[Vector]], keys: Sequence[Vector], values: Sequence[Vector]
         ) -> list[list[list[float]]]:
             outputs: list[list[list[float]]] = super().prompt(queries, keys, values)
-            for held, its in zip((self.keys, self.values), each, strict=True):
-                held.update(zip(held, rounded(list(held.values()), its), strict=True))
+            asked = [[self.rotate(head, i) for head in query] for i, query in enumerate(queries)]
+            self.by = channel_scales(asked[-64:], keys[-64:]) if scaled else [1.0] * len(keys[0])
+            self.keys.update(zip(self.keys, self.scaled(list(self.keys.values())), strict=True))
+            self.values.update(zip(self.values, rounded(list(self.values.values()), each[1]), strict=True))
             return outputs
 
+        def scaled(self, keys: Sequence[Vector]) -> list[list[float]]:
+            held = rounded([[x * s for x, s in zip(key, self.by, strict=True)] for key in keys], each[0])
+            return [[x / s for x, s in zip(key, self.by, strict=True)] for key in held]
+
         def step(self, queries: Sequence[Vector], key: Vector, value: Vector) -> list[list[float]]:
-            output: list[list[float]] = super().step(queries, *rounded([key], each[0]), *rounded([value], each[1]))
+            output: list[list[float]] = super().step(queries, *self.scaled([key]), *rounded([value], each[1]))
             return output
 
     return Rounding

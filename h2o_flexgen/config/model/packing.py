@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 
 def _signed(step: float, *sizes: int) -> tuple[float, ...]:
@@ -136,10 +136,25 @@ CacheBits = int | tuple[int, int]
 """Of keys and values in caches, or of keys and of values: 8 or 4; 16 of both for numbers of the computation's dtype."""
 
 
-def cache_packings(bits: CacheBits, dim: int, rotation: bool = True) -> tuple[CachePacking, CachePacking] | None:
+CacheRotation = Literal["scale", "rotate", "none"]
+"""Before keys and values are packed both are rotated, and keys are scaled by channel first (`cache.packing.KeyScales`);
+both are rotated; or neither."""
+CACHE_ROTATIONS: tuple[CacheRotation, ...] = get_args(CacheRotation)
+
+
+def cache_packings(
+    bits: CacheBits, dim: int, rotation: CacheRotation = "scale"
+) -> tuple[CachePacking, CachePacking] | None:
     """How keys and values of `dim` numbers are kept; None: as numbers. ValueError where they cannot be."""
     keys, values = bits if isinstance(bits, tuple) else (bits, bits)
-    return None if keys == values == 16 else (CachePacking(keys, dim, rotation), CachePacking(values, dim, rotation))
+    if keys == values == 16:
+        return None
+    return CachePacking(keys, dim, rotation != "none"), CachePacking(values, dim, rotation != "none")
+
+
+def scales_keys(bits: CacheBits, rotation: CacheRotation) -> bool:
+    """Whether keys are scaled before they are packed, unless they are the values as well."""
+    return bits != 16 and rotation == "scale"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from h2o_flexgen.config.checks import whole
 from h2o_flexgen.config.model.arch import ArchSpec, ExpertSpec, RotarySpec
-from h2o_flexgen.config.model.packing import CacheBits, CachePacking, Packing, cache_packings, groupwise
+from h2o_flexgen.config.model.packing import CacheBits, CachePacking, CacheRotation, Packing, cache_packings, groupwise
 from h2o_flexgen.config.model.tensors import LayerHeads, StateSpec, TensorSpec, WeightGroup, dtype_bytes
 from h2o_flexgen.errors import ModelError, UsageError
 
@@ -78,7 +78,7 @@ class ModelSpec:
     packings: tuple[tuple[str, Packing], ...] = ()
     """The tensors of fewer bits, by canonical name."""
     cache_bits: CacheBits = 16
-    cache_rotation: bool = True
+    cache_rotation: CacheRotation = "scale"
 
     def __post_init__(self) -> None:
         try:
@@ -245,7 +245,7 @@ class ModelSpec:
                 packings.append((tensor.name, groupwise(8 if table else bits, group)))
         return replace(self, packings=tuple(packings))
 
-    def with_cache_bits(self, bits: CacheBits, rotation: bool = True) -> ModelSpec:
+    def with_cache_bits(self, bits: CacheBits, rotation: CacheRotation = "scale") -> ModelSpec:
         """This model with its keys and values in so many bits. UsageError where its heads cannot be packed."""
         made = replace(self, cache_bits=bits, cache_rotation=rotation)
         try:

@@ -171,6 +171,8 @@ class PromptAttention:
             sink_logits=self.sink_logits,
             soft_cap=self.soft_cap,
         )
+        if self.cache.scales is not None:
+            self.cache.scales.settle_packed(prompts, qkv[0], stored_k)
         self.cache.fill_packed(prompts, stored_k, qkv[2], sums)
         return [segment for segment in chunk.segments if not segment.rows or segment.depth]
 
@@ -250,6 +252,8 @@ class PromptAttention:
 
     def _fill(self, rows: list[int], prompts: AttendedPrompts) -> None:
         place, length = self.cache.device, self.lengths[rows[0]]
+        if self.cache.scales is not None:
+            self.cache.scales.settle_prompts(rows, prompts, length, self.raw_queries, place)
         if isinstance(self.cache, ChunkedCache):
             inside = length % self.cache.chunk
             prompts = prompts.first(length).last(inside)

@@ -120,7 +120,7 @@ class BlockRunner:
     def _queries(self, maker: CacheMaker, row: Sequence) -> int:
         """How many of a row's last queries its caches look at, in any layer."""
         if not isinstance(self.eviction, RankedPolicy) or type(self.eviction).queries is RankedPolicy.queries:
-            return 0
+            return maker.least_queries
         return max(maker.queries(layer, [row]) for layer in range(self.decoder.spec.num_layers))
 
     def _drain(self) -> None:

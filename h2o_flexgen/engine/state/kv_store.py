@@ -18,8 +18,10 @@ from h2o_flexgen.cache.eviction import spans
 from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.kv_cache import KVCache, PromptWatch
 from h2o_flexgen.cache.lengths import CacheLengths, chooses
+from h2o_flexgen.cache.packing import LAST
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.config.model.packing import scales_keys
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import TENSOR_ALIGN, StateSpec, page_ceil, round_up, states_bytes
 from h2o_flexgen.engine.requests.sequence import Sequence
@@ -146,11 +148,17 @@ class CacheMaker:
 
     def queries(self, layer: int, rows: SequenceOf[Sequence]) -> int:
         """How many of the last queries of its prompts the cache of `rows` needs at most."""
-        budgets, policy = self.budgets(layer, rows), self.eviction
+        budgets, policy, least = self.budgets(layer, rows), self.eviction, self.least_queries
         if not (isinstance(policy, RankedPolicy) and chooses(budgets)):
-            return 0
+            return least
         prompts = zip((len(row.prompt_ids) for row in rows), budgets, strict=True)
-        return max((spans.queries(policy, length, budget) for length, budget in prompts if budget.scored), default=0)
+        asked = (spans.queries(policy, length, budget) for length, budget in prompts if budget.scored)
+        return max((least, *asked))
+
+    @property
+    def least_queries(self) -> int:
+        """How many of these any cache needs."""
+        return LAST if scales_keys(self.spec.cache_bits, self.spec.cache_rotation) else 0
 
     def wants_column_sums(self, layer: int, rows: SequenceOf[Sequence]) -> bool:
         """Whether the cache of `rows` needs the column sums of its prompts' attention."""
