@@ -218,7 +218,7 @@ def eviction_of(args: argparse.Namespace) -> EvictionConfig:
             )
         defaults["ratio"] = both
     ratio = getattr(args, "hh_ratio", defaults.get("ratio", 1.0))
-    if "name" not in typed and ("budget" in typed or ratio != 1.0):
+    if "name" not in typed and ("budget" in typed or "bytes" in typed or ratio != 1.0):
         defaults["name"] = "h2o"
     return from_namespace(EvictionConfig, args, defaults=defaults)
 

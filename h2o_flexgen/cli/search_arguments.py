@@ -21,7 +21,7 @@ from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, o
 from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.config.workload import Workload, check_positions, first_pass
+from h2o_flexgen.config.workload import Workload, check_positions, counted_in_bytes, first_pass
 from h2o_flexgen.cost.lp import SOLVERS
 from h2o_flexgen.errors import ModelError, UsageError
 from h2o_flexgen.folders import expanded
@@ -106,13 +106,14 @@ def search_parser() -> Parser:
 
 
 def _request(args: argparse.Namespace) -> PlanRequest:
-    engine = from_namespace(EngineConfig, args)
+    eviction = eviction_of(args)
+    engine = replace(from_namespace(EngineConfig, args), eviction=eviction)
     named = None if args.hardware is None else find_profile(args.hardware)
     stored = _spec(engine.model, engine.model_impl).with_cache_bits(engine.cache_bits, engine.cache_rotation)
     spec = engine.kept(stored)
     profile = named or kept_profile(spec, engine.dtype, engine.device)
     tier = _compute_tier(engine, profile)
-    eviction = eviction_of(args)
+    eviction = counted_in_bytes(eviction, spec)
     return PlanRequest(
         spec=spec,
         workload=_workload(from_namespace(Workload, args, defaults=_LENGTHS), spec, eviction),

@@ -188,6 +188,8 @@ class EngineConfig:
             raise UsageError(f"weight_bits is {self.weight_bits!r}", f"needed one of {', '.join(map(str, BITS))}")
         if isinstance(self.cache_bits, list):  # as JSON has pairs
             object.__setattr__(self, "cache_bits", tuple(self.cache_bits))
+        if isinstance(self.eviction, EvictionConfig) and self.eviction.bytes is not None and self.cache_bits == 16:
+            object.__setattr__(self, "cache_bits", 4)  # 16 bits by bytes are the same as by tokens
         if self.cache_bits not in (*BITS, *product(BITS[1:], repeat=2)):
             raise UsageError(f"cache_bits is {self.cache_bits!r}", "needed 16, 8, 4, or two of 8 and 4: keys, values")
         group = whole(self.weight_group, "weight_group", 32)

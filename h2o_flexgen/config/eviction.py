@@ -192,6 +192,13 @@ class EvictionConfig:
     budget: int | None = option(
         None, "--kv-budget", help="KV budget in tokens, instead of --hh-ratio", metavar="N", unset="by ratio"
     )
+    bytes: float | None = option(
+        None,
+        "--kv-bytes",
+        help="KV budget as a share of the bytes of a full 16-bit cache, in tokens of --cache-bits, which is 4 then",
+        metavar="R",
+        unset="by ratio",
+    )
     recent: int | None = option(None, "--recent", help="most recent tokens kept", metavar="N", unset="half the budget")
     sinks: int | None = option(None, "--sinks", help="first tokens kept", metavar="N", unset="4 for streaming, else 0")
     recent_ratio: float | None = option(
@@ -225,6 +232,8 @@ class EvictionConfig:
     )
     seed: int = 0
     """Of the random policy."""
+    token_bytes: tuple[int, int] = (1, 1)
+    """Of a token in all caches, and in 16 bits: what a share of bytes is turned into tokens by."""
 
     def __post_init__(self) -> None:
         if self.name == AUTO:
@@ -233,6 +242,9 @@ class EvictionConfig:
                 object.__setattr__(self, "budget_split", CHOSEN[1])
         split = split_of(self.name)
         object.__setattr__(self, "ratio", share(self.ratio, "--hh-ratio"))
+        if self.bytes is not None:
+            object.__setattr__(self, "bytes", share(self.bytes, "--kv-bytes"))
+        object.__setattr__(self, "token_bytes", tuple(self.token_bytes))  # as JSON has pairs
         if self.recent_ratio is not None:
             object.__setattr__(self, "recent_ratio", share(self.recent_ratio, "--recent-ratio"))
         for name, label, minimum in (("budget", "--kv-budget", 1), ("recent", "--recent", 0), ("sinks", "--sinks", 0)):
@@ -263,13 +275,13 @@ class EvictionConfig:
         object.__setattr__(self, "seed", whole(self.seed, "seed", 0))
         if self.recent is not None and self.recent_ratio is not None:
             raise UsageError("--recent and --recent-ratio are both given", "needed one of them")
-        if self.budget is not None and self.ratio < 1:
-            raise UsageError(
-                f"--kv-budget {self.budget} and --hh-ratio {self.ratio!r} are both given", "needed one of them"
-            )
-        if self.name == "full" and (self.budget is not None or self.ratio < 1):
-            asked = f"--kv-budget {self.budget}" if self.budget is not None else f"--hh-ratio {self.ratio!r}"
-            raise UsageError(f"{asked} is given with the full cache", "name an eviction policy", "--eviction h2o")
+        asked = [f"--kv-budget {self.budget}"] * (self.budget is not None)
+        asked += [f"--kv-bytes {self.bytes!r}"] * (self.bytes is not None)
+        asked += [f"--hh-ratio {self.ratio!r}"] * (self.ratio < 1)
+        if len(asked) > 1:
+            raise UsageError(f"{' and '.join(asked)} are both given", "needed one of them")
+        if self.name == "full" and asked:
+            raise UsageError(f"{asked[0]} is given with the full cache", "name an eviction policy", "--eviction h2o")
         for name, label in (("recent", "--recent"), ("recent_ratio", "--recent-ratio"), ("sinks", "--sinks")):
             if getattr(self, name) and not (split.takes_sinks if name == "sinks" else split.takes_recent):
                 raise UsageError(
@@ -306,6 +318,14 @@ class EvictionConfig:
         """
         length = whole(prompt_len, "the prompt length", 1) + whole(gen_len, "the generation length", 0)
         asked = self.budget if self.budget is not None else exact_ceiling(self.ratio, length)
+        if self.bytes is not None:
+            kept, plain = self.token_bytes
+            asked = math.floor(Decimal(repr(self.bytes)) * length * plain / kept)
+            if not asked:
+                raise UsageError(
+                    f"--kv-bytes {self.bytes!r} of a sequence of {length} tokens is less than one",
+                    f"needed at least {kept / plain / length:.4f}",
+                )
         if asked >= length:
             return self._whole(prompt_len, gen_len)
         self._require_room(asked, f"{asked} of {length} tokens", self._sinks_of(prompt_len))

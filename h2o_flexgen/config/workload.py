@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from h2o_flexgen.config.checks import whole
 from h2o_flexgen.config.eviction import THEN_H2O, EvictionConfig
@@ -28,6 +28,15 @@ class Workload:
     def total_len(self) -> int:
         """Tokens of one sequence, prompt and generated."""
         return self.prompt_len + self.gen_len
+
+
+def counted_in_bytes(eviction: EvictionConfig, spec: ModelSpec) -> EvictionConfig:
+    """`eviction` for the caches of `spec`, where its budget is a share of bytes."""
+    if eviction.bytes is None:
+        return eviction
+    layers, plain = [layer for layer in range(spec.num_layers) if spec.attends(layer)], spec.with_cache_bits(16)
+    kept, whole = (sum(each.kv_bytes_per_token_and_layer("bfloat16", i) for i in layers) for each in (spec, plain))
+    return replace(eviction, token_bytes=(kept, whole)) if layers else eviction
 
 
 def check_positions(spec: ModelSpec, eviction: EvictionConfig) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +21,7 @@ from h2o_flexgen.config.engine import PREFIX_DISK, PREFIX_MEM, EngineConfig
 from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.config.workload import Workload, check_positions
+from h2o_flexgen.config.workload import Workload, check_positions, counted_in_bytes
 from h2o_flexgen.engine.batching.scheduler import WaitingQueue, in_order, note_returns
 from h2o_flexgen.engine.execution.block import BlockRunner
 from h2o_flexgen.engine.limits import devices
@@ -114,6 +115,7 @@ class Engine:
         self.device = devices.resolve_device(self.config)
         self._devices = devices.resolve_devices(self.config, self.device)
         self.model: Model = open_model(self.config, self.device, Engine)
+        self.config = replace(self.config, eviction=counted_in_bytes(self.config.eviction, self.model.spec))
         if isinstance(self.model.spec, ModuleSpec):
             try:
                 self.config = for_modules(self.config, self.model.spec, self._compute_tier())

@@ -226,7 +226,7 @@ def spec_warnings(spec: ModelSpec, eviction: EvictionConfig) -> list[str]:
             "time in each product"
         )
     attending = any(spec.attends(layer) for layer in range(spec.num_layers))
-    if not attending and (eviction.ratio < 1 or eviction.budget is not None):
+    if not attending and (eviction.ratio < 1 or eviction.budget is not None or eviction.bytes is not None):
         found.append(
             f"{spec.name} has no layer that attends: --eviction {eviction.name} has nothing to evict, and its states "
             "are as large with every budget"

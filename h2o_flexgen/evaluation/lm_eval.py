@@ -26,6 +26,7 @@ from h2o_flexgen.planning.llm import LLM
 EVICTION = {
     "eviction": "name",
     "hh_ratio": "ratio",
+    "kv_bytes": "bytes",
     "kv_budget": "budget",
     **{name: name for name in ("recent", "sinks", "recent_ratio", "keep_prompt", "budget_split")},
 }

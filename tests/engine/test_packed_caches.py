@@ -115,3 +115,38 @@ def test_bits_that_there_are_not(checkpoint) -> None:
     for bits in (2, (8, 16), (4, 8, 4), "8,4"):
         with pytest.raises(UsageError, match=re.escape(f"cache_bits is {bits!r}")):
             Engine(checkpoint("opt")[1], cache_bits=bits)
+
+
+def test_a_share_of_bytes_is_filled_with_packed_tokens(checkpoint) -> None:
+    prompts, found = prompts_of([30, 41]), {}
+    for name, asked in (
+        ("bytes", {"bytes": 0.3}),
+        ("bytes, 8 and 4", {"bytes": 0.3}),
+        ("whole", {"bytes": 0.9}),
+    ):
+        bits: CacheBits = (8, 4) if "and" in name else 16
+        with Engine(checkpoint("llama-gqa")[1], cache_bits=bits, eviction=EvictionConfig("h2o", **asked)) as llm:
+            found[name] = [output.token_ids for output in llm.generate(prompts, **SETTINGS)], llm.last_record
+            assert llm.config.cache_bits == (4 if bits == 16 else bits)
+            spec = llm.model.spec
+    lengths, plain = [30 + NEW, 41 + NEW], 2 * spec.head_dim * 2
+    for name, token in (("bytes", spec.head_dim + 8), ("bytes, 8 and 4", spec.head_dim * 12 // 8 + 8)):
+        totals = [int(0.3 * length * plain / token) for length in lengths]
+        assert found[name][1].eviction["budget"] == totals
+        assert found[name][1].quantization["cache"]["bits"] == (4 if name == "bytes" else [8, 4])
+    assert totals != lengths
+    assert found["whole"][1].eviction["budget"] == lengths
+    eviction = EvictionConfig("h2o", budget=found["bytes"][1].eviction["budget"][0])
+    with Engine(checkpoint("llama-gqa")[1], cache_bits=4, eviction=eviction) as llm:
+        assert llm.generate(prompts[:1], **SETTINGS)[0].token_ids == found["bytes"][0][0]
+
+
+def test_shares_of_bytes_that_there_are_not() -> None:
+    with pytest.raises(UsageError, match=r"--kv-bytes is 1\.5"):
+        EvictionConfig("h2o", bytes=1.5)
+    with pytest.raises(UsageError, match=re.escape("--kv-bytes 0.2 and --hh-ratio 0.5 are both given")):
+        EvictionConfig("h2o", 0.5, bytes=0.2)
+    with pytest.raises(UsageError, match=re.escape("--kv-bytes 0.2 is given with the full cache")):
+        EvictionConfig(bytes=0.2)
+    with pytest.raises(UsageError, match=re.escape("--kv-bytes 0.01 of a sequence of 40 tokens is less than one")):
+        EvictionConfig("h2o", bytes=0.01).resolve(30, 10)
