@@ -1,4 +1,4 @@
-"""Thoughts that an answer folds up: LightThinker's mechanism (Zhang et al. 2025, arXiv 2502.15589)."""
+"""Thoughts of an answer: where one begins and ends and how long it may get, and thoughts that an answer folds up."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class Fold:
     The answer goes on with the tokens `keep` and then with those of `then`, which are given instead of sampled. Once
     the last one of `keep` has attended to the thought, all that was generated since the prompt, or since the last fold,
     leaves the KV cache, the trigger included. Positions go on counting. A model must have been trained for it.
+    LightThinker's mechanism (Zhang et al. 2025, arXiv 2502.15589).
     """
 
     trigger: int
@@ -41,3 +42,29 @@ class Fold:
         if not isinstance(asked, Mapping):
             raise UsageError(f"fold is {asked!r}", 'needed {"trigger": token id, "keep": [token ids], "then": [...]}')
         return cls(**known_keys(asked, cls))
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """The thought that an answer may begin with: from the tokens `begin` to the tokens `end`.
+
+    inside   the prompt has begun it
+    opens    `begin` is given instead of sampled, where the prompt has not begun it
+    most     tokens of it, between `begin` and `end`, after which `end` and `then` are given; None: as many as come
+    joins    `then` is given behind an `end` that was sampled, too
+    A form (`response_format`) is that of what follows; within a thought an eos then counts as its end.
+    """
+
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    inside: bool = False
+    opens: bool = False
+    most: int | None = None
+    then: tuple[int, ...] = ()
+    joins: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.begin or not self.end:
+            raise UsageError("thinking has no begin or no end", "needed one token id or more for each")
+        if self.most is not None:
+            whole(self.most, "most of thinking", 0)

@@ -9,7 +9,7 @@ from typing import Any
 
 from h2o_flexgen.config.checks import whole
 from h2o_flexgen.config.flags import option
-from h2o_flexgen.config.fold import Fold
+from h2o_flexgen.config.fold import Fold, Thinking
 from h2o_flexgen.config.response_format import ResponseFormat
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
@@ -31,6 +31,7 @@ class SamplingParams:
     already, once, and as often as it is there. `response_format`: OpenAI's, a dict of the type json_schema, json_object
     or text: the text is such JSON, and an eos ends it only where it is complete; needs the extra `schemas`.
     `fold`: what a token that is generated makes of the thought before it, a `Fold` or its dict; with the full cache.
+    `thinking`: the thought that an answer may begin with, how long it may get, and that a form is for what follows.
     """
 
     max_new_tokens: int = option(
@@ -82,6 +83,7 @@ class SamplingParams:
     renormalize_logits: bool = False
     response_format: ResponseFormat | None = None
     fold: Fold | None = None
+    thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
         for name, value in _frozen(self).items():
@@ -175,6 +177,8 @@ class SamplingParams:
 
     def _check_form(self) -> None:
         against = ("ignore_eos", "forced_bos_token_id", "forced_eos_token_id", "fold")
+        if self.thinking is not None and self.fold is not None:
+            raise UsageError("thinking is given beside a fold", "needed one of the two")
         for name in against if self.response_format is not None else ():
             if getattr(self, name) != _DEFAULTS[name]:
                 raise UsageError(f"{name}={getattr(self, name)} and a response_format", "needed one of the two")
@@ -185,6 +189,8 @@ class SamplingParams:
         named += [("sequence_bias", word) for word, _ in self.sequence_bias]
         if self.fold is not None:
             named.append(("fold", (self.fold.trigger, *self.fold.keep, *self.fold.then)))
+        if self.thinking is not None:
+            named.append(("thinking", (*self.thinking.begin, *self.thinking.end, *self.thinking.then)))
         for name in ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"):
             value = getattr(self, name)
             if value not in (None, ()):

@@ -21,9 +21,9 @@ from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.engine.requests.tokenizer import TextCodec, added_text
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.jobs.idle import asks_nothing, known
+from h2o_flexgen.jobs.reasoning import SPEECH_FIELDS, Speaker
 from h2o_flexgen.jobs.requests import BatchRequest, Refused, finite, seed_of, talk_of, with_spans
 from h2o_flexgen.jobs.source import BadLine, Record, load_json
-from h2o_flexgen.jobs.tools import CallStyle, Tools, answer_of, speaks_of_tools, style_of, with_texts
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_TOKENS = {COMPLETIONS: 16, CHAT: 512}
@@ -53,11 +53,10 @@ _SAMPLING = frozenset(
         "fold",
     ]
 )
-TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 _COMMON = _SAMPLING | {"model", "stream", "spans"}
 _FIELDS = {
     COMPLETIONS: _COMMON | {"prompt", "echo", "best_of", "suffix"},
-    CHAT: _COMMON | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs", *TOOL_FIELDS},
+    CHAT: _COMMON | {"messages", "max_completion_tokens", "top_logprobs", *SPEECH_FIELDS},
 }
 _BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
@@ -128,7 +127,7 @@ class OpenAIFormat:
             {
                 **self.head(record, asked.body["url"], asked.body["model"]),
                 "choices": choices,
-                "usage": _usage(asked, outputs),
+                "usage": _usage(asked, outputs) | self._thought(asked, outputs),
                 "system_fingerprint": f"h2o_flexgen-{self.job[:12]}",
                 **({"weights": "dummy"} if self.dummy else {}),
             },
@@ -200,22 +199,17 @@ class OpenAIFormat:
         return asked
 
     def _chat(self, record: Record, fields: _Body) -> BatchRequest:
-        messages, arguments = _messages(fields.get("messages")), fields.get("chat_template_kwargs")
-        tools = Tools.read(*(fields.get(name) for name in TOOL_FIELDS))
-        if tools is not None or speaks_of_tools(messages):
-            messages = with_texts(messages, self._calls)
-        if tools is not None:
-            arguments = tools.among(arguments)
-        talk = talk_of(self.codec, self.model, messages, fields.get("spans", ()), arguments)
+        speech = self._speaker.asked(fields.body, _messages(fields.get("messages")))
+        talk = talk_of(self.codec, self.model, speech.messages, fields.get("spans", ()), speech.arguments)
         logprobs = fields.whole("top_logprobs", 0, 0, 20) if fields.switch("logprobs") else None
         if logprobs is None and not asks_nothing("top_logprobs", fields.get("top_logprobs")):
             raise Refused("top_logprobs is given without logprobs", param="top_logprobs")
         name = "max_tokens" if fields.get("max_completion_tokens") is None else "max_completion_tokens"
-        form = None if tools is None else tools.form(self._calls)
-        params = self._params(record, fields, logprobs, fields.whole(name, self._most(CHAT), 1), form)
+        params = self._params(record, fields, logprobs, fields.whole(name, self._most(CHAT), 1), speech.form)
+        params = self._speaker.thinking(speech, self._ids_of(talk.content), params)
         if isinstance(params.eos_token_id, tuple) and set(self.eos) <= set(params.eos_token_id):  # of stop_token_ids
             params = replace(params, eos_token_id=tuple(dict.fromkeys((*params.eos_token_id, *talk.ends))))
-        body = {"n": fields.whole("n", 1, 1, MOST_SAMPLES), "logprobs": logprobs, "tools": form and tools}
+        body = {"n": fields.whole("n", 1, 1, MOST_SAMPLES), "logprobs": logprobs, "speech": speech}
         return BatchRequest([talk], params, fits=self._free(fields, name), body=body)
 
     def _most(self, url: str) -> int:
@@ -292,9 +286,7 @@ class OpenAIFormat:
     def _chat_choice(self, asked: BatchRequest, output: RequestOutput | None, name: str) -> dict[str, Any]:
         """`name`: what ids of calls are made from."""
         assert output is not None, "a generated choice has an output"
-        message: dict[str, Any] = {"role": "assistant", "content": output.text or ""}
-        if asked.body["tools"] is not None and self.codec is not None:
-            message |= answer_of(self.codec, self._calls, asked.body["tools"], output, name)
+        message = self._speaker.message(asked.body["speech"], output, asked.params, name)
         content = None
         if asked.body["logprobs"] is not None:
             texts = self._texts(output.prompt_ids, output.token_ids)
@@ -307,10 +299,14 @@ class OpenAIFormat:
         return {"message": message, "logprobs": logprobs, "finish_reason": reason}
 
     @cached_property
-    def _calls(self) -> CallStyle:
-        if self.codec is None or not getattr(self.codec.transformed, "chat_template", None):
-            raise Refused(f"{self.model} has no chat template, which tools need", "unsupported_field", param="tools")
-        return style_of(self.codec, self.model, self.eos)
+    def _speaker(self) -> Speaker:
+        return Speaker(self.codec, self.model, self.eos)
+
+    def _thought(self, asked: BatchRequest, outputs: Sequence[Sequence[RequestOutput]]) -> dict[str, Any]:
+        """Tokens of reasoning, for the usage of a chat whose answers have some."""
+        every = [output for each in outputs for output in each] if asked.body["url"] == CHAT else []
+        tokens = sum(map(self._speaker.reasoning_tokens, every))
+        return {"completion_tokens_details": {"reasoning_tokens": tokens}} if tokens else {}
 
     def _logprobs(self, before: list[int], ids: list[int], known: list[Any], asked: BatchRequest) -> dict[str, Any]:
         """As the service has them for completions; None where there is no probability, as for a first token."""
@@ -373,10 +369,10 @@ class _Body:
     """The fields of a body, checked as they are read; null is as if a field were not there."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
-        self._body = body
+        self.body = body
 
     def get(self, name: str, usual: Any = None) -> Any:
-        value = self._body.get(name)
+        value = self.body.get(name)
         return usual if value is None else value
 
     def text(self, name: str) -> str:

@@ -13,11 +13,11 @@ from typing import Any
 
 from h2o_flexgen.config.checks import shown
 from h2o_flexgen.config.response_format import ResponseFormat
-from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.jobs.requests import Refused
 
+TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 _MOST_TOOLS = 128
 _MOST_SPACES = 20
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -262,21 +262,13 @@ def speaks_of_tools(messages: Sequence[Mapping[str, Any]]) -> bool:
     return any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
 
 
-def answer_of(codec: TextCodec, style: CallStyle, tools: Tools, output: RequestOutput, name: str) -> dict[str, Any]:
-    """`content` and, where an answer makes calls, `tool_calls` of its message. `name`: what their ids are made from."""
-    text = output.text or ""
-    if style.special:
-        text = str(codec.transformed.decode(output.token_ids, skip_special_tokens=False))
+def calls_of(style: CallStyle, tools: Tools, text: str, name: str) -> tuple[str, list[dict[str, Any]]]:
+    """What an answer says beside its calls, and these as a message has them. `name`: what their ids are made from."""
     said, calls = calls_in(text, style, tools.schemas)
-    if not calls:
-        return {"content": output.text or ""}
-    if style.special:
-        said = codec.decode(codec.encode_bare(said)).strip()
-    made = [
+    return said, [
         {"id": _id(style, name, number), "type": "function", "function": {"name": called, "arguments": arguments}}
         for number, (called, arguments) in enumerate(calls)
     ]
-    return {"content": said or None, "tool_calls": made}
 
 
 def calls_in(text: str, style: CallStyle, names: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:

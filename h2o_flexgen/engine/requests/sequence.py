@@ -80,13 +80,14 @@ class Sequence:
     fed: list[int] = field(default_factory=list)
     """The end of a prompt that is longer than the context: with rolling positions it goes through decode steps."""
     given: list[int] = field(default_factory=list)
-    """Tokens that follow instead of sampled ones, where a thought is folded (`SamplingParams.fold`)."""
+    """Tokens that follow instead of sampled ones, where a thought is folded (`fold`) or begins or ends (`thinking`)."""
     dropped: list[Dropped] = field(default_factory=list)
     """Thoughts that have been folded, in order."""
     turn: int = 0
     """The tokens, of prompt and answer, with which all keys are computed anew; 0: they never are."""
     again: int = 0
     """How many tokens of the answer `prompt_ids` has too, as its last: keys are being computed anew."""
+    _thinks: bool = False
     _thought: int = 0
     _folding: Dropped | None = None
     returns: int = 0
@@ -109,6 +110,9 @@ class Sequence:
     """Whether `chooser` has been made; None then means that the largest logit is the answer."""
     _taken: int = 0
     _generator: torch.Generator | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self._begin_thought()
 
     @property
     def max_new_tokens(self) -> int:
@@ -169,12 +173,14 @@ class Sequence:
     def takes_likeliest(self) -> bool:
         """Whether its further tokens are the likeliest ones, and nothing else is asked of logits."""
         chooses = self.forced is not None or self.params.logprobs is not None or self._taken < len(self.fed)
-        own = self.grammar is not None or self.params.fold is not None
+        own = self.grammar is not None or self.params.fold is not None or self.params.thinking is not None
         return self.prepared and self.chooser is None and not own and not chooses
 
     def append(self, token: int, *, sampled: bool) -> None:
         """The next token of the answer, which may be the end of a thought."""
         self.token_ids.append(token)
+        if self._thinks:
+            self._think()
         fold, count, prompt = self.params.fold, len(self.token_ids), len(self.prompt_ids)
         if self._folding is not None and count > self._folding.step:
             self.dropped.append(self._folding)
@@ -184,6 +190,39 @@ class Sequence:
             self._folding = Dropped(prompt + self._thought, prompt + count, count + len(fold.keep))
             self.given = [*fold.keep, *fold.then]
             self._thought = count + len(self.given)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether its next token belongs to the thought that it began with, or to what follows that as given."""
+        return self._thinks or (self.params.thinking is not None and bool(self.given))
+
+    def close_thought(self) -> None:
+        """The thought ends here: what ends it is given."""
+        assert self.params.thinking is not None, "only a row that thinks"
+        self.given = [*self.params.thinking.end, *self.params.thinking.then]
+
+    def _begin_thought(self) -> None:
+        thinking = self.params.thinking
+        self._thinks = thinking is not None
+        if thinking is None or self.token_ids:
+            return
+        self.given = [] if thinking.inside or not thinking.opens else [*thinking.begin]
+        if thinking.most == 0 and (thinking.inside or thinking.opens):
+            self.given += [*thinking.end, *thinking.then]
+
+    def _think(self) -> None:
+        """A token has come in the thought, or where one may begin."""
+        thinking, count = self.params.thinking, len(self.token_ids)
+        assert thinking is not None, "only a row that thinks"
+        first = 0 if thinking.inside else len(thinking.begin)
+        if count <= first:
+            self._thinks = tuple(self.token_ids) == thinking.begin[:count]
+        elif count - first >= len(thinking.end) and tuple(self.token_ids[-len(thinking.end) :]) == thinking.end:
+            self._thinks = False
+            if thinking.joins and not self.given:
+                self.given = [*thinking.then]
+        if self._thinks and count >= first and not self.given and thinking.most == count - first:
+            self.close_thought()
 
     def missing(self, step: int) -> int:
         """Tokens that have been dropped before a decode step: 1, 2, ..."""
@@ -227,6 +266,7 @@ class Sequence:
                 kept.clear()
         self.finish_reason = self.stop_string = self.error = self.chooser = self.guide = self._generator = None
         self.prepared, self._taken = False, 0
+        self._begin_thought()
 
 
 Kept = dict[str, dict[str, float]]

@@ -105,7 +105,9 @@ class Group:
         found = torch.cat(tokens) if len(tokens) > 1 else tokens[0]
         if penalised:
             self._ids = torch.cat([self._ids, found.clamp(min=0).unsqueeze(1)], dim=1)
-            self._known = [(row, new + 1) for row, new in self._known]
+            # Rows that get tokens given do not get those found here.
+            asked = any(row.given or row.thinks for row in rows)
+            self._known = [] if asked else [(row, new + 1) for row, new in self._known]
         return found
 
     def _choose(self, rows: SequenceOf[Sequence], logits: Tensor, part: slice) -> Tensor:
@@ -165,7 +167,7 @@ class Chooser:
         self._ids = torch.zeros(1, self._given + row.max_new_tokens, dtype=torch.int64, device=device)
         self._ids[0, : known.numel()] = known.to(device)
         self._steps = _corrected(row, context, library, device)
-        if row.guide is not None:
+        if row.grammar is not None:
             self._steps.append(LogitsStep("", lambda ids, scores: guided([row], scores)))
         self._steps += _shaping(row.params, library, device)
 

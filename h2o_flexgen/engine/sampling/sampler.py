@@ -83,10 +83,10 @@ class Sampler:
         """The chooser of `row` at this step, None where the largest logit is the answer, or none is asked for."""
         if not row.prepared:
             row.prepared = True
-            if row.grammar is not None:
-                row.guide = Guide(row, logits.shape[1])
             if row.forced is None:
                 row.chooser = Usual.of(row) or Chooser(row, self._library, logits.device)
+        if row.grammar is not None and row.guide is None and not row.thinks:
+            row.guide = Guide(row, logits.shape[1])
         if isinstance(row.chooser, Usual):
             row.chooser = row.chooser.after(len(row.token_ids))
         return row.chooser
@@ -115,6 +115,9 @@ class Sampler:
                 row.greedy.append(row.forced[len(row.token_ids)] == token)
                 token = row.forced[len(row.token_ids)]
             elif row.given:
+                token = row.given.pop(0)
+            elif row.grammar is not None and token in row.eos and row.thinks:
+                row.close_thought()
                 token = row.given.pop(0)
             if token < 0:
                 row.finish_reason, row.error = "error", "its settings forbid every token"
