@@ -27,6 +27,8 @@ class ModuleTensor(NamedTuple):
     also        other names of the parameter, in the same unit
     expert      the number of the expert that it is a part of, which `parameter` has for all: its rows from `start` on,
                 of as many as `rows`
+    piece       what the modules would call it if it were a tensor of its own, which it is in checkpoints: here it is
+                rows of `parameter`
     """
 
     name: str
@@ -39,6 +41,7 @@ class ModuleTensor(NamedTuple):
     start: int = 0
     rows: int = 0
     also: tuple[str, ...] = ()
+    piece: str = ""
 
 
 class LayerSpec(NamedTuple):

@@ -13,7 +13,7 @@ from greenlet import GreenletExit, getcurrent
 from torch import Tensor, nn
 from transformers.core_model_loading import build_glob_alternation
 
-from h2o_flexgen.config.model.modules import ModuleSpec
+from h2o_flexgen.config.model.modules import ModuleSpec, ModuleTensor
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.kernels.experts import Gate
 from h2o_flexgen.kernels.packed import PackedWeight
@@ -21,13 +21,14 @@ from h2o_flexgen.models.decoder import Decoder, local_name
 from h2o_flexgen.models.hf.attention import Call, MixerCall, ModelRun, take_mixers
 from h2o_flexgen.models.hf.build import Absent, Packed, build, take_products
 from h2o_flexgen.models.hf.experts import Routing, feed_forward
-from h2o_flexgen.models.hf.fused import Joint, take_gates, take_norms
+from h2o_flexgen.models.hf.fused import Joint, as_one, take_gates, take_norms
 from h2o_flexgen.models.hf.mixers import take_gated_norms, take_recurrences
 from h2o_flexgen.models.hf.record import arguments, heads_of
 from h2o_flexgen.models.hf.rows import cache_of, row_arguments
 
-Places = list[tuple[dict[str, Any], str, str, bool]]
-"""Of a unit's tensors: the dictionary of a module and the key in it, the bound name, whether a copy is put there."""
+Places = list[tuple[dict[str, Any], str, tuple[str, ...], bool]]
+"""Of a unit's tensors: the dictionary of a module and the key in it, the bound name, or those of the pieces that it is
+made of, whether a copy is put there."""
 
 
 _JOINED = "joined"
@@ -172,10 +173,10 @@ class ModuleDecoder(Decoder):
             for each in groups[unit.weights]:  # not those of experts, which are computed elsewhere
                 if each.name.startswith(f"{unit.name}."):
                     for parameter in (each.parameter, *each.also):
-                        self._place(modules, unit.index, each.name, parameter, each.resident)
+                        self._place(modules, unit.index, each, parameter)
         if spec.arch.tied_head:
             head = next(path for path, each in modules.items() if each is model.get_output_embeddings())
-            self._place(modules, len(spec.units) - 1, "embed.tokens", f"{head}.weight", False)
+            self._place(modules, len(spec.units) - 1, spec.tensors["embed.tokens"], f"{head}.weight")
         for path, module in modules.items():
             for key, each in module._parameters.items():
                 if torch.is_tensor(each):  # of what was not called
@@ -207,15 +208,20 @@ class ModuleDecoder(Decoder):
         if dtype is torch.bfloat16:
             take_norms(model)
 
-    def _place(self, modules: Mapping[str, nn.Module], unit: int, name: str, parameter: str, copied: bool) -> None:
+    def _place(self, modules: Mapping[str, nn.Module], unit: int, tensor: ModuleTensor, parameter: str) -> None:
         path, _, key = parameter.rpartition(".")
         module = modules[path]
         where: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
         where[key] = Absent(parameter)
         if self._exact is not None and self._exact.search(parameter):
-            self.exact.setdefault(name, []).append((where, key))
+            if tensor.piece:
+                raise ModelError(f"{parameter} is of several tensors, and kept in float32", "needed one of its own")
+            self.exact.setdefault(tensor.name, []).append((where, key))
             return
-        self._places[unit].append((where, key, local_name(name), copied))
+        names: tuple[str, ...] = (local_name(tensor.name),)
+        if tensor.start and tensor.piece:  # those before it have come
+            names = (*self._places[unit].pop()[2], *names)
+        self._places[unit].append((where, key, names, tensor.resident))
 
     def keep(self, name: str, tensor: Tensor) -> None:
         """One of the tensors in `exact`, float32, for good."""
@@ -233,8 +239,8 @@ class ModuleDecoder(Decoder):
     def bound(self, unit: int, weights: Mapping[str, Any]) -> Iterator[None]:
         """Within, the modules of a unit have their weights."""
         places = self._places[unit]
-        for where, key, name, copied in places:
-            weight = weights[name]
+        for where, key, names, copied in places:
+            weight = weights[names[0]] if len(names) == 1 else _whole(weights, names)
             where[key] = Packed(weight) if isinstance(weight, PackedWeight) else weight.clone() if copied else weight
         joints = self._joints[unit]
         if joints and _JOINED not in weights:  # once for each time that the weights come
@@ -246,9 +252,9 @@ class ModuleDecoder(Decoder):
         finally:
             for joint in joints:
                 joint.joined = None
-            for where, key, name, copied in places:
+            for where, key, names, copied in places:
                 if not copied:
-                    where[key] = Absent(name)
+                    where[key] = Absent(names[0])
 
     def start(self, ids: Tensor, positions: Tensor, last: Tensor) -> Forward:
         """A forward of packed tokens (T,) at `positions` (T,), of which `last` (n,) want logits: at its first unit."""
@@ -257,6 +263,17 @@ class ModuleDecoder(Decoder):
     def start_alone(self, ids: Tensor, cache: Any, seen: int) -> RowForward:
         """As `start`, of one sequence: see `RowForward`."""
         return RowForward(self._model, self._modules_of, ids, cache, seen)
+
+
+def _whole(weights: Mapping[str, Any], names: tuple[str, ...]) -> Tensor:
+    """Pieces of one tensor as that: without a copy where they adjoin, once for each time that the weights come."""
+    key = f"{names[0]} and others"
+    if key not in weights:
+        parts = [weights[name] for name in names]
+        joined = as_one(parts)
+        cast(dict[str, Any], weights)[key] = torch.cat(parts) if joined is None else joined
+    found: Tensor = weights[key]
+    return found
 
 
 def _stop(unit: int) -> Callable[..., None]:

@@ -88,7 +88,7 @@ class Joint:
     def look(self) -> Joined | None:
         """What `joined` is for the tensors that the modules have now."""
         weights, biases = ([each._parameters[key] for each in self.modules] for key in ("weight", "bias"))
-        weight, bias = _one(weights), _one(biases)
+        weight, bias = as_one(weights), as_one(biases)
         if weight is None or (bias is None and any(each is not None for each in biases)):
             return None
         return weight, bias
@@ -120,7 +120,7 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
     return (first, second) if isinstance(module, nn.Linear) else (second, first)
 
 
-def _one(parts: Sequence[Any]) -> Tensor | None:
+def as_one(parts: Sequence[Any]) -> Tensor | None:
     """Tensors, one behind another in memory, as one; None where they are not."""
     if not all(isinstance(each, Tensor) for each in parts) or not adjacent(list(parts)):
         return None

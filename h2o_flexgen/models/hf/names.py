@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import TypeGuard
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -43,10 +44,16 @@ def checkpoint_names(spec: ModuleSpec) -> Names:
         if each.expert is not None:
             found[each.name] = _of_expert(spec, each, model, renamings, converters)
             continue
-        called = (each.parameter, *each.also)
+        called = (each.piece,) if each.piece else (each.parameter, *each.also)
         both = [name for one in called for name in (*_saved(one, renamings), one)]
-        if not each.transposed and (whole := _whole(spec, each, converters)) is not None:
-            (source, span, rows) = whole
+        if each.piece:
+            whole, span = (*_saved(each.parameter, renamings), each.parameter), (each.start, each.start + each.shape[0])
+            all_of = (Stored(name, (span,), each.rows) for one in whole for name in (one, one.removeprefix(prefix)))
+            own = (name for one in both for name in (one, one.removeprefix(prefix)))
+            found[each.name] = tuple(dict.fromkeys([*own, *all_of]))
+            continue
+        if not each.transposed and (rows_of := _whole(spec, each, converters)) is not None:
+            (source, span, rows) = rows_of
             parts = [source, source.removeprefix(prefix), *_saved(source, renamings)]
             found[each.name] = (*both, *(Stored(name, (span,), rows) for name in dict.fromkeys(parts)))
             continue
@@ -57,6 +64,43 @@ def checkpoint_names(spec: ModuleSpec) -> Names:
         stored = [Stored(name, ((0, columns),), columns, shape, True) if each.transposed else name for name in names]
         found[each.name] = tuple(stored)
     return found
+
+
+def pieces(model: PreTrainedModel) -> dict[str, tuple[tuple[str, int], ...]]:
+    """The parameters of which checkpoints keep each of several pieces as a tensor of its own: what the modules would
+    call these, and their rows, one behind another."""
+    found = dict[str, tuple[tuple[str, int], ...]]()
+    converters = [each for each in get_model_conversion_mapping(model, add_legacy=False) or () if _joins(each)]
+    for name, tensor in model.named_parameters() if converters else ():
+        for converter in converters:
+            sources, target = converter._original_source_patterns, f".{converter._original_target_patterns[0]}"
+            if name.endswith(target):
+                parts = [f"{name.removesuffix(target)}.{source}" for source in sources]
+                rows = _rows_of(model, parts, name, len(tensor))
+                if rows is not None:
+                    found[name] = tuple(zip(parts, rows, strict=True))
+    return found
+
+
+def _rows_of(model: PreTrainedModel, parts: list[str], name: str, rows: int) -> list[int] | None:
+    """The rows of pieces that make up the `rows` of a parameter: those of the products that they follow ("q_conv1d" and
+    "q_proj"), or all the same; None where neither can be."""
+    inner, modules = name.split(".")[-2], dict(model.named_modules())
+    followed = [f"{part.rpartition('.')[0].removesuffix(inner)}proj" for part in parts]
+    sizes = [getattr(modules.get(path), "out_features", 0) for path in followed]
+    if sum(sizes) == rows and all(sizes):
+        return sizes
+    return None if rows % len(parts) else [rows // len(parts)] * len(parts)
+
+
+def _joins(converter: object) -> TypeGuard[WeightConverter]:
+    """Whether it makes rows of one tensor of several, which plain words name."""
+    if not isinstance(converter, WeightConverter):
+        return False
+    sources, targets = converter._original_source_patterns, converter._original_target_patterns
+    plain = all(re.fullmatch(r"[\w.]+", pattern) for pattern in (*sources, *targets))
+    rows = [type(each) is Concatenate and each.dim == 0 for each in converter.operations or []]
+    return plain and len(sources) > 1 and len(targets) == 1 and rows == [True]
 
 
 def ignored_names(spec: ModuleSpec) -> tuple[str, ...]:
@@ -114,9 +158,9 @@ def _of_expert(
         raise ValueError(f"{each.name} is of no expert")
     prefix, names = f"{model.base_model_prefix}.", dict[str, None]()
     for converter in converters:
-        target = converter._original_target_patterns[0]
+        target = _plain(converter._original_target_patterns[0])
         if each.parameter.endswith(target) and [type(op) for op in converter.operations] in _MERGED:
-            sources = converter._original_source_patterns
+            sources = [_plain(source) for source in converter._original_source_patterns]
             source = sources[0 if each.start == 0 else 1] if len(sources) > 1 else sources[0]
             names[each.parameter.removesuffix(target) + source.replace("*", str(each.expert)).rstrip("$")] = None
     both = [name for name in names for name in (*_saved(name, renamings), name)]
@@ -129,6 +173,11 @@ def _of_expert(
     joined.extend(_inside(each.parameter))
     all_of = (Stored(name, span, experts.count * each.rows, shape, each.transposed) for name in joined)
     return tuple(dict.fromkeys([*own, *all_of]))
+
+
+def _plain(pattern: str) -> str:
+    """A name with a star for a number, of which some dots are escaped."""
+    return pattern.replace(r"\.", ".")
 
 
 _MERGED = ([MergeModulelist], [MergeModulelist, Concatenate])
@@ -149,7 +198,7 @@ def _saved(parameter: str, renamings: list[WeightRenaming]) -> list[str]:
 def _transforms(model: PreTrainedModel, spec: ModuleSpec) -> tuple[list[WeightRenaming], list[WeightConverter]]:
     """Renamings, and conversions of experts or into rows; others of other tensors are not done."""
     found, converters = list[WeightRenaming](), list[WeightConverter]()
-    parameters = {each.parameter for each in spec.tensors.values() if each.expert is None}
+    parameters = {each.parameter for each in spec.tensors.values() if each.expert is None and not each.piece}
     for transform in get_model_conversion_mapping(model, add_legacy=False) or ():
         if isinstance(transform, WeightRenaming):
             found.append(transform)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from h2o_flexgen.models.hf.attention import Call, MixerCall, ModelRun, NotUnders
 from h2o_flexgen.models.hf.build import Alive, Marked, activations, apart, build, is_product, quiet
 from h2o_flexgen.models.hf.experts import ExpertForm, Routing, form_of, settings_of
 from h2o_flexgen.models.hf.fused import SharedInputs, side_by_side
+from h2o_flexgen.models.hf.names import pieces
 from h2o_flexgen.models.hf.units import Event, Mixing, RecordedUnits
 
 TOKENS = 4
@@ -236,7 +237,7 @@ def weight_groups(
     model: PreTrainedModel, timeline: RecordedUnits, name: str
 ) -> tuple[tuple[tuple[str, tuple[ModuleTensor, ...]], ...], bool]:
     """The weight groups, and whether the output head is the token embedding."""
-    names, inside = timeline.names, _used_unseen(model, timeline)
+    names, inside, apart_in_files = timeline.names, _used_unseen(model, timeline), pieces(model)
     found: dict[str, list[ModuleTensor]] = {unit: [] for unit in names}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None:
@@ -278,6 +279,9 @@ def weight_groups(
             shape = tuple(reversed(tensor.shape)) if turned else tuple(tensor.shape)
             matrix = is_product(module) and key == "weight" and shape[0] not in routers and called == path
             seen[id(tensor)] = canonical
+            if parameter in apart_in_files and not (matrix or resident):
+                found[unit_key].extend(_pieces(canonical, parameter, shape, apart_in_files[parameter]))
+                continue
             found[unit_key].append(ModuleTensor(canonical, parameter, shape, matrix, turned, resident))
     if "embed.tokens" not in seen.values() or not (tied or "head.vocab" in seen.values()):
         raise ModelError(f"{name}: {type(model).__name__} keeps its token embedding or head elsewhere")
@@ -285,6 +289,17 @@ def weight_groups(
         vocab = ("vocab", (*found.pop("embed"), *found.pop("head")))
         return (vocab, *((key, tuple(each)) for key, each in found.items())), True
     return tuple((key, tuple(each)) for key, each in found.items()), False
+
+
+def _pieces(
+    canonical: str, parameter: str, shape: tuple[int, ...], parts: Sequence[tuple[str, int]]
+) -> Iterator[ModuleTensor]:
+    """A tensor for each piece of a parameter of `shape`: names and rows."""
+    start = 0
+    for i, (piece, rows) in enumerate(parts):
+        own = (rows, *shape[1:])
+        yield ModuleTensor(f"{canonical}.{i}", parameter, own, start=start, rows=shape[0], piece=piece)
+        start += rows
 
 
 def _used_unseen(model: PreTrainedModel, timeline: RecordedUnits) -> dict[str, str]:

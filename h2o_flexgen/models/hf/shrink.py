@@ -107,6 +107,8 @@ OWN: dict[str, dict[str, Any]] = {
             "nemo_conv_channels": 32,
         },
     },
+    # as transformers cuts what it has joined into equal parts when it saves it
+    "olmo_hybrid": {"layer_types": _MIXED, "linear_num_key_heads": 4, "linear_num_value_heads": 4},
     "plbart": {"decoder_attention_heads": 4, "encoder_attention_heads": 4},
     "qwen4_exp": _INDEXED,
     "qwen4_exp_text": _INDEXED,

@@ -45,6 +45,7 @@ TRUSTED = frozenset(
         "aria_text",
         "axk1",
         "aya_vision",
+        "bailing_hybrid",
         "bamba",
         "beam",
         "bert",
@@ -124,8 +125,10 @@ TRUSTED = frozenset(
         "jais2",
         "jamba",
         "janus",
+        "kimi_linear",
         "kolibri1",
         "laguna",
+        "lara_mini",
         "lfm2",
         "lfm2_moe",
         "lfm3",
@@ -157,6 +160,7 @@ TRUSTED = frozenset(
         "olmo",
         "olmo2",
         "olmo3",
+        "olmo_hybrid",
         "olmoe",
         "opt",
         "ovis2",
@@ -249,10 +253,8 @@ ROWS = {
 _NO_CLASS = "transformers has no class for it that makes text alone"
 _BY_NUMBERS = "its experts are chosen by numbers that a look at its modules does not have"
 _AGAIN = "its layers are called more than once"
-_SPLIT = "its tensors are joined or split while they are loaded"
 _SHARED = "its layers share the weights of one block"
 REFUSED = {
-    "bailing_hybrid": _SPLIT,
     "blenderbot": "transformers' own decoder fails on tiny ones, and nothing shows how it runs",
     "blt": "it reads bytes in patches of its own",
     "cpmant": "its positions are of a prompt within a prompt",
@@ -263,13 +265,10 @@ REFUSED = {
     "hrm_text": _AGAIN,
     "inkling2_loop_text": _AGAIN,
     "jetmoe": _BY_NUMBERS,
-    "kimi_linear": _SPLIT,
-    "lara_mini": _SPLIT,
     "longcat_flash": _BY_NUMBERS,
     "mllama": _NO_CLASS,
     "musicgen": _NO_CLASS,
     "musicgen_melody": _NO_CLASS,
-    "olmo_hybrid": _SPLIT,
     "prophetnet": "it predicts several tokens at once, by two streams of attention",
     "reformer": "its attention hashes whole prompts, of lengths that it pads",
     "rwkv": "it rescales its weights where they lie",
@@ -283,6 +282,7 @@ REFUSED = {
 }
 """Types that are not run, and why."""
 SINCE = {
+    "bailing_hybrid": HIGHEST,
     "bamba": HIGHEST,
     "codegen": HIGHEST,
     "cohere_compass": HIGHEST,
@@ -292,12 +292,15 @@ SINCE = {
     "gptj": HIGHEST,
     "granitemoehybrid": HIGHEST,
     "jamba": HIGHEST,
+    "kimi_linear": HIGHEST,
+    "lara_mini": HIGHEST,
     "lfm2": HIGHEST,
     "lfm2_moe": HIGHEST,
     "lfm3": HIGHEST,
     "mamba": HIGHEST,
     "mamba2": HIGHEST,
     "nemotron_h": HIGHEST,
+    "olmo_hybrid": HIGHEST,
     "qwen3_5": HIGHEST,
     "qwen3_5_moe": HIGHEST,
     "qwen3_5_moe_text": HIGHEST,
