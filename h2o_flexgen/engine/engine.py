@@ -22,7 +22,7 @@ from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.workload import Workload, check_positions, counted_in_bytes
-from h2o_flexgen.engine.batching.scheduler import WaitingQueue, in_order, note_returns
+from h2o_flexgen.engine.batching.scheduler import LateRows, Newcomers, WaitingQueue, in_order, note_returns
 from h2o_flexgen.engine.execution.block import BlockRunner
 from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.engine.limits.devices import held_bytes
@@ -142,6 +142,8 @@ class Engine:
         except UsageError:
             self.model.source.close()
             raise
+        self.late: LateRows | None = None
+        """Where sequences come from while `run` is under way."""
         self._loaded: Loaded | None = None
         self._grammars = Grammars(self.model.codec, self.model.spec.vocab_size)
         self._retry, self._guard = OomRetry(), CallGuard()
@@ -214,10 +216,17 @@ class Engine:
         """Runs what `read` gave, of one or more requests; each sequence as soon as it is finished, with its result.
 
         As `stream`, but prompts are checked and tokenised one by one before, so that one that cannot be run does not
-        end a call.
+        end a call. What `late` has takes places of finished ones meanwhile, and its results go there.
         """
-        for row in self._run(rows):
-            yield row, self._output(row)
+        late = self.late
+        try:
+            for row in self._run(rows, late):
+                output = self._output(row)
+                if late is None or not late.finished(row, output):
+                    yield row, output
+        finally:
+            if late is not None:
+                late.again()
 
     def chat(
         self,
@@ -339,7 +348,7 @@ class Engine:
         kept = {row.index for row in ordered[:fit]}
         return [row for row in rows if row.index in kept]
 
-    def _run(self, rows: list[Sequence]) -> Iterator[Sequence]:
+    def _run(self, rows: list[Sequence], late: LateRows | None = None) -> Iterator[Sequence]:
         """Runs sequences in blocks whose places are filled again; yields them as they finish, leaves `last_record`.
 
         Where memory runs out, those that are not finished are planned and run anew: see OomRetry. UsageError while
@@ -353,17 +362,25 @@ class Engine:
                 self.score_log.begin()
             meter, sampler = RunMetrics(self._trace), Sampler(self.model.codec.decode if self.model.codec else None)
             waiting, plans = {row.row_id: row for row in rows}, list[Plan]()
-            every = _work_of(rows)
+            every, newcomers = _work_of(rows), Newcomers(late, waiting)
             del rows  # those that are finished are no longer held
             while waiting:
-                plan = self.plan(workload_of(list(waiting.values())))
+                group = newcomers.apart() or waiting
+                try:
+                    plan = self.plan(workload_of(list(group.values())))
+                except PlanError as error:
+                    if group is waiting:
+                        raise
+                    newcomers.refuse(group, error)
+                    continue
                 plans.append(plan)
                 self.on_plan(plan)
                 try:
-                    for row in self._attempt(plan, waiting, every, meter, sampler):
+                    for row in self._attempt(plan, group, every, meter, sampler, newcomers):
                         if row.paused:
                             continue
                         del waiting[row.row_id]
+                        newcomers.finished(row)
                         meter.finished(row)
                         yield row
                 except (MemoryError, RuntimeError, PlanError) as error:
@@ -375,29 +392,30 @@ class Engine:
             self.last_record = make_record(self.config, self.model, plans, meter, self._retry.warnings)
 
     def _attempt(
-        self, plan: Plan, rows: Mapping[int, Sequence], every: _CallWork, meter: RunMetrics, sampler: Sampler
+        self, plan: Plan, rows: Mapping[int, Sequence], every: _CallWork, meter: RunMetrics, sampler: Sampler,
+        newcomers: Newcomers,
     ) -> Iterator[Sequence]:
-        """Runs the sequences of `rows` by `plan`, block by block; `every`: the work of the whole call."""
+        """Runs the sequences of `rows` by `plan`, block by block, until all are finished or a newcomer needs another
+        plan; `every`: the work of the whole call."""
         before, loaded = self._loaded, self._load(plan)
         meter.load_seconds += 0.0 if loaded is before else loaded.seconds
         sampler.start()
         runner, left = self._runner(loaded, sampler), _work_of(rows.values())
         runner.on_prompts = self._counting("prefill", every.prompts - left.prompts, every.prompts)
         runner.on_tokens = self._counting("generating", every.steps - left.steps, every.steps)
-        waiting, size = self._queue(rows.values()), plan.policy.gpu_batch_size
+        waiting, size = self._queue(rows.values(), newcomers), plan.policy.gpu_batch_size
         with meter.over(loaded), loaded.keeping_memory():
-            while waiting:
-                first = waiting.take(plan.policy.block_size)
+            while waiting and (first := waiting.take(plan.policy.block_size)):
                 block = [first[i : i + size] for i in range(0, len(first), size)]
                 with closing(runner.run(plan, block, meter.totals, waiting)) as finished:
                     yield from finished
 
-    def _queue(self, rows: Iterable[Sequence]) -> WaitingQueue:
+    def _queue(self, rows: Iterable[Sequence], newcomers: Newcomers) -> WaitingQueue:
         """`rows` in the order in which they are run."""
         ordered = in_order(rows, self._shares)
         if self.prefixes is not None:
             note_returns(ordered)
-        return WaitingQueue(ordered)
+        return WaitingQueue(ordered, newcomers)
 
     def _runner(self, loaded: Loaded, sampler: Sampler) -> BlockRunner:
         eviction, finite = make_policy(self.config.eviction), self.config.check_finite

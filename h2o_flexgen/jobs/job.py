@@ -23,7 +23,8 @@ WINDOW_ROWS, WINDOW_TOKENS = 8192, 1 << 21
 """Of a window: sequences, and tokens of prompts. What is in memory of a file, however long."""
 AT_RISK, LEAST_AT_RISK = 0.02, 32
 """The share of a job that is under way at once, which a kill costs, and at least so many sequences: fewer are slow."""
-_PROMPT_BITS = 15
+PROMPT_BITS = 15
+"""Of a prompt's number in a job, those that count the prompts of a request."""
 
 
 class AnsweringEngine(Protocol):
@@ -226,7 +227,7 @@ def opened(engine: AnsweringEngine, form: RequestFormat, record: Record) -> Open
     asked = form.asked(record)
     rows = []
     for index, prompt in enumerate(asked.prompts):
-        number = record.line << _PROMPT_BITS | index
+        number = record.line << PROMPT_BITS | index
         try:
             rows.append(engine.read(Request(prompt, asked.params, number, index, asked.scores, asked.fits)))
         except ContextLengthError as error:

@@ -203,3 +203,26 @@ def test_two_batches_and_conversations_at_once(tmp_path: Path, serve: Serve) -> 
         assert pieces[-2].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
+
+
+def test_a_conversation_joins_a_batch_that_runs(tmp_path: Path, serve: Serve) -> None:
+    """It is answered long before the batch is done, as it is by itself; and so is one that fits in no block of it."""
+    lines = [request(f"r{i}", {"prompt": "abc", "max_tokens": 20 + i % 9, "ignore_eos": True}) for i in range(2000)]
+    file = write(tmp_path / "in.jsonl", *lines)
+    with serve("--gpu-batch-size", 2, "--num-gpu-batches", 1) as service:
+        client = service.client
+        short: Any = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+        long: Any = {"messages": [{"role": "user", "content": "Hello " * 9}], "max_tokens": 40}
+        usual: Any = {"model": "model", "temperature": 0}
+        alone = [client.chat.completions.create(**usual, **each).choices for each in (short, long)]
+        uploaded = client.files.create(file=file.open("rb"), purpose="batch")
+        made = client.batches.create(input_file_id=uploaded.id, endpoint="/v1/completions", completion_window="24h")
+        until(lambda: client.batches.retrieve(made.id).request_counts.completed > 1)
+        assert [client.chat.completions.create(**usual, **each).choices for each in (short, long)] == alone
+        with pytest.raises(openai.BadRequestError, match="context"):
+            client.completions.create(model="model", prompt="a" * 200)
+        first = next(iter(client.chat.completions.create(**usual, **short, stream=True)))
+        assert first.choices[0].delta.role == "assistant"
+        counts = client.batches.retrieve(made.id).request_counts
+        assert counts.completed < 1900
+        assert counts.failed == 0

@@ -8,15 +8,16 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from h2o_flexgen.cli.serve.desk import ApiError
+from h2o_flexgen.engine.requests.reader import SAMPLE_BITS
 from h2o_flexgen.engine.requests.sequence import Hooks, RequestOutput
 from h2o_flexgen.engine.requests.sequence import Sequence as Row
 from h2o_flexgen.engine.requests.tokenizer import TextCodec, text_of
-from h2o_flexgen.jobs.job import AnsweringEngine, OpenRequest, opened
+from h2o_flexgen.jobs.job import PROMPT_BITS, AnsweringEngine, OpenRequest, opened
 from h2o_flexgen.jobs.openai import CHAT, OpenAIFormat
 from h2o_flexgen.jobs.requests import Refused
 from h2o_flexgen.jobs.source import Record
@@ -87,6 +88,11 @@ class LiveRequests:
         """Whether there is anything to run."""
         return bool(self._new or self._rows)
 
+    @property
+    def left(self) -> bool:
+        """Whether any wait that were looked at."""
+        return bool(self._rows)
+
     def read(self) -> None:
         """Makes sequences of what came; what cannot be run is answered."""
         while self._new:
@@ -112,27 +118,28 @@ class LiveRequests:
         return taken
 
     def finished(self, row: Row, output: RequestOutput) -> bool:
-        """A sequence is finished; False for one that is not of these."""
-        if row.row_id not in self._running:
+        """A sequence has its result; False for one that is not of these."""
+        if row.row_id < _FIRST_LINE << SAMPLE_BITS + PROMPT_BITS:
             return False
-        _, request = self._running.pop(row.row_id)
-        task = request.open
-        assert task is not None, "what runs was opened"
-        task.outputs[row.row_id] = output
-        if not task.waiting:
-            self._answer(request)
+        _, request = self._running.pop(row.row_id, (row, None))
+        if request is not None and request.open is not None:
+            request.open.outputs[row.row_id] = output
+            if not request.open.waiting:
+                self._answer(request)
         return True
 
-    def again(self) -> None:
-        """What was running has to be run again from its prompts: the work that it was part of was stopped."""
-        for row, request in self._running.values():
-            row.restart()
-            self._rows.append((row, request))
-        self._running.clear()
+    def again(self, rows: Iterable[Row] | None = None) -> None:
+        """These, or all that were running, have to be run again from their prompts, if anyone waits for them."""
+        for row_id in list(self._running) if rows is None else [row.row_id for row in rows]:
+            if row_id in self._running:
+                row, request = self._running.pop(row_id)
+                row.restart()
+                self._rows.append((row, request))
 
-    def fail(self, rows: Sequence[Row], message: str, code: str) -> None:
+    def fail(self, rows: Iterable[Row], message: str, code: str) -> None:
         """The requests of these sequences are answered by an error."""
-        failing = {id(self._running[row.row_id][1]): self._running[row.row_id][1] for row in rows}
+        every = {**self._running, **{row.row_id: (row, request) for row, request in self._rows}}
+        failing = {id(entry[1]): entry[1] for row in rows if (entry := every.get(row.row_id))}
         for request in failing.values():
             self._refuse(request, Refused(message, code, status=500))
         self._running = {i: entry for i, entry in self._running.items() if id(entry[1]) not in failing}

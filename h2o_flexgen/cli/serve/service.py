@@ -110,7 +110,7 @@ class Worker:
         assert isinstance(form, OpenAIFormat), "the format that was asked for"
         self.live = LiveRequests(llm, llm.model.codec, form)
         self.live.wake = self._wake
-        llm.on_progress = self._look
+        llm.on_progress, llm.late = self._look, self.live
         let_calibrate(llm, jobs.calibrate, jobs.quiet)
 
     def run(self) -> None:
@@ -259,25 +259,19 @@ class Worker:
     # Single requests
 
     def _run_live(self) -> None:
-        """Answers those that wait, all of them together."""
+        """Answers those that wait, all of them together, and what comes meanwhile."""
         rows = self.live.take(1 << 20)
-        while rows:
-            try:
-                for row, output in self._llm.run(rows):
-                    self.live.finished(row, output)
-                return
-            except PlanError as error:
-                if len(rows) == 1:
-                    self.live.fail(rows, str(error).partition("\n")[0], "out_of_memory")
-                    return
-                self.live.again()
-                rows = self.live.take(1)
-            except ModelError:
-                raise
-            except (Exception, MemoryError) as error:
-                print_error(traceback.format_exc())
-                self.live.fail(rows, f"{type(error).__name__}: {error}", "server_error")
-                return
+        try:
+            for _ in self._llm.run(rows):
+                raise RuntimeError("a sequence belongs to nobody")
+        except PlanError as error:
+            longest = max(rows, key=lambda row: sum(row.longest_pass))
+            self.live.fail([longest], str(error).partition("\n")[0], "out_of_memory")
+        except ModelError:
+            raise
+        except (Exception, MemoryError) as error:
+            print_error(traceback.format_exc())
+            self.live.fail(rows, f"{type(error).__name__}: {error}", "server_error")
 
 
 def _faults(source: Source) -> list[tuple[str, str, int | None]]:

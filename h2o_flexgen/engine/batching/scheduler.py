@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple, Protocol
 
 from h2o_flexgen.cache.lengths import slots_needed
 from h2o_flexgen.cache.prefix_store import NewPrefix, PrefixStore, StoredPrefix
@@ -18,15 +19,103 @@ from h2o_flexgen.engine.batching.prefix_tree import (
     shared_first,
     shared_tokens,
 )
-from h2o_flexgen.engine.requests.sequence import Sequence
+from h2o_flexgen.engine.requests.sequence import RequestOutput, Sequence
+
+
+class LateRows(Protocol):
+    """Sequences of other requests, which come while a call runs."""
+
+    @property
+    def left(self) -> bool:
+        """Whether any that `take` has looked at still wait."""
+
+    def take(self, most: int, fits: Callable[[Sequence], bool]) -> list[Sequence]:
+        """Up to `most` of those that fit, which run from then on."""
+
+    def finished(self, row: Sequence, output: RequestOutput) -> bool:
+        """One that ran has its result; False for a sequence that is none of these."""
+
+    def fail(self, rows: Iterable[Sequence], message: str, code: str) -> None:
+        """These cannot be run."""
+
+    def again(self, rows: Iterable[Sequence] | None = None) -> None:
+        """These wait again, or all that run and are not finished: the call is over."""
+
+
+class Newcomers:
+    """The late rows of one call, whose unfinished sequences are `running`: those that join are added to them. None
+    joins once the call's own are all finished."""
+
+    def __init__(self, source: LateRows | None, running: dict[int, Sequence]) -> None:
+        self._source, self._running = source, running
+        self._own, self._joined, self._turn = len(running), set[int](), True
+
+    @property
+    def come(self) -> bool:
+        """Whether there may be any."""
+        return self._source is not None and self._own > 0
+
+    @property
+    def left(self) -> bool:
+        """Whether some wait that were looked at."""
+        return self._source is not None and self._own > 0 and self._source.left
+
+    def take(self, most: int, fits: Callable[[Sequence], bool] = lambda row: True) -> list[Sequence]:
+        """Up to `most` of those that fit."""
+        if self._source is None or not self._own or not most:
+            return []
+        rows = self._source.take(most, fits)
+        self._running.update({row.row_id: row for row in rows})
+        self._joined.update(row.row_id for row in rows)
+        return rows
+
+    def apart(self) -> dict[int, Sequence]:
+        """Those that wait, to be run by themselves, every other time: between them the call's own go on."""
+        self._turn = not self._turn
+        return {row.row_id: row for row in self.take(_ALL)} if self._turn else {}
+
+    def finished(self, row: Sequence) -> None:
+        self._own -= row.row_id not in self._joined
+
+    def refuse(self, rows: Mapping[int, Sequence], error: Exception) -> None:
+        """Of rows that cannot be planned the longest get an error; the others wait again."""
+        assert self._source is not None, "late rows come from somewhere"
+        for row_id in rows:
+            del self._running[row_id]
+        most = max(sum(row.longest_pass) for row in rows.values())
+        longest = [row for row in rows.values() if sum(row.longest_pass) == most]
+        self._source.fail(longest, str(error).partition("\n")[0].removesuffix(":"), "out_of_memory")
+        self._source.again(rows.values())
+
+
+_ALL = 1 << 30
+NOBODY = Newcomers(None, {})
+
+
+class BlockRoom(NamedTuple):
+    """What a row may need that comes into a block late: cache slots by (layer, window), and tokens of its prompt."""
+
+    slots: Mapping[tuple[int, int | None], int]
+    prompt: int
+
+    def holds(self, row: Sequence) -> bool:
+        needs = ((row.budget_in(*where), there) for where, there in self.slots.items())
+        return len(row.pass_ids) <= self.prompt and all(slots_needed([budget]) <= there for budget, there in needs)
 
 
 class WaitingQueue:
     """FIFO queue of sequences, which holds none that was taken. Suffix maxima are computed once, so that a block sizes
-    its buffers in O(1)."""
+    its buffers in O(1).
 
-    def __init__(self, rows: Iterable[Sequence] = ()) -> None:
-        self._rows = [*reversed(list(rows))]
+    Where others may come while it is used, buffers do not become smaller from block to block, and those that the block
+    has `room` for take every other place. Where there is none for one, the queue is `closed`: no more are taken, so
+    that the block comes to its end.
+    """
+
+    def __init__(self, rows: Iterable[Sequence] = (), newcomers: Newcomers = NOBODY) -> None:
+        self._rows, self._newcomers, self._turn = [*reversed(list(rows))], newcomers, 1
+        self.room: BlockRoom | None = None
+        self.closed = False
         self._by_layer = any(row.by_layer for row in self._rows)
         self._steps = list(accumulate((row.steps for row in self._rows), initial=0))
         self._prompts = self._largest(lambda row: len(row.pass_ids))
@@ -42,24 +131,32 @@ class WaitingQueue:
 
     def take(self, count: int) -> list[Sequence]:
         """The next `count`, or as many as there are."""
-        return [self._rows.pop() for _ in range(min(count, len(self)))]
+        late = list[Sequence]()
+        if self.room is not None and self._newcomers.come and not self.closed:
+            share = (count + self._turn) // 2 if self._rows else count
+            self._turn ^= count & 1
+            late = self._newcomers.take(share, self.room.holds)
+            self.closed = len(late) < share and self._newcomers.left
+        if self.closed:
+            return late
+        return late + [self._rows.pop() for _ in range(min(count - len(late), len(self)))]
 
     @property
     def steps(self) -> int:
         """Steps of all of them together."""
-        return self._steps[len(self)]
+        return self._steps[len(self)] + (_ALL if self._newcomers.come else 0)
 
     @property
     def longest_prompt(self) -> int:
         """In tokens; 0 where the queue is empty."""
-        return self._prompts[len(self)]
+        return self._prompts[-1 if self._newcomers.come else len(self)]
 
     def slots(self, layer: int, window: int | None) -> int:
         """Cache slots of the one that needs most, in a layer with this window; 0 where the queue is empty."""
         alike = layer if self._by_layer else -1, window
         if alike not in self._slots:
             self._slots[alike] = self._largest(lambda row: slots_needed([row.budget_in(layer, window)]))
-        return self._slots[alike][len(self)]
+        return self._slots[alike][-1 if self._newcomers.come else len(self)]
 
     def _largest(self, size: Callable[[Sequence], int]) -> list[int]:
         """Of the last 0, 1, 2, ... rows."""

@@ -14,7 +14,7 @@ from h2o_flexgen.cache.prefix_store import PrefixStore
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
-from h2o_flexgen.engine.batching.scheduler import BatchScheduler, StoredPrefixes, WaitingQueue
+from h2o_flexgen.engine.batching.scheduler import BatchScheduler, BlockRoom, StoredPrefixes, WaitingQueue
 from h2o_flexgen.engine.execution.executor import Executor, FiniteCheck
 from h2o_flexgen.engine.execution.stages import Stage, open_stages
 from h2o_flexgen.engine.limits.devices import return_free_pages
@@ -199,9 +199,9 @@ class BlockRunner:
         spec, dtype, places = self.decoder.spec, plan.request.dtype, len(rows[0])
         # Of a GPU batch in any later step, and in the first.
         tokens = max(waiting.longest_prompt * places, *(gpu_batch.prompt_tokens for gpu_batch in gpu_batches))
-        prompt_room = 0
+        longest, prompt_room = max(waiting.longest_prompt, *(len(row.pass_ids) for each in rows for row in each)), 0
+        waiting.room = BlockRoom(self._slots(maker), min(longest, tokens // places))
         if plan.policy.overlap:
-            longest = max(waiting.longest_prompt, *(len(row.pass_ids) for each in rows for row in each))
             sums = self.eviction.statistic == "column_sums"
             prompt_room = prompt_bytes(spec, dtype, places, longest, plan.policy.chunk, sums=sums)
         return open_stages(
@@ -217,6 +217,15 @@ class BlockRunner:
             attends=len(rows) > 1 and not self.check_finite,
             stack=stack,
         )
+
+    def _slots(self, maker: CacheMaker) -> dict[tuple[int, int | None], int]:
+        """Those that every cache of a layer has, by layer and window."""
+        slots = dict[tuple[int, int | None], int]()
+        for (layer, _), shape in maker.shapes.items():
+            if self.decoder.spec.attends(layer):
+                where = layer, self.decoder.spec.arch.window_of(layer)
+                slots[where] = min(slots.get(where, shape.capacity), shape.capacity)
+        return slots
 
     def _prompts_through(self, totals: BlockTotals, stages: list[Stage], gpu_batch: GpuBatch, unit: UnitSpec) -> None:
         """The prompts of a GPU batch have been through a unit; after the last they count, and their activations are not
