@@ -37,6 +37,7 @@ ASKING = {
     "baselines/flexgen.py": "FlexGen runs OPT models only",
     "baselines/random_gguf.py": "llama.cpp knows families by names of its own",
     "checkpoint/gguf/architectures.py": "a GGUF file has an architecture, and the config made of it a family",
+    "checkpoint/gguf/config.py": "the same, of architectures that transformers' modules compute",
     "engine/requests/tokenizer.py": "transformers overrules tokenizer_config.json by model_type, and so must we",
 }
 """Modules outside h2o_flexgen/models that ask which family a model is of, and the reason."""

@@ -19,7 +19,8 @@ def check_model(found: ResolvedModel, impl: str, weights: bool) -> None:
     safetensors files say. Where transformers' modules compute, and for pickled files, loading sees the rest."""
     check_config(found.config, found.name, found.impl(impl))
     if found.gguf is not None:
-        found.spec()
+        if found.impl(impl) == "native":
+            found.spec()
         return
     if not weights or found.folder is None:
         return

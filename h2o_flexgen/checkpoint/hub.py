@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from h2o_flexgen.checkpoint.files import Problems
-from h2o_flexgen.checkpoint.gguf.config import config_of, not_a_model
+from h2o_flexgen.checkpoint.gguf.config import MODULES, config_of, not_a_model
 from h2o_flexgen.checkpoint.gguf.header import GgufHeader, part_number, read_header
 from h2o_flexgen.checkpoint.gguf.names import packings_of
 from h2o_flexgen.checkpoint.shards import find_shards, other_layout, shards_of, wanted_files
@@ -80,13 +80,16 @@ class ResolvedModel:
         return spec if self.gguf is None else replace(spec, packings=packings_of(self.gguf, spec))
 
     def impl(self, wanted: str) -> str:
-        """`wanted` of `config.engine.MODEL_IMPLS`; of a GGUF file "native", and ModelError for "transformers"."""
+        """`wanted` of `config.engine.MODEL_IMPLS`; of a GGUF file the one that its architecture has, and ModelError
+        where that is not wanted."""
         if self.gguf is None:
             return wanted
-        if wanted == "transformers":
-            needed = "needed safetensors for --model-impl transformers"
-            raise ModelError(f"{self.name} is a GGUF file", needed, "use --model-impl auto")
-        return "native"
+        architecture = self.gguf.metadata.get("general.architecture")
+        only = "transformers" if architecture in MODULES else "native"
+        if wanted not in ("auto", only):
+            needed = f"needed safetensors for --model-impl {wanted}"
+            raise ModelError(f"{self.name} is a GGUF file of {architecture}", needed, "use --model-impl auto")
+        return only
 
 
 def resolve_model(

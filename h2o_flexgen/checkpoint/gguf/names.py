@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import NamedTuple
 
 from h2o_flexgen.checkpoint.files import Problems
 from h2o_flexgen.checkpoint.gguf.architectures import ARCHITECTURES
 from h2o_flexgen.checkpoint.gguf.blocks import FORMATS
+from h2o_flexgen.checkpoint.gguf.config import MODULES
 from h2o_flexgen.checkpoint.gguf.header import NEEDED, GgufHeader, GgufTensor
+from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.errors import ModelError
 
 _OUTER = {
     "embed.tokens": "token_embd.weight",
@@ -56,6 +60,7 @@ class StoredRows(NamedTuple):
             other take turns, as llama.cpp keeps q and k of Llama; `rotated` are the first rows of a head, others stay
     offset  to be added to every number: GGUF has norms with the 1 that Gemma adds to them
     lists   of numbers that the stored tensor has one below the other, of which one is meant
+    decay   whether the numbers are rates of decay: the canonical ones are the logarithms of what they are below 0
     """
 
     name: str
@@ -67,6 +72,7 @@ class StoredRows(NamedTuple):
     rotated: int = 0
     turn: int = 0
     turns: int = 1
+    decay: bool = False
 
 
 class StoredTensor(NamedTuple):
@@ -86,6 +92,10 @@ def bind(header: GgufHeader, spec: ModelSpec) -> dict[str, tuple[StoredTensor, .
     architecture = str(header.metadata.get("general.architecture"))
     shapes = {tensor.name: tuple(tensor.shape) for group in spec.weight_groups for tensor in group.tensors}
     places = {name: _places(architecture, spec, name, shape[0]) for name, shape in shapes.items()}
+    for name, (first, *rest) in places.items():
+        bare = first.name.removesuffix(".weight")  # as Falcon-H1's files have one
+        if not rest and first.name not in header.tensors and bare in header.tensors:
+            places[name] = (first._replace(name=bare),)
     for name, those in places.items():
         parts = [_bound(header, name, place, shapes[name], problems) for place in those]
         found[name] = tuple(part for part in parts if part is not None)
@@ -110,7 +120,9 @@ def _bound(
     stored = (place.rows, *shape[1:]) if place.lists == 1 else (place.lists, place.rows // place.lists)
     if len(shape) == 1 and FORMATS[tensor.kind].dtype is None:
         problems.add(f"tensor {place.name!r} is a list in blocks of {tensor.kind}: needed floats")
-    elif _flat(tensor.shape) == _flat(stored):
+    elif _flat(tensor.shape) == _flat(stored) or (
+        place.lists == len(shape) == 1 and math.prod(tensor.shape) == shape[0]
+    ):
         return StoredTensor(tensor, place, (shape[0] // place.turns, *shape[1:]))
     else:
         problems.add(f"tensor {place.name!r}: expected shape {stored} from the metadata, found {tensor.shape}")
@@ -137,6 +149,8 @@ def packings_of(header: GgufHeader, spec: ModelSpec) -> tuple[tuple[str, Packing
 
 def _places(architecture: str, spec: ModelSpec, name: str, rows: int) -> tuple[StoredRows, ...]:
     """Where the canonical tensor `name` of so many rows is: in gpt-oss' experts rows of gate and up take turns."""
+    if isinstance(spec, ModuleSpec):
+        return (_module_place(architecture, spec, name, rows),)
     if ".gate_up." not in name:
         return (_place(architecture, spec, name, rows),)
     halves = (_place(architecture, spec, name.replace("gate_up", part), rows // 2) for part in ("gate", "up"))
@@ -170,3 +184,89 @@ def _place(architecture: str, spec: ModelSpec, name: str, rows: int) -> StoredRo
     offset = -spec.arch.norm_offset if part.endswith("norm") else 0.0
     rotated = spec.arch.rotary.dim if heads and spec.arch.rotary is not None else 0
     return StoredRows(f"blk.{layer}.{stored}.{suffix}", 0, rows, heads, offset, rotated=rotated)
+
+
+_MODULES = {
+    "token_embd": "embed_tokens wte embeddings",
+    "position_embd": "wpe",
+    "output_norm": "norm final_layernorm ln_f norm_f",
+    "token_embd_norm": "embedding_norm",
+    "output": "lm_head",
+}
+_LAYER_MODULES = {
+    "attn_norm": "input_layernorm ln_1 operator_norm norm",
+    "attn_qkv": "attn.c_attn",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj self_attn.dense self_attn.out_proj attn.c_proj",
+    "attn_q_norm": "self_attn.q_norm self_attn.q_layernorm self_attn.q_layernorm.norms",
+    "attn_k_norm": "self_attn.k_norm self_attn.k_layernorm self_attn.k_layernorm.norms",
+    "ffn_norm": "post_attention_layernorm ln_2 ffn_norm pre_ff_layernorm",
+    "ffn_gate": "mlp.gate_proj feed_forward.w1 feed_forward.gate_proj",
+    "ffn_up": "mlp.up_proj mlp.c_fc mlp.fc1 feed_forward.w3 feed_forward.up_proj",
+    "ffn_down": "mlp.down_proj mlp.c_proj mlp.fc2 feed_forward.w2 feed_forward.down_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ssm_in": "mixer.in_proj mamba.in_proj",
+    "ssm_conv1d": "mixer.conv1d mamba.conv1d",
+    "ssm_x": "mixer.x_proj",
+    "ssm_dt": "mixer.dt_proj mamba.dt_proj",
+    "ssm_out": "mixer.out_proj mamba.out_proj",
+    "ssm_norm": "mamba.norm",
+}
+"""GGUF's names of transformers' modules, with those that they have there: outside of layers, and in them."""
+_ALONE_THERE = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
+"""Of parameters that are no module's weight or bias."""
+
+
+def _by_module(table: dict[str, str]) -> dict[str, str]:
+    return {module: name for name, modules in table.items() for module in modules.split()}
+
+
+_MODULE_OF, _LAYER_MODULE_OF = _by_module(_MODULES), _by_module(_LAYER_MODULES)
+
+
+class GgufName(NamedTuple):
+    """GGUF's name of a parameter, the layer that it is in, and which of several lists of one tensor it is."""
+
+    name: str
+    layer: int | None = None
+    turn: int | None = None
+
+
+def gguf_name(parameter: str) -> GgufName | None:
+    """Of a parameter of transformers' modules; None: it is not known."""
+    found = re.search(r"(?:^|\.)(?:layers|h)\.(\d+)\.(.+)$", parameter)
+    if found is None:
+        module, _, suffix = parameter.rpartition(".")
+        outer = _MODULE_OF.get(module.rpartition(".")[2])
+        return None if outer is None else GgufName(f"{outer}.{suffix}")
+    layer, (module, _, suffix) = int(found[1]), found[2].rpartition(".")
+    if suffix in _ALONE_THERE:
+        return GgufName(f"blk.{layer}.{_ALONE_THERE[suffix]}", layer)
+    stem, _, turn = module.rpartition(".")
+    several = turn.isdecimal()
+    name = _LAYER_MODULE_OF.get(stem if several else module)
+    return None if name is None else GgufName(f"blk.{layer}.{name}.{suffix}", layer, int(turn) if several else None)
+
+
+def _module_place(architecture: str, spec: ModuleSpec, name: str, rows: int) -> StoredRows:
+    """As `_place`, of a tensor of transformers' modules. ModelError for one that GGUF has no name for."""
+    parameter, row = spec.tensors[name].parameter, MODULES[architecture]
+    found = gguf_name(parameter)
+    if found is None:
+        raise ModelError(f"{spec.name}: GGUF has no name for {parameter}", "needed the model's safetensors")
+    if found.turn is not None:
+        stem = parameter.removesuffix(f"{found.turn}.weight")
+        lists = sum(each.parameter.startswith(stem) for each in spec.tensors.values())
+        return StoredRows(found.name, found.turn * rows, lists * rows, lists=lists)
+    norm = found.name.endswith("norm.weight")
+    place = StoredRows(found.name, 0, rows, 0, -row.offset if norm else 0.0, decay=found.name.endswith("ssm_a"))
+    part = re.search(r"\.attn_([qk])\.", found.name)
+    if part is None or found.layer is None or not row.turned:
+        return place
+    heads = spec.layers[found.layer].heads
+    count = heads.queries if part[1] == "q" else heads.keys
+    return place._replace(heads=count, rotated=rows // count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -114,7 +115,7 @@ class GgufSource:
         file = self._files[tensor.part]
         file.check()
         start = tensor.offset + place.start * _row_bytes(bound)
-        if others or FORMATS[tensor.kind].dtype != self.dtype or place.heads or place.offset:
+        if others or FORMATS[tensor.kind].dtype != self.dtype or place.heads or place.offset or place.decay:
             return None
         if start % torch_dtype(self.dtype).itemsize:
             return None
@@ -173,7 +174,7 @@ def _parts(bound: StoredTensor) -> list[range]:
 def _row_bytes(bound: StoredTensor) -> int:
     """Bytes of a row; a list of numbers is a column of them."""
     form = FORMATS[bound.tensor.kind]
-    return (bound.shape[1] if len(bound.shape) > 1 else 1) // form.numbers * form.nbytes
+    return math.prod(bound.shape[1:]) // form.numbers * form.nbytes
 
 
 def _destination(bound: StoredTensor, rows: range) -> slice | np.ndarray:
@@ -203,11 +204,12 @@ def _fill_floats(bound: StoredTensor, rows: range, blocks: Bytes, out: torch.Ten
     width = out.numel() // (bound.shape[0] * place.turns)
     if form.dtype is not None:
         values = torch.from_numpy(blocks.reshape(-1)).view(torch_dtype(form.dtype))
-        if not place.heads and not place.offset and place.turns == 1:
+        if not place.heads and not place.offset and not place.decay and place.turns == 1:
             move = copy if values.dtype == out.dtype else convert
             move(out.narrow(0, rows.start * width, values.numel()), values)
             return
-        pieces = iter([(rows, values.view(len(rows), width).float() + place.offset)])
+        numbers = values.view(len(rows), width).float()
+        pieces = iter([(rows, torch.log(-numbers) if place.decay else numbers + place.offset)])
     else:
         pieces = _expanded(form, rows, blocks, width)
     matrix = out.view(-1, width)
