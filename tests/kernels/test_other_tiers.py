@@ -1,0 +1,146 @@
+"""Products as processors with fewer instructions make them: AVX2's, and AVX-VNNI's where it has to be emulated.
+
+Compiled without optimisation, and of the sources alone that products need: seconds. All of the suite runs on another
+tier by H2O_FLEXGEN_KERNELS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from h2o_flexgen.kernels import layers, linear, native
+from h2o_flexgen.kernels.native import building, function, tiers
+from tests.kernels.test_native_linear import check_rows, exactly, noise
+from tests.kernels.test_packed_weights import EVERY, PACKINGS, id_of, random_weight, rounded_in_spans
+from tests.seeds import torch_generator
+
+TIERS = {"avx2": building.MACHINES["avx2"], "avxvnni": ("-march=x86-64-v3", "-DEMULATED_VNNI")}
+CONCERNED = ("whole", "few")
+"""Sources in which the tiers differ; the others that products are made of:"""
+COMMON = ("product", "linear", "gemm", "exact", "weights", "team")
+OWN = native.library()
+pytestmark = pytest.mark.skipif(OWN is None or building.find_compiler() is None, reason="no kernels or no compiler")
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
+    """One for each tier."""
+    folder, compiler = tmp_path_factory.mktemp("tiers"), building.find_compiler()
+    assert compiler is not None
+
+    def compiled(job: tuple[str, str]) -> None:
+        tier, name = job
+        flags = (*TIERS[tier], "-std=c11", "-O0", "-fPIC", "-pthread", "-w", "-c")
+        source = building.FOLDER / f"{name}.c"
+        subprocess.run([compiler, *flags, source, "-o", folder / f"{tier}-{name}.o"], check=True, timeout=300)
+
+    jobs = [("avx2", name) for name in COMMON] + [(tier, name) for tier in TIERS for name in CONCERNED]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(compiled, jobs))
+    found = {}
+    for tier in TIERS:
+        objects = [folder / f"avx2-{name}.o" for name in COMMON] + [folder / f"{tier}-{name}.o" for name in CONCERNED]
+        made = folder / f"{tier}.so"
+        command = [compiler, "-shared", "-pthread", "-Wl,-Bsymbolic,--no-undefined", *objects, "-o", made, "-lm"]
+        subprocess.run(command, check=True, timeout=300)
+        found[tier] = ctypes.CDLL(str(made))
+    return found
+
+
+@pytest.fixture(params=TIERS)
+def tier(
+    request: pytest.FixtureRequest, libraries: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """Products are that tier's, and none is left to torch."""
+    monkeypatch.setattr(native, "library", lambda: libraries[request.param])
+    monkeypatch.setattr(layers.F, "linear", None)
+    monkeypatch.setattr(layers, "MOST_ROWS", 1 << 62)
+    function.cache_clear()
+    yield request.param
+    function.cache_clear()
+
+
+def test_whole_numbers_at_every_number_of_rows(tier: str) -> None:
+    random = torch_generator()
+    for count, packing in enumerate(PACKINGS):
+        outs, ins = 67 if count % 8 == 0 else 17, 272 if packing.bits == 8 or packing.group == 16 else 288
+        weight = random_weight(packing, (outs, ins), torch.bfloat16)
+        x = torch.randn(max(EVERY), weight.shape[1], generator=random).bfloat16()
+        values = weight.in_order(torch.float32).double().t()
+        taken = x if weight.order is None else x[:, weight.order]
+        unit = 3 * 2**-8
+        if weight.whole:
+            span, unit = function("most_span", "", "i")(), 2e-5
+            taken = rounded_in_spans(taken, min(packing.group or span, span))
+        exact, size = taken.double() @ values, taken.double().abs() @ values.abs() + 1
+        for rows in EVERY:
+            found = linear(x[:rows], weight, wide=True).double()
+            assert ((found - exact[:rows]).abs() <= unit * size[:rows]).all(), (id_of(packing), rows)
+
+
+@pytest.mark.parametrize("tier", ["avx2"], indirect=True)
+@pytest.mark.parametrize(("outs", "ins"), [(1, 1), (17, 33), (65, 194), (3, 770)])
+def test_sixteen_bits_at_every_number_of_rows(tier: str, outs: int, ins: int) -> None:
+    weight, bias, x = noise(outs, ins), noise(outs), noise(max(EVERY), ins)
+    product = exactly(x, weight)
+    for rows in EVERY:
+        check_rows(linear(x[:rows], weight, bias, wide=True), product, bias)
+        check_rows(linear(x[:rows], weight), product, None)
+
+
+@pytest.mark.parametrize("tier", ["avx2"], indirect=True)
+@pytest.mark.parametrize("packing", PACKINGS[::4], ids=id_of)
+def test_exact_products_at_every_number_of_rows(tier: str, packing: tuple[object, ...]) -> None:
+    weight = random_weight(packing, (29, 288))
+    x, values = torch.randn(max(EVERY), 288, generator=torch_generator()), weight.in_order(torch.float32).double().t()
+    taken = (x if weight.order is None else x[:, weight.order]).double()
+    whole = linear(x, weight)
+    assert ((whole.double() - taken @ values).abs() <= 2**-20 * (taken.abs() @ values.abs() + 1)).all()
+    for rows in EVERY:
+        assert torch.equal(linear(x[:rows], weight), whole[:rows])
+
+
+def test_every_tier_takes_the_same_weights(libraries: dict[str, ctypes.CDLL]) -> None:
+    """In whole numbers; all others by the other kernels, which every tier has."""
+    for packing in PACKINGS:
+        place = ctypes.byref(random_weight(packing, (5, 416)).place)
+        takes = {each: bool(library["takes_whole"](place)) for each, library in libraries.items()}
+        best = tiers.best_tier()
+        assert best is not None
+        takes[best.name] = bool(function("takes_whole", "P", "i")(place))
+        assert len(set(takes.values())) == 1, (id_of(packing), takes)
+
+
+def test_every_tier_has_every_kernel() -> None:
+    """What the package calls is defined in C for all tiers: outside of any #if, or within and in its #else as well."""
+    root = Path(layers.__file__).parents[1]
+    names = {
+        name
+        for path in root.rglob("*.py")
+        for line in re.findall(r"\bfunction\((.*)", path.read_text(encoding="utf-8"))
+        for name in re.findall(r'"([a-z][a-z_]{3,})"', line)
+        if hasattr(OWN, name)
+    }
+    assert {"product", "attend_step", "next_slots", "prompt_attention", "quantise", "short_conv"} <= names
+    where: dict[str, list[list[str]]] = {name: [] for name in names}
+    for source in building.sources():
+        branches: list[str] = []
+        for line in source.read_text(encoding="utf-8").splitlines():
+            if re.match(r"#\s*if", line):
+                branches.append("if")
+            elif re.match(r"#\s*el", line):
+                branches[-1] = "else"
+            elif re.match(r"#\s*endif", line):
+                branches.pop()
+            elif (found := re.match(r"(?!static|typedef)[a-z][\w *]*?\b(\w+)\(", line)) and found[1] in names:
+                where[found[1]].append([*branches])
+    for name, places in where.items():
+        assert [] in places or {"if", "else"} <= {place[-1] for place in places}, f"{name}: {places}"
