@@ -22,7 +22,7 @@ from h2o_flexgen.engine.requests.tokenizer import TextCodec, added_text
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.jobs.idle import asks_nothing, known
 from h2o_flexgen.jobs.reasoning import SPEECH_FIELDS, Speaker
-from h2o_flexgen.jobs.requests import BatchRequest, Refused, finite, seed_of, talk_of, with_spans
+from h2o_flexgen.jobs.requests import BatchRequest, Refused, finite, seed_of, sure_text, talk_of, with_spans
 from h2o_flexgen.jobs.source import BadLine, Record, load_json
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -142,6 +142,19 @@ class OpenAIFormat:
             "created": self.created,
             "model": model or self.model,
         }
+
+    def so_far(self, asked: BatchRequest, output: RequestOutput) -> dict[str, str]:
+        """Texts of an unfinished answer that its end will not change, by field; none where the end says what it is."""
+        if asked.scores or asked.body.get("echo") or asked.body["logprobs"] is not None or output.text is None:
+            return {}
+        ends = asked.params.stop_strings
+        if asked.body["url"] == COMPLETIONS:
+            return {"text": sure_text(output.text, ends)}
+        if asked.body["speech"].form is not None or not self._speaker.in_order:
+            return {}
+        said = self._speaker.message(asked.body["speech"], output, asked.params, "")
+        ends = (*ends, *self._speaker.marks)
+        return {name: sure_text(text, ends) for name, text in said.items() if name != "role" and text}
 
     def refusal(self, record: Record, why: Refused) -> dict[str, Any]:
         """A line of another status, its error in all three places."""

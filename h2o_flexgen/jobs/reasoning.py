@@ -211,6 +211,16 @@ class Speaker:
     def _marks(self) -> Marks:
         return Marks(*_PLAIN, False, False) if self._codec is None else marks_of(self._codec)
 
+    @property
+    def marks(self) -> tuple[str, str]:
+        """What reasoning begins and ends with."""
+        return self._marks.begin, self._marks.end
+
+    @property
+    def in_order(self) -> bool:
+        """Whether parts of an answer can be told while it is written; channels are known once they are closed."""
+        return not self._marks.harmony
+
     def asked(self, body: Mapping[str, Any], messages: list[dict[str, Any]]) -> Speech:
         """Of the body of a chat; Refused by name for a field that makes no sense or that is not the model's."""
         tools = Tools.read(*(body.get(name) for name in TOOL_FIELDS))

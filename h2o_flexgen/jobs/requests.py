@@ -105,6 +105,18 @@ def logprobs_json(output: RequestOutput) -> dict[str, Any]:
     return found
 
 
+def sure_text(text: str, ends: Sequence[str]) -> str:
+    """What will be in a text whatever comes next: nothing of one of `ends` that may have begun, and no half of a
+    character."""
+    end = len(text.rstrip("\ufffd"))
+    for each in ends:
+        found = text.find(each)
+        end = min(end, found) if found >= 0 else end
+        begun = (count for count in range(1, min(len(each), len(text) + 1)) if text.endswith(each[:count]))
+        end = min(end, len(text) - max(begun, default=0))
+    return text[:end]
+
+
 def finite(value: float) -> float | None:
     """JSON has no infinity: the logarithm of a probability of 0 is null."""
     return value if math.isfinite(value) else None

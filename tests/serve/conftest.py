@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,10 @@ import pytest
 # What a service imports is imported before processes fork.
 import h2o_flexgen.cli.serve.service  # noqa: F401
 from h2o_flexgen.serve import main
+from tests.pages.conftest import browser
 from tests.programs import Child, until, write_talker
+
+__all__ = ["browser"]
 
 KEY = "sk-of-a-test"
 
@@ -27,7 +31,7 @@ class Service(Child):
         arguments = ("--port", 0, "--data-dir", folder / "data", *given, *flags)
         (folder / "stderr").write_text("")
         super().__init__(folder, *arguments, program=main, **how)
-        self._said, self._key = folder / "stderr", key
+        self._said, self._key, self.data = folder / "stderr", key, folder / "data"
 
     @property
     def said(self) -> str:
@@ -54,8 +58,12 @@ Serve = Callable[..., Any]
 
 @pytest.fixture(scope="session")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that converses. Not to be changed."""
-    return write_talker(tmp_path_factory.mktemp("talker") / "model")
+    """A tiny model that converses, and thinks where it is told to. Not to be changed."""
+    folder = write_talker(tmp_path_factory.mktemp("talker") / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] += "{% if enable_thinking %}<think>{% endif %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
 
 
 @pytest.fixture

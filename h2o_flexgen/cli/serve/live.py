@@ -8,8 +8,8 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from h2o_flexgen.cli.serve.desk import ApiError
@@ -28,14 +28,14 @@ MOST_WAITING = 256
 _FIRST_LINE, _LINES = 1 << 31, 1 << 31
 """Numbers beyond those of lines of files."""
 _NONE = Record(0, None)
-_HALF_A_CHARACTER = "\ufffd"
+_NOTHING: Mapping[str, str] = {}
 
 
 class LiveEvent(NamedTuple):
-    """What a client is told: a piece of `text` of a `choice`, or how the request ended: `status`, `body`."""
+    """What a client is told: pieces of text of a `choice`, by field, or how the request ended: `status`, `body`."""
 
     choice: int = 0
-    text: str = ""
+    pieces: Mapping[str, str] = _NOTHING
     status: int = 0
     body: dict[str, Any] | None = None
 
@@ -163,11 +163,9 @@ class LiveRequests:
             self._refuse(request, Refused(f"{type(error).__name__}: {error}", "server_error", status=500))
             return
         rows = [(place, row) for place, each in enumerate(request.open.rows) for row in each]
-        plain = not request.open.asked.body.get("echo") and request.open.asked.body.get("logprobs") is None
-        plain = plain and self._codec is not None and not request.open.asked.scores
         for place, row in rows:
             row.hooks = Hooks(row.given_ids)
-            row.hooks.on_token = _Listener(self._codec if plain else None, request, row, place)
+            row.hooks.on_token = _Listener(self._codec, request, row, place)
             self._rows.append((row, request))
         if not rows:
             self._answer(request)
@@ -195,25 +193,28 @@ class LiveRequests:
 
 @dataclass
 class _Listener:
-    """Hears of each new token of a row, the `place`-th prompt's. `codec`: None where no piece is told."""
+    """Hears of each new token of a row, the `place`-th prompt's, and tells what its answer has more of."""
 
     codec: TextCodec | None
     request: LiveRequest
     row: Row
     place: int
-    told: str = ""
+    told: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, token: int) -> None:
         request, row = self.request, self.row
         if request.gone:  # it ends with this token
             row.params = replace(row.params, max_new_tokens=len(row.token_ids), min_new_tokens=0)
-        elif request.streams and self.codec is not None:
-            text = text_of(self.codec, row) or ""
-            text = text[: _sure(text, row.params.stop_strings)]
-            if text.startswith(self.told) and len(text) > len(self.told):
-                piece, self.told = text[len(self.told) :], text
-                for index in self._indices():
-                    request.tell(LiveEvent(index, piece))
+        elif request.streams and request.form is not None and request.open is not None:
+            text = text_of(self.codec, row)
+            output = RequestOutput(row.index, row.sample, row.given_ids, row.token_ids, text, "length")
+            said = request.form.so_far(request.open.asked, output)
+            before = {name: self.told.get(name, "") for name in said}
+            pieces = {name: text[len(before[name]) :] for name, text in said.items() if text.startswith(before[name])}
+            pieces = {name: text for name, text in pieces.items() if text}
+            self.told = {**self.told, **{name: before[name] + text for name, text in pieces.items()}}
+            for index in self._indices() if pieces else ():
+                request.tell(LiveEvent(index, pieces))
 
     def _indices(self) -> Iterator[int]:
         """The choices that are this row: greedy samples are all the same, and computed once."""
@@ -222,20 +223,6 @@ class _Listener:
         samples, asked = len(task.rows[self.place]), int(task.asked.body["n"])
         first = self.place * asked
         yield from [first + self.row.sample] if samples > 1 else range(first, first + asked)
-
-
-def _sure(text: str, stops: Sequence[str]) -> int:
-    """How much of a text will be in the answer whatever comes next: nothing of a stop string that may have begun, and
-    no half of a character."""
-    end = len(text.rstrip(_HALF_A_CHARACTER))
-    for stop in stops:
-        found = text.find(stop)
-        if found >= 0:
-            end = min(end, found)
-        for count in range(1, min(len(stop), len(text) + 1)):
-            if text.endswith(stop[:count]):
-                end = min(end, len(text) - count)
-    return end
 
 
 def chunk_of(request: LiveRequest, choice: dict[str, Any] | None, usage: Any = None) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import errno
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,7 +27,6 @@ from h2o_flexgen.cli.serve.arguments import ServeArguments
 from h2o_flexgen.cli.serve.desk import ApiError, Desk, expiry_of, shown
 from h2o_flexgen.cli.serve.live import LiveEvent, LiveRequest, LiveRequests, chunk_of
 from h2o_flexgen.cli.serve.uploads import pieces, receive, whole_body
-from h2o_flexgen.errors import H2OFlexGenError
 from h2o_flexgen.jobs.openai import CHAT, COMPLETIONS
 from h2o_flexgen.jobs.source import LONGEST_LINE, BadLine, load_json
 from h2o_flexgen.pages.jobs import jobs_page
@@ -58,7 +58,7 @@ def make_app(arguments: ServeArguments, desk: Desk, live: LiveRequests) -> ASGIA
         Route(CHAT, service.answer, methods=["POST"]),
         Route(COMPLETIONS, service.answer, methods=["POST"]),
     ]
-    handlers: Any = {ApiError: _refused, HTTPException: _http, H2OFlexGenError: _storage, Exception: _bug}
+    handlers: Any = {ApiError: _refused, HTTPException: _http, OSError: _disk, Exception: _bug}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return Guard(app, arguments.api_key, arguments.host)
@@ -246,31 +246,35 @@ async def _stream(
     asked: LiveRequest, first: LiveEvent, events: asyncio.Queue[LiveEvent], usage: bool
 ) -> AsyncIterator[str]:
     """The events of a stream: the pieces as they come, then what the whole answer has beyond them."""
-    chat, told = asked.url == CHAT, dict[int, str]()
+    chat, told = asked.url == CHAT, dict[tuple[int, str], str]()
 
-    def piece(index: int, text: str, logprobs: Any = None) -> str:
-        begun = index in told
-        told[index] = told.get(index, "") + text
-        delta = {"content": text} if begun else {"role": "assistant", "content": text}
-        said = {"delta": delta} if chat else {"text": text}
-        return chunk_of(asked, {"index": index, **said, "logprobs": logprobs, "finish_reason": None})
+    def piece(index: int, said: Mapping[str, Any], logprobs: Any = None) -> str:
+        begun = any(choice == index for choice, _ in told)
+        told.update({(index, name): told.get((index, name), "") + text for name, text in said.items()})
+        if chat and not begun:
+            said = {"role": "assistant", "content": "", **said}
+            told.setdefault((index, "content"), "")
+        shown = {"delta": said} if chat else {"text": "", **said}
+        return chunk_of(asked, {"index": index, **shown, "logprobs": logprobs, "finish_reason": None})
 
     try:
         event = first
         while event.body is None:
-            yield piece(event.choice, event.text)
+            yield piece(event.choice, event.pieces)
             event = await events.get()
         if event.status != 200:
             yield f"data: {json.dumps(event.body)}\n\n"
             return
         for choice in event.body["choices"]:
-            index, ends = choice["index"], {"finish_reason": choice["finish_reason"]}
-            whole = (choice["message"].get("content") or "") if chat else choice["text"]
-            sent = told.get(index, "")
-            rest = whole[len(sent) :] if whole.startswith(sent) else ""
-            if rest or index not in told or choice["logprobs"] is not None:
+            index, message = choice["index"], choice["message"] if chat else {"text": choice["text"]}
+            whole = {name: text for name, text in message.items() if isinstance(text, str) and name != "role"}
+            rest = {name: text.removeprefix(told.get((index, name), "")) for name, text in whole.items()}
+            rest = {name: text for name, text in rest.items() if text}
+            if rest or choice["logprobs"] is not None or not any(each == index for each, _ in told):
                 yield piece(index, rest, choice["logprobs"])
-            last: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
+            calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
+            last: dict[str, Any] = {"delta": {"tool_calls": calls} if calls else {}} if chat else {"text": ""}
+            ends = {"finish_reason": choice["finish_reason"]}
             yield chunk_of(asked, {"index": index, **last, "logprobs": None, **ends})
         if usage:
             yield chunk_of(asked, None, event.body["usage"])
@@ -280,9 +284,13 @@ async def _stream(
 
 
 async def _json(request: Request) -> Any:
-    body = await whole_body(request.stream(), LONGEST_LINE)
+    stream = request.stream()
     try:
-        return load_json(body)
+        return load_json(await whole_body(stream, LONGEST_LINE))
+    except ApiError as error:
+        if error.status == 413:
+            await _drained(stream)
+        raise
     except BadLine as error:
         raise ApiError(400, f"the body {error}", code="invalid_json") from None
 
@@ -308,8 +316,10 @@ def _http(request: Request, error: Any) -> Response:
     return JSONResponse(told.body(), error.status_code, error.headers)
 
 
-def _storage(request: Request, error: Any) -> Response:
-    return _refused(request, ApiError(507, str(error), code="storage_failed"))
+def _disk(request: Request, error: Any) -> Response:
+    number = error.errno or getattr(error.__cause__, "errno", None)
+    full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return _refused(request, ApiError(507 if full else 500, f"the data folder: {error}", code="storage_failed"))
 
 
 def _bug(request: Request, error: Any) -> Response:
