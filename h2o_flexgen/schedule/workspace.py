@@ -70,13 +70,26 @@ def workspace(block: BlockShape) -> int:
         rows * token + decode_attention(block),
         tokens * (3 * spec.hidden_size + wide * spec.ffn_size) * size,
         _mixture(block, block.policy.num_gpu_batches * block.tokens, tokens),
-        tokens * modules.working * size,
+        _in_modules(block, modules),
         rows * max(2 * spec.hidden_width + spec.vocab_size, modules.head) * size + (4 * rows + 32) * spec.vocab_size,
     )
 
 
 def _modules(spec: ModelSpec) -> Activations:
     return spec.activations if isinstance(spec, ModuleSpec) else NOTHING
+
+
+def _in_modules(block: BlockShape, modules: Activations) -> int:
+    """Bytes within a unit of transformers' modules. The states of one layer: after each part of a prompt that others
+    follow; and torch's functions make a step's (b, ...) anew, three times, which our kernels, on a CPU, change in
+    place."""
+    ours = block.request.kernels is Kernels.CPU
+    growing, fixed = modules.mixing if ours else modules.in_torch
+    layers = (block.spec.states_of(layer) for layer in range(block.spec.num_layers))
+    states = max((sum(state.nbytes(block.dtype) for state in each) for each in layers), default=0)
+    parts = block.follows * (_PATH_LEVELS + block.prompt // block.policy.chunk)
+    times = parts + (0 if ours else 3 * block.rows)
+    return (block.chunk * (modules.working + growing) + fixed) * block.size + times * states
 
 
 def _looked_at(block: BlockShape) -> int:

@@ -11,6 +11,7 @@ import pytest
 from h2o_flexgen import LLM, EvictionConfig, OffloadPolicy
 from h2o_flexgen.engine.execution import attention
 from h2o_flexgen.kernels import torch_attention
+from h2o_flexgen.models.families import spec_from_config
 from tests.engine.test_modules import tiny
 from tests.pairs import pairs
 from tests.schedule.test_workspace import COUNTED, MANY, WORK, Live
@@ -26,6 +27,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "cohere2": {},
     "granite": {},
     "gpt_oss": {},
+    "qwen3_next": {},
+    "falcon_h1": {},
+    "jamba": {},
+}
+
+LINEAR = {
+    **{"model_type": "qwen3_next", "hidden_size": 64, "num_hidden_layers": 2, "num_experts": 4, "vocab_size": 100},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "head_dim": 16},
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "layer_types": ["linear_attention", "full_attention"],
 }
 
 
@@ -55,3 +66,12 @@ def test_what_is_alive_was_allowed(kind: str, work: str, mode: str, folder_of, m
         assert llm.last_plan is not None
         allowed = sum(item.nbytes for item in llm.last_plan.footprint.items if item.what in COUNTED)
     assert live.peak <= allowed
+
+
+def test_states_are_no_memory_of_each_token() -> None:
+    """States are as large as some hundred tokens, and torch pads a prompt to whole chunks: both count once."""
+    found = spec_from_config(LINEAR, "tiny", "transformers").activations  # type: ignore[attr-defined]
+    state = 2 * 4 * 128 * 128
+    assert found.working + found.mixing[0] < state / 4
+    assert state < found.mixing[1] < found.in_torch[1]
+    assert found.mixing[0] < found.in_torch[0]

@@ -71,12 +71,17 @@ class Activations(NamedTuple):
     working    the most within a unit, beside these, and without what attention itself takes
     attending  as it begins to attend, beside what was there when the unit began
     head       of each row that wants logits, while these are computed
+    mixing     of each token beside `working` while states are computed, and besides however many these are, where
+               kernels of ours compute recurrences
+    in_torch   the same where torch does
     """
 
     held: int = 0
     working: int = 0
     attending: int = 0
     head: int = 0
+    mixing: tuple[int, int] = (0, 0)
+    in_torch: tuple[int, int] = (0, 0)
 
 
 NOTHING = Activations()

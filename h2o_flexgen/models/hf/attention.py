@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 from weakref import ReferenceType, ref
@@ -353,6 +353,9 @@ class MixedTokens(NamedTuple):
     states: RowStates
 
 
+_NO_STATES = RowStates({})
+
+
 @dataclass
 class MixerCall:
     """A call of a mixer with the tokens of a part, as its modules make it."""
@@ -370,6 +373,12 @@ class MixerCall:
             raise NotUnderstood(f"{type(self.module).__name__} keeps states of other than packed tokens")
         self.tokens = hidden.shape[1]
 
+    def wide(self, tokens: int) -> MixerCall:
+        """The same call with so many tokens, of which nothing is known but the sizes."""
+        return replace(
+            self, args=_widened(self.args, self.tokens, tokens), kwargs=_widened(self.kwargs, self.tokens, tokens)
+        )
+
     @staticmethod
     def piece(start: int, length: int, states: dict[Key, Tensor], *, decode: bool = False) -> MixedTokens:
         """A piece of the call's tokens, of rows that go on with these states, or begin."""
@@ -380,7 +389,7 @@ class MixerCall:
         piece is asked for when one is done."""
         seen, done, outs = current().cache, list[MixedTokens](), list[Any]()
         for piece in pieces:
-            done.append(piece)
+            done.append(piece._replace(states=_NO_STATES))  # a prompt's are its row's from now on
             seen.states = piece.states
             steps = [piece]
             if piece.states.given and not piece.decode and _forgets(type(self.module)):
@@ -409,6 +418,15 @@ def _cut(x: Any, piece: MixedTokens, tokens: int) -> Any:
     if type(x) in (tuple, list):
         return type(x)(_cut(each, piece, tokens) for each in x)
     return x
+
+
+def _widened(x: Any, tokens: int, wanted: int) -> Any:
+    """An argument with more tokens, where it is of tokens."""
+    if torch.is_tensor(x):
+        return x.new_empty(1, wanted, *x.shape[2:]) if x.dim() > 1 and x.shape[:2] == (1, tokens) else x
+    if isinstance(x, dict):
+        return {key: _widened(each, tokens, wanted) for key, each in x.items()}
+    return type(x)(_widened(each, tokens, wanted) for each in x) if type(x) in (tuple, list) else x
 
 
 def _joined(outs: Sequence[Any], pieces: Sequence[MixedTokens]) -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -170,10 +171,12 @@ def take_products(model: nn.Module, head: nn.Module | None) -> None:
 
 
 class Amount(NamedTuple):
-    """Numbers alive in tensors that operations have made, now, and the most since the last time they were counted."""
+    """Numbers alive in tensors that operations have made, now, and the most since the last time they were counted: all,
+    and without what was within recurrences."""
 
     now: int
     most: int
+    outside: int
 
 
 class Alive(TorchDispatchMode):
@@ -183,7 +186,8 @@ class Alive(TorchDispatchMode):
         super().__init__()
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._foreign = set[int]()  # made elsewhere: weights, buffers
-        self._most = 0
+        self._most = self._outside = 0
+        self._within = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for x in _tensors((args, kwargs.values() if kwargs else ())):
@@ -195,8 +199,22 @@ class Alive(TorchDispatchMode):
             storage = x.untyped_storage()
             if storage._cdata not in self._live and storage._cdata not in self._foreign:
                 self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes() // 2
-                self._most = max(self._most, self._count())
+                self._see(self._count())
         return result
+
+    def _see(self, numbers: int) -> None:
+        self._most = max(self._most, numbers)
+        if not self._within:
+            self._outside = max(self._outside, numbers)
+
+    def recurrence(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a function of `mixers.OURS`, which a kernel may take the place of."""
+        self._within = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._within = False
+            self._see(self._count())
 
     def _count(self) -> int:
         for key in [key for key, (reference, _) in self._live.items() if reference.expired()]:
@@ -204,9 +222,9 @@ class Alive(TorchDispatchMode):
         return sum(numbers for _, numbers in self._live.values())
 
     def amount(self) -> Amount:
-        now = self._count()
-        found = Amount(now, max(now, self._most))
-        self._most = now
+        self._see(now := self._count())
+        found = Amount(now, self._most, self._outside)
+        self._most = self._outside = now
         return found
 
 
@@ -232,10 +250,33 @@ class Marked(list[Any]):
     def __init__(self, alive: Alive) -> None:
         super().__init__()
         self.alive, self.amounts = alive, list[Amount]()
+        self.mixing = dict[int, tuple[int, int]]()
+        """By numbers of tokens, the most that mixers had alive, without recurrences and with them."""
 
     def append(self, event: Any) -> None:
         self.amounts.append(self.alive.amount())
         super().append(event)
+
+    @contextmanager
+    def inside(self, tokens: int, listed: bool = True) -> Iterator[None]:
+        """What is alive within is a mixer's with so many tokens, and not its unit's. Unless `listed`, what happens
+        within is not listed."""
+        first, before = len(self), self.alive.amount().now
+        yield
+        amounts = [*self.amounts[first:], self.alive.amount()]
+        each = (max(amount.outside for amount in amounts), max(amount.most for amount in amounts))
+        seen = self.mixing.get(tokens, (0, 0))
+        self.mixing[tokens] = (max(seen[0], each[0] - before), max(seen[1], each[1] - before))
+        if not listed:
+            del self[first:], self.amounts[first:]
+        self.amounts[first:] = [Amount(before, before, before)] * (len(self) - first)
+
+    def mixers(self, which: int) -> tuple[int, int]:
+        """Numbers of each token, and beside these, that are alive in mixers: without recurrences, or with (1)."""
+        few, many = min(self.mixing, default=0), max(self.mixing, default=1)
+        less, more = (self.mixing.get(tokens, (0, 0))[which] for tokens in (few, many))
+        growth = max(0, more - less) / max(1, many - few)
+        return math.ceil(growth), max(0, math.ceil(less - few * growth))
 
 
 def activations(events: Marked, starts: Sequence[str], tokens: int) -> Activations:
@@ -251,4 +292,4 @@ def activations(events: Marked, starts: Sequence[str], tokens: int) -> Activatio
         attending += [amounts[i].now - base for i in range(first, end) if events[i].kind == "attend"]
     head = max(amount.most for amount in amounts[last:]) - amounts[last].now
     each, busy, asked = (-(-max(numbers) // tokens) for numbers in (held, working, attending))
-    return Activations(each, busy, asked, head)
+    return Activations(each, busy, asked, head, events.mixers(0), events.mixers(1))

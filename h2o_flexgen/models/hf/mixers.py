@@ -239,8 +239,9 @@ OURS: dict[str, Callable[..., Any]] = {
 """By the names that transformers' modules call them by."""
 
 
-def take_recurrences(model: nn.Module) -> list[str]:
-    """From now on the modules of this model compute recurrences by `OURS`. Returns which functions they call.
+def take_recurrences(model: nn.Module, by: Callable[..., Any] | None = None) -> list[str]:
+    """From now on the modules of this model compute recurrences by `OURS`, or all `by` one function that is given
+    transformers' own and its arguments. Returns which functions they call.
 
     A module's own forward is run with other globals: those of transformers stay what they are.
     """
@@ -251,7 +252,7 @@ def take_recurrences(model: nn.Module) -> list[str]:
         if not found or not isinstance(function, FunctionType):
             continue
         places = dict(function.__globals__)
-        places.update({name: partial(OURS[name], places[name]) for name in found})
+        places.update({name: partial(by or OURS[name], places[name]) for name in found})
         own = FunctionType(function.__code__, places, function.__name__, function.__defaults__, function.__closure__)
         own.__kwdefaults__ = function.__kwdefaults__
         module.forward = MethodType(own, module)

@@ -17,11 +17,13 @@ from h2o_flexgen.config.model.modules import LayerSpec, ModuleSpec, ModuleTensor
 from h2o_flexgen.config.model.spec import Product
 from h2o_flexgen.config.model.tensors import LayerHeads, StateSpec
 from h2o_flexgen.errors import ModelError
+from h2o_flexgen.kernels.native import library
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.hf.attention import Call, MixerCall, ModelRun, NotUnderstood, mixers, take_mixers
 from h2o_flexgen.models.hf.build import Alive, Marked, activations, apart, build, is_product, quiet
 from h2o_flexgen.models.hf.experts import ExpertForm, Routing, form_of, settings_of
 from h2o_flexgen.models.hf.fused import SharedInputs, side_by_side
+from h2o_flexgen.models.hf.mixers import take_recurrences
 from h2o_flexgen.models.hf.names import pieces
 from h2o_flexgen.models.hf.units import Event, Mixing, RecordedUnits
 
@@ -30,13 +32,15 @@ TOKENS = 4
 SMALL = 1 << 22
 """Numbers that a tensor may have which is used by several units, and is copied for them."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
+_WIDE = 512
+"""Further tokens of a second call of a mixer, which shows what its memory grows by: whole chunks of torch."""
 _UNBOUNDED = 1 << 20
 _INNER = ("attn", "mixer", "mlp")
 
 
 def record(model: PreTrainedModel, name: str) -> Marked:
     """The events of a forward of TOKENS tokens. Leaves the model on meta. ModelError where that cannot be run."""
-    events = listen(model)
+    events, seen = listen(model), set[type[nn.Module]]()
 
     def attend(call: Call) -> Tensor:
         events.append(Event("attend", call=apart(call)))
@@ -47,14 +51,17 @@ def record(model: PreTrainedModel, name: str) -> Marked:
         return torch.empty_like(routing.x)
 
     def mix(call: MixerCall) -> Any:
-        piece = call.piece(0, call.tokens, {})
-        made, states = call.of([piece]), piece.states
-        if states.layer is None:
-            raise NotUnderstood(f"{type(call.module).__name__} does not ask for the states that it keeps")
-        found = [StateSpec(*key, tuple(x.shape[1:]), x.dtype == torch.float32) for key, x in states.held().items()]
-        events.append(Event("states", paths[id(call.module)], mixing=Mixing(states.layer, tuple(found))))
+        with events.inside(call.tokens):
+            made, mixing = _mixed(call)
+        if type(call.module) not in seen:
+            seen.add(type(call.module))
+            with events.inside(TOKENS + _WIDE, listed=False):
+                _mixed(call.wide(TOKENS + _WIDE))
+        events.append(Event("states", paths[id(call.module)], mixing=mixing))
         return made
 
+    if library() is not None:  # without it, recurrences are transformers' own
+        take_recurrences(model, events.alive.recurrence)
     take_mixers(model)
     paths = {id(module): path for path, module in model.named_modules()}
     numbers = torch.zeros(2, TOKENS, dtype=torch.int64, device="meta")
@@ -78,6 +85,16 @@ def record(model: PreTrainedModel, name: str) -> Marked:
             f"{name}: {type(model).__name__} cannot be run on packed prompts: {type(error).__name__}: {line}"
         ) from error
     return events
+
+
+def _mixed(call: MixerCall) -> tuple[Any, Mixing]:
+    """What a mixer makes of all tokens of a prompt, and what states it keeps."""
+    piece = call.piece(0, call.tokens, {})
+    made, states = call.of([piece]), piece.states
+    if states.layer is None:
+        raise NotUnderstood(f"{type(call.module).__name__} does not ask for the states that it keeps")
+    found = (StateSpec(*key, tuple(x.shape[1:]), x.dtype == torch.float32) for key, x in states.held().items())
+    return made, Mixing(states.layer, tuple(found))
 
 
 def any_choice() -> Any:
