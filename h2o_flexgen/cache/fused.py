@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.cache.lengths import NEVER, CacheLengths
-from h2o_flexgen.cache.packing import KeyScales, parts_of
+from h2o_flexgen.cache.packing import Keeping, parts_of
 from h2o_flexgen.cache.ring_slots import CacheSlots
 from h2o_flexgen.cache.slots import ScoredSlots
-from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.kernels import triton_available
 from h2o_flexgen.kernels.decode import NativeAttend, available
 from h2o_flexgen.kernels.pieces import hadamard
@@ -34,13 +33,11 @@ class FusedStep:
         slots: CacheSlots,
         size: tuple[int, int, int, int],
         triton: bool,
-        packings: tuple[CachePacking, CachePacking] | None,
-        scales: KeyScales | None = None,
+        kept: Keeping,
     ) -> None:
-        """`size`: rows, kv_heads, capacity, dim; `packings` of K and V, None where they are not packed; `scales` of
-        keys, None where they are packed as they come."""
+        """`size`: rows, kv_heads, capacity, dim; how keys and values are `kept`."""
         self._lengths, self._slots, self._size = lengths, slots, size
-        scored = slots if isinstance(slots, ScoredSlots) else None
+        scored, packings = slots if isinstance(slots, ScoredSlots) else None, kept.packings
         own = None if scored is None or triton else scored.rule(packings is not None)
         adds = False if scored is None else scored.needs_rows if own is not None else scored.adds
         self._by_rows = adds is None
@@ -50,7 +47,7 @@ class FusedStep:
         rules = lengths.once(f"rules, {ranked}", lambda: slot_rules(lengths, ranked=ranked))
         ranking = None if scored is None or (triton and self._by_rows) else scored.ranking
         self._number: Tensor | None = None
-        self._scales = scales
+        self._scales = kept.scales
         self._block = packings[0].block if packings is not None and triton else 0  # C transforms by itself
         self._kernel: DecodeStep
         self.attach: Callable[[Tensor, Tensor], None]
@@ -72,6 +69,7 @@ class FusedStep:
                 "adds": bool(adds),
                 "rule": own,
                 "packings": packings,
+                "newest": kept.newest,
             }
             masks = scored.table[1] if lengths.hides and scored is not None else None
             native = self._kernel = NativeAttend(table, size, masks=masks, **how)
@@ -89,18 +87,18 @@ class FusedStep:
         slots: CacheSlots,
         kv: Tensor,
         q: Tensor,
-        packings: tuple[CachePacking, CachePacking] | None,
-        scales: KeyScales | None = None,
+        kept: Keeping,
     ) -> FusedStep | None:
         """For a cache with K or V `kv` (b, kv_heads, capacity, dim), or packed ones, asked by q (b, heads, dim).
 
         None where no kernel takes that.
         """
+        packings = kept.packings
         (rows, kv_heads, capacity, _), heads, dim = kv.shape, q.shape[1], q.shape[2]
         dtype = kv.dtype if packings is None else q.dtype
         triton = triton_available.serves(kv.device)
-        if lengths.hides and triton:
-            return None  # its kernel hides sinks alone
+        if triton and (lengths.hides or kept.newest is not None):
+            return None  # its kernel hides sinks alone, and sees nothing but what is packed
         if triton:
             from h2o_flexgen.kernels import triton_decode  # imports Triton, which is not there on every machine
 
@@ -110,7 +108,7 @@ class FusedStep:
             fits = fits and heads // kv_heads <= triton_decode.MAX_GROUP
         else:
             fits = available(dtype, dim, kv.device, packings is not None)
-        return cls(lengths, slots, (rows, kv_heads, capacity, dim), triton, packings, scales) if fits else None
+        return cls(lengths, slots, (rows, kv_heads, capacity, dim), triton, kept) if fits else None
 
     @property
     def repeats(self) -> bool:

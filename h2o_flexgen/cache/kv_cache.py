@@ -11,11 +11,12 @@ from torch import Tensor
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.cache.lengths import CacheLengths
-from h2o_flexgen.cache.packing import KeyScales, expand, pack
+from h2o_flexgen.cache.packing import Keeping, KeyScales
 from h2o_flexgen.cache.ring_slots import CacheSlots, RingSlots, Rows
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.cache.vectors import (
+    ending,
     index_of,
     joined_rows,
     move_down,
@@ -72,7 +73,7 @@ class KVCache:
             raise ValueError(f"{len(limits)} budgets and {len(row_ids)} row ids for {shape.batch} rows")
         if shape.capacity < max(limits):
             raise ValueError(f"{shape.capacity} slots are too few, these budgets need {max(limits)}")
-        self.shape, self._packings = shape, shape.packings
+        self.shape, self._kept = shape, Keeping(shape, self.device)
         self.statistic = policy.statistic if self._lengths.chooses else "none"
         self._policy, self._layer, self._row_ids = policy, layer, list(row_ids)
         self._slots: CacheSlots
@@ -80,7 +81,6 @@ class KVCache:
             self._slots = ScoredSlots(self._lengths, policy, shape.kv_heads, shape.capacity, layer, row_ids)
         else:
             self._slots = RingSlots(self._lengths, shape.kv_heads, shape.capacity)
-        self.scales = KeyScales(shape.batch) if shape.scaled else None
         self._fused: FusedStep | None = None
         self._dropping: dict[int, tuple[Range, ...]] = {}
         self._last: int | Tensor | None = None
@@ -116,7 +116,7 @@ class KVCache:
                 move_down(cache._buffers()[i], rows, target[start : start + len(rows)], used)
                 start += len(rows)
         joined.attach(k, v)
-        joined.scales = KeyScales.joined([(cache.scales, rows) for cache, rows in parts])
+        joined._kept = Keeping.joined(joined.shape, [(cache._kept, rows) for cache, rows in parts])
         joined._slots.resume([(cache._slots, rows) for cache, rows in parts])
         return joined
 
@@ -124,6 +124,11 @@ class KVCache:
         """For a cache of the same rows in another layer with the same window and capacity: what follows from budgets
         and lengths alone is then worked out once."""
         return self._lengths.for_another_layer()
+
+    @property
+    def scales(self) -> KeyScales | None:
+        """Of keys; None where they are kept as they come."""
+        return self._kept.scales
 
     @property
     def wants_column_sums(self) -> bool:
@@ -138,7 +143,7 @@ class KVCache:
                 raise ValueError(f"{found}: needed contiguous {size} on {self.device}")
         self.k, self.v = k, v
         kind, dim = self.shape.computed(k.dtype), self.shape.head_dim
-        self._reads_occupied = available(kind, dim, self.device, self._packings is not None)
+        self._reads_occupied = available(kind, dim, self.device, self._kept.packings is not None)
         self._flat_k, self._flat_v = k.view(-1, k.shape[-1]), v.view(-1, v.shape[-1])
         if self._fused is not None:
             self._fused.attach(k, v)
@@ -180,13 +185,17 @@ class KVCache:
             for i, (buffer, own) in enumerate(zip(self._distinct(), (k, v), strict=False)):
                 shared = None if past is None else past[i]
                 if kept is not None:
-                    buffer[target, :, :held] = self._stored(i, select(own[source], shared, kept), target)
+                    buffer[target, :, :held] = self._kept.stored(i, select(own[source], shared, kept), target)
                 else:
-                    buffer[target, :, before:held] = self._stored(i, own[source], target)
+                    buffer[target, :, before:held] = self._kept.stored(i, own[source], target)
                     if shared is not None:
-                        buffer[target, :, :before] = self._stored(i, shared.expand(len(members), -1, -1, -1), target)
+                        shared = shared.expand(len(members), -1, -1, -1)
+                        buffer[target, :, :before] = self._kept.stored(i, shared, target)
                 if not self._reads_occupied:
                     buffer[target, :, held:] = 0
+            if last := min(self.shape.newest, length if kept is None else budget.latest):
+                ends = KeysValues(*(ending(x[source], past and past[i], last) for i, x in enumerate((k, v))))
+                self._kept.fill(target, held, ends, self._buffers())
 
     def scores_of(self, rows: Sequence[int], prompts: AttendedPrompts) -> Tensor | None:
         """What `fill` of these rows chooses by: float32, (n, parts, kv_heads, S); None where no score decides.
@@ -235,23 +244,14 @@ class KVCache:
             if self.watch is not None and column_sums is not None:
                 sums = column_sums[row.first * heads : (row.first + row.length) * heads]
                 self.watch(self._row_ids[row.place], self._layer, sums.view(heads, row.length))
-        if self.scales is not None:
-            k = self.scales.packed(k, prompts)
-        window, table = self._lengths.window, self._slots.table
-        keep_prompts(prompts, KeysValues(k, v), self._buffers(), window, column_sums, table, self._packings)
-
-    def _stored(self, part: int, x: Tensor, rows: Tensor | slice | None = None) -> Tensor:
-        """Keys (part 0) or values (1) (n, kv_heads, ..., head_dim) of `rows`, or all, as the buffers hold them."""
-        if self._packings is None:
-            return x
-        return pack(x if part or self.scales is None else self.scales.kept(x, rows), self._packings[part])
-
-    def _expanded(self, held: KeysValues, dtype: torch.dtype, rows: slice | None = None) -> KeysValues:
-        """The keys and values of `rows`, or all, that the buffers hold so."""
-        if self._packings is None:
-            return held
-        keys, values = (expand(part, packing, dtype) for part, packing in zip(held, self._packings, strict=True))
-        return KeysValues(keys if self.scales is None else self.scales.seen(keys, rows), values)
+        scaled = k if self.scales is None else self.scales.packed(k, prompts)
+        window, table, packings = self._lengths.window, self._slots.table, self._kept.packings
+        keep_prompts(prompts, KeysValues(scaled, v), self._buffers(), window, column_sums, table, packings)
+        for row in prompts.rows if self.shape.newest else ():
+            last = min(self.shape.newest, row.length if row.length <= row.total else row.recent)
+            tokens = slice(row.first + row.length - last, row.first + row.length)
+            own = KeysValues(*(x[tokens].transpose(0, 1).unsqueeze(0) for x in (k, v)))
+            self._kept.fill(slice(row.place, row.place + 1), min(row.length, row.total), own, self._buffers())
 
     def _buffers(self) -> KeysValues:
         if self.k is None or self.v is None:
@@ -283,12 +283,12 @@ class KVCache:
         buffers = self._buffers()
         if self._dropping:
             self._drop()
+        self._kept.advance()
         if not self._lengths.started:
             self._start(*buffers, q, table is not None, sink_logits is not None)
         held = None
         if self._slots.scores_keys:
-            stored = self._stored(0, k)
-            held = self._expanded(KeysValues(stored, self._stored(1, v[:0])), k.dtype).k
+            held = k if self._kept.newest is not None else self._kept.once(k)
         if self._fused is not None:
             if table is not None:
                 raise RuntimeError("this cache was started without rolling positions")
@@ -350,6 +350,7 @@ class KVCache:
         for buffer in self._distinct():
             buffer[index, :, :held] = reordered(buffer[index], order[..., :held])
         self._slots.go_on(self._lengths)
+        self._kept.forget(index)
         self.rewritten += 1
 
     @property
@@ -366,8 +367,7 @@ class KVCache:
         self._lengths.start()
         self._slots.start(rolling)
         torch_only = rolling or (sinks and self.device.type != "cpu")
-        how = self._packings, self.scales
-        self._fused = None if torch_only else FusedStep.of(self._lengths, self._slots, k, q, *how)
+        self._fused = None if torch_only else FusedStep.of(self._lengths, self._slots, k, q, self._kept)
         if self._fused is not None:
             self._fused.attach(k, v)
         elif self._reads_occupied:  # so that nothing was zeroed
@@ -377,7 +377,7 @@ class KVCache:
     def _held(self, length: int, dtype: torch.dtype) -> KeysValues:
         """Keys and values in the first `length` slots, (b, kv_heads, length, d)."""
         k, v = (buffer.narrow(2, 0, length) for buffer in self._buffers())
-        return self._expanded(KeysValues(k, v), dtype)
+        return self._kept.expanded(KeysValues(k, v), dtype)
 
     def _attend(
         self,
@@ -390,13 +390,15 @@ class KVCache:
         sink_logits: Tensor | None,
     ) -> Tensor:
         """A step in torch operations, on any device."""
-        slot = self._last = self._slots.allocate(held)
+        slot, stored = self._slots.allocate(held), list[Tensor]()
+        self._last = slot
         for i, (buffer, flat) in enumerate(zip(self._distinct(), (self._flat_k, self._flat_v), strict=False)):
-            stored = self._stored(i, (k, v)[i])
+            stored.append(self._kept.stored(i, (k, v)[i]))
             if isinstance(slot, int):
-                buffer.select(2, slot).copy_(stored)
+                buffer.select(2, slot).copy_(stored[i])
             else:
-                flat.index_copy_(0, slot, stored.reshape(len(slot), -1))
+                flat.index_copy_(0, slot, stored[i].reshape(len(slot), -1))
+        self._kept.take(self.last_slots, KeysValues(k, v), stored)
         length, width, valid = self._lengths.occupied()
         if valid is not None:
             valid = valid.expand(self.shape.batch, self.shape.kv_heads, -1)
@@ -423,7 +425,7 @@ class KVCache:
     ) -> DecodeAttention:
         """Of some rows, None: of all, over the first `width` slots."""
         k, v = (some_of(buffer, rows).narrow(2, 0, width) for buffer in self._buffers())
-        keys, values = self._expanded(KeysValues(k, v), q.dtype, rows)
+        keys, values = self._kept.expanded(KeysValues(k, v), q.dtype, rows)
         asked, seen = some_of(q, rows), None if valid is None else some_of(valid, rows)
         if table is not None:
             newest, ranks = some_of(self._lengths.newest_ranks, rows), some_of(self._slots.ranks(width), rows)
@@ -433,7 +435,7 @@ class KVCache:
     def _together(self, width: int) -> list[slice | None]:
         """The rows that are attended to at once: all, or as many as may be expanded at a time."""
         batch = some = self.shape.batch
-        if self._packings is not None:
+        if self._kept.packings is not None:
             some = max(1, EXPANDED // (self.shape.kv_heads * width * self.shape.head_dim))
         return [None] if some >= batch else [slice(row, row + some) for row in range(0, batch, some)]
 

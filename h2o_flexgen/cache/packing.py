@@ -6,17 +6,19 @@ reference for what kernels pack and expand themselves. And the scales of keys be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.cache.eviction.base import AttendedPrompts
+from h2o_flexgen.cache.shape import CacheShape
+from h2o_flexgen.cache.vectors import some_of
 from h2o_flexgen.config.model.packing import CACHE_GROUP, EXPANDED, CachePacking
 from h2o_flexgen.kernels import pieces, triton_available
 from h2o_flexgen.kernels.layers import rotate_halves
 from h2o_flexgen.kernels.pieces import hadamard
-from h2o_flexgen.kernels.types import PackedPrompts, Quantised
+from h2o_flexgen.kernels.types import KeysValues, Newest, PackedPrompts, Quantised
 from h2o_flexgen.quant import groupwise
 from h2o_flexgen.quant.groupwise import GroupFormat
 
@@ -146,6 +148,107 @@ class KeyScales:
     def _like(self, k: Tensor, rows: Tensor | slice | None) -> Tensor:
         scales = self.of if rows is None else self.of[rows]
         return scales if k.dim() == 3 else scales.unsqueeze(2)
+
+
+class Keeping:
+    """How a cache keeps keys and values: as they are; or keys scaled, both rotated and packed, and beside them what
+    that has cost the newest tokens."""
+
+    def __init__(self, shape: CacheShape, device: torch.device) -> None:
+        self.packings, self._shape, self._device = shape.packings, shape, device
+        self.scales = KeyScales(shape.batch) if shape.scaled else None
+        self.newest: Newest | None = None
+
+    @classmethod
+    def joined(cls, shape: CacheShape, parts: Sequence[tuple[Keeping, Sequence[int]]]) -> Keeping:
+        """The given rows of these go on, in this order."""
+        made = cls(shape, parts[0][0]._device)
+        made.scales = KeyScales.joined([(part.scales, rows) for part, rows in parts])
+        found = [(part.newest, list(rows)) for part, rows in parts if part.newest is not None]
+        if found:
+            newest = made._newest(found[0][0].lost.k.dtype)
+
+            def rows_of(name: Callable[[Newest], Tensor]) -> Tensor:
+                return torch.cat([name(each)[rows].roll(each.count - 1 - each.at, 2) for each, rows in found])
+
+            newest.lost = KeysValues(rows_of(lambda each: each.lost.k), rows_of(lambda each: each.lost.v))
+            newest.slots = rows_of(lambda each: each.slots)
+        return made
+
+    def _newest(self, dtype: torch.dtype) -> Newest:
+        if self.newest is None:
+            shape = self._shape
+            self.newest = Newest(shape.newest, (shape.batch, shape.kv_heads, shape.head_dim), dtype, self._device)
+        return self.newest
+
+    def stored(self, part: int, x: Tensor, rows: Tensor | slice | None = None) -> Tensor:
+        """Keys (part 0) or values (1) (n, kv_heads, ..., head_dim) of `rows`, or all, as buffers hold them."""
+        return x if self.packings is None else pack(self._scaled(part, x, rows), self.packings[part])
+
+    def expanded(self, held: KeysValues, dtype: torch.dtype, rows: slice | None = None) -> KeysValues:
+        """The keys and values (n, kv_heads, slots, head_dim), from the first slot on, that buffers hold so."""
+        if self.packings is None:
+            return held
+        exact = dtype if self.newest is None else torch.float32
+        keys, values = (expand(part, packing, exact) for part, packing in zip(held, self.packings, strict=True))
+        if self.newest is not None:
+            slots = some_of(self.newest.slots, rows)
+            gone, places = (slots < 0).unsqueeze(-1), slots.clamp(0).long().unsqueeze(-1)
+            for x, lost in zip((keys, values), self.newest.lost, strict=True):
+                missing = some_of(lost, rows).float().masked_fill(gone, 0.0)
+                x.scatter_add_(2, places.expand_as(missing), missing)
+        seen = keys if self.scales is None else self.scales.seen(keys, rows)
+        return KeysValues(seen.to(dtype), values.to(dtype))
+
+    def once(self, k: Tensor) -> Tensor:
+        """New keys (b, kv_heads, head_dim) as they are seen once they have been packed."""
+        if self.packings is None:
+            return k
+        packed = expand(self.stored(0, k), self.packings[0], k.dtype)
+        return packed if self.scales is None else self.scales.seen(packed)
+
+    def fill(self, rows: Tensor | slice, held: int, last: KeysValues, buffers: KeysValues) -> None:
+        """The prompts of `rows` are in, in the first `held` slots of `buffers`, of which the last m hold their last
+        tokens, (n, kv_heads, m, head_dim), m at most as many as newest ones are kept."""
+        if self.packings is None or not self._shape.newest:
+            return
+        newest, count = self._newest(last.k.dtype), last.k.shape[2]
+        for i, (lost, x) in enumerate(zip(newest.lost, last, strict=True)):
+            pieces = buffers[i][rows, :, held - count : held]
+            lost[rows, :, newest.count - count :] = self._lost(i, x, pieces, rows)
+        newest.slots[rows] = -1
+        places = torch.arange(held - count, held, dtype=torch.int32, device=newest.slots.device)
+        newest.slots[rows, :, newest.count - count :] = places
+
+    def advance(self) -> None:
+        """A step begins."""
+        if self.newest is not None:
+            self.newest.at = (self.newest.at + 1) % self.newest.count
+
+    def take(self, slots: Tensor, new: KeysValues, pieces: Sequence[Tensor]) -> None:
+        """The step's tokens (b, kv_heads, head_dim) were packed as `pieces`, into `slots` (b, kv_heads)."""
+        newest = self.newest
+        if newest is None:
+            return
+        for i, (lost, x) in enumerate(zip(newest.lost, new, strict=True)):
+            lost[:, :, newest.at] = self._lost(i, x, pieces[i], None)
+        newest.slots.masked_fill_(newest.slots == slots.unsqueeze(-1), -1)
+        newest.slots[:, :, newest.at] = slots.int()
+
+    def forget(self, rows: Tensor | slice) -> None:
+        """What `rows` hold has moved."""
+        if self.newest is not None:
+            self.newest.slots[rows] = -1
+
+    def _scaled(self, part: int, x: Tensor, rows: Tensor | slice | None) -> Tensor:
+        return x if part or self.scales is None else self.scales.kept(x, rows)
+
+    def _lost(self, part: int, x: Tensor, pieces: Tensor, rows: Tensor | slice | None) -> Tensor:
+        """What packing has cost x."""
+        if self.packings is None:
+            raise RuntimeError("nothing is packed")
+        kept = expand(pieces, self.packings[part], torch.float32)
+        return (self._scaled(part, x, rows).float() - kept).to(x.dtype)
 
 
 def scales_of(queries: Tensor, keys: Tensor) -> Tensor:

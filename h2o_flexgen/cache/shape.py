@@ -29,6 +29,8 @@ class CacheShape:
     bits: CacheBits = 16
     joint: bool = False
     rotation: CacheRotation = "rotate"
+    newest: int = 0
+    """Of packed ones, how many tokens are known exactly, too."""
 
     @classmethod
     def of(

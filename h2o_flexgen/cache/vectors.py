@@ -19,6 +19,14 @@ def index_of(rows: Sequence[int], device: torch.device) -> slice | Tensor:
     return torch.tensor(rows, device=device)
 
 
+def ending(own: Tensor, shared: Tensor | None, count: int) -> Tensor:
+    """The last `count` tokens of own (n, kv_heads, S, d), which follow those that the rows share, (kv_heads, P, d)."""
+    missing = count - own.shape[2]
+    if missing <= 0 or shared is None:
+        return own[:, :, -count:]
+    return torch.cat([shared[:, -missing:].expand(len(own), -1, -1, -1), own], dim=2)
+
+
 def some_of(x: Tensor, rows: slice | None) -> Tensor:
     """Of a tensor that has something for each row, or one for all, what is of these rows; None: of all."""
     return x if rows is None or len(x) == 1 else x[rows]

@@ -37,7 +37,8 @@ PROCESS = {"cpu": 512 * MIB, "gpu": 3 * GIB}
 """Host bytes that a process holds before anything is placed: Python and torch, and CUDA's libraries and context."""
 _LENGTHS = {"prompt_len": 512, "gen_len": 32}
 _OF_ENGINE = {"model", "dtype", "device", "gpu_mem", "cpu_mem", "disk_mem"}
-_OF_ENGINE |= {"weight_bits", "weight_group", "cache_bits", "cache_rotation", "allow_compress", "dequantize"}
+_OF_ENGINE |= {"weight_bits", "weight_group", "cache_bits", "cache_rotation", "cache_newest"}
+_OF_ENGINE |= {"allow_compress", "dequantize"}
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ def _request(args: argparse.Namespace) -> PlanRequest:
     eviction = eviction_of(args)
     engine = replace(from_namespace(EngineConfig, args), eviction=eviction)
     named = None if args.hardware is None else find_profile(args.hardware)
-    stored = _spec(engine.model, engine.model_impl).with_cache_bits(engine.cache_bits, engine.cache_rotation)
+    kept = engine.cache_bits, engine.cache_rotation, engine.newest
+    stored = _spec(engine.model, engine.model_impl).with_cache_bits(*kept)
     spec = engine.kept(stored)
     profile = named or kept_profile(spec, engine.dtype, engine.device)
     tier = _compute_tier(engine, profile)

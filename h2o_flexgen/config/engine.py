@@ -24,6 +24,8 @@ DEVICES = ("auto", "cpu", "cuda")
 MODEL_IMPLS = ("auto", "native", "transformers")
 BITS = (16, 8, 4)
 LARGEST_GROUP = 1024
+NEWEST = 16
+"""Tokens that a cache whose budget is in bytes keeps in 16 bits besides: queries look at what is near most of all."""
 VERIFY = ("first", "always", "never")
 POLICY_FIELDS = frozenset(item.name for item in dataclasses.fields(OffloadPolicy))
 PLANNED_FIELDS = frozenset(
@@ -77,6 +79,7 @@ class EngineConfig:
     cache_bits    16, or 8 or 4: keys and values are packed as they come into their caches; a pair: of each
     cache_rotation  before that: "rotate", a Hadamard transform spreads outliers; "scale", keys are scaled by channel
                   first; "none"
+    cache_newest  of packed caches: tokens of each row, its newest, that are seen as they came
     dequantize    whether matrices that a checkpoint has packed are expanded to `dtype` while they are loaded
     gpu_mem, cpu_mem, disk_mem   caps per tier, that of the gpu for each GPU; None: what the machine has free
     emulate_gpu   capacity of a gpu tier in host memory, None for none
@@ -135,6 +138,13 @@ class EngineConfig:
         metavar="HOW",
         parse=str,
     )
+    cache_newest: int | None = option(
+        None,
+        "--cache-newest",
+        help="newest tokens that packed caches keep in 16 bits besides",
+        metavar="N",
+        unset="16 with --kv-bytes, else 0",
+    )
     dequantize: bool = option(False, "--dequantize", help="expand weights that the checkpoint has packed")
     device: str = option("auto", "--device", help="auto, cpu, cuda", metavar="DEVICE")
     gpu_mem: int | None = _size("--gpu-mem", help="memory the run may use of each GPU")
@@ -190,6 +200,8 @@ class EngineConfig:
             object.__setattr__(self, "cache_bits", tuple(self.cache_bits))
         if isinstance(self.eviction, EvictionConfig) and self.eviction.bytes is not None and self.cache_bits == 16:
             object.__setattr__(self, "cache_bits", 4)  # 16 bits by bytes are the same as by tokens
+        if self.cache_newest is not None:
+            object.__setattr__(self, "cache_newest", whole(self.cache_newest, "cache_newest", 0))
         if self.cache_bits not in (*BITS, *product(BITS[1:], repeat=2)):
             raise UsageError(f"cache_bits is {self.cache_bits!r}", "needed 16, 8, 4, or two of 8 and 4: keys, values")
         group = whole(self.weight_group, "weight_group", 32)
@@ -240,6 +252,11 @@ class EngineConfig:
         if not self.allow_compress or (stored.packings and not self.dequantize):
             return {}
         return {bits: replace(self, allow_compress=False, weight_bits=bits).kept(stored) for bits in BITS}
+
+    @property
+    def newest(self) -> int:
+        """Tokens that packed caches keep in 16 bits besides."""
+        return (NEWEST if self.eviction.bytes is not None else 0) if self.cache_newest is None else self.cache_newest
 
     @property
     def keeps_prefixes(self) -> bool:

@@ -232,8 +232,8 @@ class EvictionConfig:
     )
     seed: int = 0
     """Of the random policy."""
-    token_bytes: tuple[int, int] = (1, 1)
-    """Of a token in all caches, and in 16 bits: what a share of bytes is turned into tokens by."""
+    token_bytes: tuple[int, int, int] = (1, 1, 0)
+    """Of a token in all caches, and in 16 bits, and those beside all tokens: what makes tokens of a share of bytes."""
 
     def __post_init__(self) -> None:
         if self.name == AUTO:
@@ -319,12 +319,13 @@ class EvictionConfig:
         length = whole(prompt_len, "the prompt length", 1) + whole(gen_len, "the generation length", 0)
         asked = self.budget if self.budget is not None else exact_ceiling(self.ratio, length)
         if self.bytes is not None:
-            kept, plain = self.token_bytes
-            asked = math.floor(Decimal(repr(self.bytes)) * length * plain / kept)
-            if not asked:
+            kept, plain, beside = self.token_bytes
+            asked = math.floor((Decimal(repr(self.bytes)) * length * plain - beside) / kept)
+            if asked < 1:
                 raise UsageError(
                     f"--kv-bytes {self.bytes!r} of a sequence of {length} tokens is less than one",
-                    f"needed at least {kept / plain / length:.4f}",
+                    f"needed at least {(kept + beside) / plain / length:.4f}",
+                    "raise it, lower --cache-newest, or give the budget in tokens",
                 )
         if asked >= length:
             return self._whole(prompt_len, gen_len)

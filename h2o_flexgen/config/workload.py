@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from h2o_flexgen.config.checks import whole
 from h2o_flexgen.config.eviction import THEN_H2O, EvictionConfig
 from h2o_flexgen.config.flags import flag
+from h2o_flexgen.config.model.packing import scales_keys
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ContextLengthError, UsageError
 
@@ -36,7 +37,9 @@ def counted_in_bytes(eviction: EvictionConfig, spec: ModelSpec) -> EvictionConfi
         return eviction
     layers, plain = [layer for layer in range(spec.num_layers) if spec.attends(layer)], spec.with_cache_bits(16)
     kept, whole = (sum(each.kv_bytes_per_token_and_layer("bfloat16", i) for i in layers) for each in (spec, plain))
-    return replace(eviction, token_bytes=(kept, whole)) if layers else eviction
+    scaled = layers if scales_keys(spec.cache_bits, spec.cache_rotation) else []
+    beside = spec.cache_newest * whole + sum(2 * spec.heads_of(i).keys * spec.heads_of(i).dim for i in scaled)
+    return replace(eviction, token_bytes=(kept, whole, beside)) if layers else eviction
 
 
 def check_positions(spec: ModelSpec, eviction: EvictionConfig) -> None:

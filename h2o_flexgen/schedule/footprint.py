@@ -176,10 +176,13 @@ def _cache_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
 
 
 def _record_bytes(block: BlockShape, layer: int) -> int:
-    """What one cache of `layer` knows of its tokens, nothing where it never evicts, and its scales of keys."""
+    """What one cache of `layer` knows of its tokens, nothing where it never evicts; its scales of keys, and what its
+    newest tokens have lost."""
     request, split, heads = block.request, block.request.eviction.split, block.spec.heads_of(layer)
     scaled = scales_keys(block.spec.cache_bits, block.spec.cache_rotation) and not heads.joint
     scales = block.rows * heads.keys * heads.dim * block.size if scaled else 0
+    newest = 0 if heads.joint else block.spec.cache_newest
+    scales += block.rows * heads.keys * newest * (2 * heads.dim * block.size + 4)
     if request.budgets[layer].full or not request.slots[layer]:
         return scales if request.slots[layer] else 0
     numbers = split.numbers + 1 + block.rolling

@@ -51,6 +51,14 @@ def test_every_policy_on_every_tier(
     assert_engine_equals_oracle(checkpoint("llama-gqa"), policy, LENGTHS, NEW, history, bits, PLACES[place])
 
 
+@pytest.mark.parametrize(("policy", "place", "bits"), CELLS[::4])
+def test_the_newest_tokens_are_seen_as_they_came(
+    policy: PolicyRow, place: str, bits: CacheBits, checkpoint, history: History
+) -> None:
+    places = {**PLACES[place], "cache_newest": 4}
+    assert_engine_equals_oracle(checkpoint("llama-gqa"), policy, LENGTHS, NEW, history, bits, places)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "rolling"), [("opt", False), ("gemma3", True), ("gpt-neox", True)], ids=str)
 def test_other_families(name: str, rolling: bool, checkpoint, history: History) -> None:
@@ -119,23 +127,24 @@ def test_bits_that_there_are_not(checkpoint) -> None:
 
 def test_a_share_of_bytes_is_filled_with_packed_tokens(checkpoint) -> None:
     prompts, found = prompts_of([30, 41]), {}
-    for name, asked in (
-        ("bytes", {"bytes": 0.3}),
-        ("bytes, 8 and 4", {"bytes": 0.3}),
-        ("whole", {"bytes": 0.9}),
-    ):
+    cases = ("bytes", 0.3, 0), ("bytes, 8 and 4", 0.3, 0), ("newest", 0.6, None), ("whole", 0.9, 2)
+    for name, share, newest in cases:
         bits: CacheBits = (8, 4) if "and" in name else 16
-        with Engine(checkpoint("llama-gqa")[1], cache_bits=bits, eviction=EvictionConfig("h2o", **asked)) as llm:
+        settings = {"cache_bits": bits, "cache_newest": newest, "eviction": EvictionConfig("h2o", bytes=share)}
+        with Engine(checkpoint("llama-gqa")[1], **settings) as llm:
             found[name] = [output.token_ids for output in llm.generate(prompts, **SETTINGS)], llm.last_record
             assert llm.config.cache_bits == (4 if bits == 16 else bits)
             spec = llm.model.spec
     lengths, plain = [30 + NEW, 41 + NEW], 2 * spec.head_dim * 2
     for name, token in (("bytes", spec.head_dim + 8), ("bytes, 8 and 4", spec.head_dim * 12 // 8 + 8)):
-        totals = [int(0.3 * length * plain / token) for length in lengths]
+        totals = [int((0.3 * length * plain - 2 * spec.head_dim) / token) for length in lengths]  # less the scales
         assert found[name][1].eviction["budget"] == totals
         assert found[name][1].quantization["cache"]["bits"] == (4 if name == "bytes" else [8, 4])
     assert totals != lengths
     assert found["whole"][1].eviction["budget"] == lengths
+    token = spec.head_dim + 8
+    totals = [int((0.6 * length * plain - 2 * spec.head_dim - 16 * plain) / token) for length in lengths]
+    assert found["newest"][1].eviction["budget"] == totals
     eviction = EvictionConfig("h2o", budget=found["bytes"][1].eviction["budget"][0])
     with Engine(checkpoint("llama-gqa")[1], cache_bits=4, eviction=eviction) as llm:
         assert llm.generate(prompts[:1], **SETTINGS)[0].token_ids == found["bytes"][0][0]

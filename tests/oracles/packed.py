@@ -42,9 +42,13 @@ def channel_scales(queries: Sequence[Sequence[Vector]], keys: Sequence[Vector]) 
 
 
 @cache
-def rounding(oracle: type[EvictionOracle], bits: CacheBits, scaled: bool = False) -> type[EvictionOracle]:
+def rounding(
+    oracle: type[EvictionOracle], bits: CacheBits, scaled: bool = False, newest: int = 0
+) -> type[EvictionOracle]:
     """`oracle` with a cache of `bits`. Prompts attend to exact keys; what stays of them is rounded. A new token is
-    rounded before any query sees it, its own included. scaled: keys by channel before all."""
+    rounded before any query sees it, its own included, unless it is one of the `newest`. scaled: keys by channel before
+    all.
+    """
     if bits == 16:
         return oracle
     each = bits if isinstance(bits, tuple) else (bits, bits)
@@ -56,16 +60,25 @@ def rounding(oracle: type[EvictionOracle], bits: CacheBits, scaled: bool = False
             outputs: list[list[list[float]]] = super().prompt(queries, keys, values)
             asked = [[self.rotate(head, i) for head in query] for i, query in enumerate(queries)]
             self.by = channel_scales(asked[-64:], keys[-64:]) if scaled else [1.0] * len(keys[0])
-            self.keys.update(zip(self.keys, self.scaled(list(self.keys.values())), strict=True))
-            self.values.update(zip(self.values, rounded(list(self.values.values()), each[1]), strict=True))
+            known = len(keys) if len(self.keys) == len(keys) else self.budget.latest
+            self.recent = len(keys) - min(newest, known)
+            self.round([position for position in self.keys if position < self.recent])
             return outputs
+
+        def round(self, positions: Sequence[int]) -> None:
+            for p in positions:
+                self.keys[p], self.values[p] = self.scaled([self.keys[p]])[0], rounded([self.values[p]], each[1])[0]
 
         def scaled(self, keys: Sequence[Vector]) -> list[list[float]]:
             held = rounded([[x * s for x, s in zip(key, self.by, strict=True)] for key in keys], each[0])
             return [[x / s for x, s in zip(key, self.by, strict=True)] for key in held]
 
         def step(self, queries: Sequence[Vector], key: Vector, value: Vector) -> list[list[float]]:
-            output: list[list[float]] = super().step(queries, *self.scaled([key]), *rounded([value], each[1]))
+            if not newest:
+                key, value = self.scaled([key])[0], rounded([value], each[1])[0]
+            self.round([p for p in self.keys if self.recent <= p <= self.length - newest])
+            self.recent = max(self.recent, self.length - newest + 1)
+            output: list[list[float]] = super().step(queries, key, value)
             return output
 
     return Rounding

@@ -145,6 +145,9 @@ def job_identity(
     """All that results depend on: a job goes on only with the same. `begun`: that of the job to go on with."""
     engine = arguments.engine
     eviction = dataclasses.asdict(engine.eviction)
+    del eviction["token_bytes"]  # which follow from the model and its bits
+    if eviction["bytes"] is None:
+        del eviction["bytes"]
     return {
         "input file": scan.sha256,
         "format": source.format,
@@ -158,6 +161,7 @@ def job_identity(
         "weight bits": [engine.weight_bits, engine.weight_group, engine.weight_importance, engine.allow_compress],
         "cache bits": engine.cache_bits,
         **({} if engine.cache_bits == 16 else {"cache rotation": engine.cache_rotation}),
+        **({"newest in the cache": engine.newest} if engine.newest else {}),
         "dequantize": engine.dequantize,
         "seed": engine.seed,
         **{f"eviction {name}": value for name, value in eviction.items()},

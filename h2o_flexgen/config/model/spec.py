@@ -79,12 +79,12 @@ class ModelSpec:
     """The tensors of fewer bits, by canonical name."""
     cache_bits: CacheBits = 16
     cache_rotation: CacheRotation = "scale"
+    cache_newest: int = 0
 
     def __post_init__(self) -> None:
         try:
-            for name in ("vocab_size", "hidden_size", "ffn_size", "num_layers", "num_heads", "num_kv_heads"):
-                whole(getattr(self, name), name, 1)
-            for name in ("head_dim", "embed_dim", "max_positions"):
+            sizes = ("vocab_size", "hidden_size", "ffn_size", "num_layers", "num_heads", "num_kv_heads")
+            for name in (*sizes, "head_dim", "embed_dim", "max_positions"):
                 whole(getattr(self, name), name, 1)
             dtype_bytes(self.dtype)
         except UsageError as error:
@@ -245,9 +245,9 @@ class ModelSpec:
                 packings.append((tensor.name, groupwise(8 if table else bits, group)))
         return replace(self, packings=tuple(packings))
 
-    def with_cache_bits(self, bits: CacheBits, rotation: CacheRotation = "scale") -> ModelSpec:
+    def with_cache_bits(self, bits: CacheBits, rotation: CacheRotation = "scale", newest: int = 0) -> ModelSpec:
         """This model with its keys and values in so many bits. UsageError where its heads cannot be packed."""
-        made = replace(self, cache_bits=bits, cache_rotation=rotation)
+        made = replace(self, cache_bits=bits, cache_rotation=rotation, cache_newest=newest if bits != 16 else 0)
         try:
             made.cache_packings  # noqa: B018 - raises
         except ValueError as error:

@@ -128,7 +128,9 @@ class CacheMaker:
         known, lengths = self._lengths.get(alike, (None, None))
         budgets = self.budgets(layer, rows) if lengths is None or known is not rows else lengths.for_another_layer()
         heads = spec.heads_of(layer)
-        shape = CacheShape(len(rows), heads.keys, heads.dim, slots, spec.cache_bits, heads.joint, spec.cache_rotation)
+        newest = 0 if heads.joint or chunk is not None else spec.cache_newest
+        how = heads.joint, spec.cache_rotation, newest
+        shape = CacheShape(len(rows), heads.keys, heads.dim, slots, spec.cache_bits, *how)
         cache: KVCache
         made: dict[str, Any] = {"layer": layer, "row_ids": [row.row_id for row in rows], "device": device}
         if chunk is None:

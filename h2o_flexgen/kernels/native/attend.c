@@ -67,6 +67,10 @@ typedef struct {
     int64_t by;             /* what ranked slots are compared by */
     float *squares;         /* as `score`, BY_STEADY: sums of squared probabilities beside the sums */
     const int64_t *scopes;  /* (rows): of how many, the steadiest, the one that goes is chosen */
+    /* Of packed keys and values what packing has cost the newest tokens: */
+    int64_t newest, newest_at; /* how many; which of them the new token is */
+    char *lost_k, *lost_v;     /* (rows, kv_heads, newest, dim), in the dtype of new ones */
+    int32_t *lost_slots;       /* (rows, kv_heads, newest): where they lie; -1: nowhere any more */
 } Step;
 
 INLINE __m512 dot(__m512 sum, __m512i a, __m512i b, int bf16) {
@@ -314,6 +318,70 @@ INLINE Head begin(const Step *s, int64_t row, int64_t head, const Pieces *keys, 
     return h;
 }
 
+/* What packing has cost a vector. */
+static void lost(const Pieces *p, const char *from, const uint8_t *piece, char *to) {
+    const Pieces exact = {p->dim, p->bits, 1, 0};
+    float x[MOST_DIM + 2 * LANES] = {0}, y[MOST_DIM + 2 * LANES] = {0};
+    load_numbers(p, from, x);
+    expand_pieces(&exact, piece, 1, y);
+    transform(p, y);
+    for (int64_t d = 0; d < p->dim; d++) x[d] -= y[d];
+    store_numbers(p, x, to);
+}
+
+/* The new token is among the newest; others of them that lay in its slot are gone. */
+static void remember(const Step *s, const Head *h, const Pieces *keys, const Pieces *values) {
+    int32_t *slots = s->lost_slots + h->task * s->newest;
+    for (int64_t j = 0; j < s->newest; j++) slots[j] = slots[j] == h->slot ? -1 : slots[j];
+    slots[s->newest_at] = (int32_t)h->slot;
+    const int64_t at = (h->task * s->newest + s->newest_at) * vector_bytes(keys), slot = h->base + h->slot;
+    lost(keys, s->new_k.at + h->row * s->new_k.row + h->head * s->new_k.head,
+         (const uint8_t *)s->k + slot * kept_bytes(keys), s->lost_k + at);
+    lost(values, s->new_v.at + h->row * s->new_v.row + h->head * s->new_v.head,
+         (const uint8_t *)s->v + slot * kept_bytes(values), s->lost_v + at);
+}
+
+/* Where the newest token j is among those that are seen; -1: nowhere. */
+INLINE int64_t seen_at(const Step *s, const Head *h, int64_t j) {
+    const int64_t slot = s->lost_slots[h->task * s->newest + j], i = slot - h->first;
+    return slot >= 0 && i >= 0 && i < h->n ? i : -1;
+}
+
+/* Adds to the logits x (group, pitch) what packing has cost the newest. tanh(a + b) is (tanh a + tanh b) / (1 + tanh a
+   tanh b). */
+static void mend_logits(const Step *s, const Head *h, const Pieces *keys, float *x) {
+    float q[MOST_DIM + LANES], k[MOST_DIM + LANES];
+    for (int64_t g = 0; g < s->group; g++, x += h->pitch) {
+        load_numbers(keys, s->new_q.at + h->row * s->new_q.row + (h->head * s->group + g) * s->new_q.head, q);
+        for (int64_t j = 0; j < s->newest; j++) {
+            const int64_t i = seen_at(s, h, j);
+            if (i < 0) continue;
+            float sum = 0;
+            load_numbers(keys, s->lost_k + (h->task * s->newest + j) * vector_bytes(keys), k);
+            for (int64_t d = 0; d < s->dim; d++) sum += q[d] * k[d];
+            sum *= (float)s->scale;
+            if (s->cap > 0) {
+                const float cap = (float)s->cap, a = x[i] / cap, b = tanhf(sum / cap);
+                x[i] = cap * (a + b) / (1 + a * b);
+            } else {
+                x[i] += sum;
+            }
+        }
+    }
+}
+
+/* What packing has cost the newest values, by the weights x of all that are seen. */
+static void mend_values(const Step *s, const Head *h, const Pieces *values, const float *x, float *beside) {
+    float v[MOST_DIM + LANES];
+    memset(beside, 0, (size_t)s->dim * sizeof *beside);
+    for (int64_t j = 0; j < s->newest; j++) {
+        const int64_t i = seen_at(s, h, j);
+        if (i < 0) continue;
+        load_numbers(values, s->lost_v + (h->task * s->newest + j) * vector_bytes(values), v);
+        for (int64_t d = 0; d < s->dim; d++) beside[d] += x[i] * v[d];
+    }
+}
+
 /* Takes what has left the window out of the logits x (group, pitch). */
 static void hide(const Step *s, const Head *h, float *x) {
     const int32_t *pos = s->pos + h->base + h->first;
@@ -443,6 +511,7 @@ INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scrat
     const Pieces keys = {s->dim, kf.bits, !s->bf16, s->block}, values = {s->dim, vf.bits, !s->bf16, s->block};
     const Order k_order = order_of(&keys, kf.bits, kf.units), v_order = order_of(&values, vf.bits, vf.units);
     const Head h = begin(s, row, head, &keys, &values);
+    if (s->newest) remember(s, &h, &keys, &values);
     const int accs = vf.units * vectors_of(vf.bits), together = accs > 8 ? 1 : 8 / accs * 2;
     const int64_t wide = width_of(kf.bits, kf.units) * LANES, width = width_of(vf.bits, vf.units) * LANES;
     const int64_t n = h.n, pitch = h.pitch, group = s->group, k_piece = k_order.piece, v_piece = v_order.piece;
@@ -474,6 +543,7 @@ INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scrat
             _mm512_storeu_ps(x + g * pitch + i, logits_of(s, sums_of(each), n - i));
         }
     }
+    if (s->newest) mend_logits(s, &h, &keys, x);
     if (s->masks) hide(s, &h, x);
     const float *sinks = s->sinks ? s->sinks + head * group : NULL;
     for (int64_t g = 0; g < group; g++) sums[g] = exponentials(x + g * pitch, pitch, sinks ? sinks + g : NULL);
@@ -488,9 +558,12 @@ INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scrat
             mix_packed(&v_order, mixed + g * width, v + i * v_piece, x + g * pitch + i, pitch, some, 1, vf.bits,
                        vf.units, vf.paired, g ? NULL : &path);
     }
-    for (int64_t g = 0; g < group; g++)
-        bring_back(&values, mixed + g * width, 1.0f / sums[g], vf.bits, vf.units,
+    for (int64_t g = 0; g < group; g++) {
+        float beside[MOST_DIM];
+        if (s->newest) mend_values(s, &h, &values, x + g * pitch, beside);
+        bring_back(&values, mixed + g * width, 1.0f / sums[g], vf.bits, vf.units, s->newest ? beside : NULL,
                    s->out + (h.task * group + g) * vector_bytes(&values));
+    }
     settle(s, &h, x, sums, scratch);
 }
 

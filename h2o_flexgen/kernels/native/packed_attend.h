@@ -149,11 +149,7 @@ INLINE void arrange(const Pieces *p, const char *q, const int bits, const int un
     const int vectors = vectors_of(bits);
     float x[MOST_DIM + 2 * LANES];
     memset(to, 0, (size_t)width_of(bits, units) * LANES * sizeof *to);
-    for (int64_t d = 0; d < p->dim; d++) {
-        uint32_t word = 0;
-        memcpy(p->wide ? (char *)&word : (char *)&word + 2, q + d * (p->wide ? 4 : 2), p->wide ? 4 : 2);
-        memcpy(x + d, &word, 4);
-    }
+    load_numbers(p, q, x);
     transform(p, x);
     for (int64_t d = 0; d < p->dim; d++) to[place_of(d, bits)] = x[d];
     for (int u = 0; u < units; u++)
@@ -163,8 +159,9 @@ INLINE void arrange(const Pieces *p, const char *q, const int bits, const int un
     for (int m = 0; is_paired(p) && m < width_of(bits, units); m++) memcpy(to + m * LANES + 8, to + m * LANES, 32);
 }
 
-/* A mixture times `share` as numbers in their own order. */
-INLINE void bring_back(const Pieces *p, const float *mixed, float share, const int bits, const int units, char *out) {
+/* A mixture times `share` as numbers in their own order, with `beside`, which is not transformed; may be NULL. */
+INLINE void bring_back(const Pieces *p, const float *mixed, float share, const int bits, const int units,
+                       const float *beside, char *out) {
     float y[MOST_DIM + 2 * LANES];
     for (int64_t d = 0; d < p->dim; d++) {
         const int64_t at = place_of(d, bits), unit = at / (LANES * vectors_of(bits));
@@ -174,6 +171,7 @@ INLINE void bring_back(const Pieces *p, const float *mixed, float share, const i
         y[d] *= share;
     }
     transform(p, y);
+    for (int64_t d = 0; beside && d < p->dim; d++) y[d] += beside[d] * share;
     store_numbers(p, y, out);
 }
 

@@ -30,6 +30,15 @@ INLINE void store_numbers(const Pieces *p, const float *x, char *to) {
         _mm256_mask_storeu_epi16(to + 2 * d, first_lanes(p->dim - d), rounded(_mm512_loadu_ps(x + d)));
 }
 
+/* A vector's numbers. */
+INLINE void load_numbers(const Pieces *p, const char *from, float *to) {
+    if (p->wide) memcpy(to, from, (size_t)p->dim * sizeof *to);
+    for (int64_t d = 0; !p->wide && d < p->dim; d++) {
+        to[d] = 0;
+        memcpy((char *)(to + d) + 2, from + 2 * d, 2);
+    }
+}
+
 /* One vector of numbers as it is kept; where it is no piece, as it is. */
 void keep_vector(const Pieces *p, const void *from, uint8_t *to);
 
