@@ -101,7 +101,7 @@ PARAMETERS = {
 def test_known_models_have_their_published_size(name: str) -> None:
     config = known_config(name)
     assert config is not None
-    assert spec_from_config(config, name).num_parameters == PARAMETERS[name]
+    assert spec_from_config(config, name, "auto").num_parameters == PARAMETERS[name]
 
 
 def test_names_are_listed_from_small_to_large() -> None:
