@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from torch import Tensor
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.models.hf.shrink import random_model, shrunk
 from tests.engine.test_modules import EXPERTS, SIZES, VISION, WINDOWED, tiny
-from tests.tiny import VOCAB, prompts_of, transformers_agrees
+from tests.tiny import VOCAB, prompts_of, transformers_agrees, transformers_logprobs
 
 CHUNK = 8
 
@@ -177,3 +180,71 @@ def test_gemma_4_in_its_other_forms(changes: dict[str, Any], tmp_path: Path) -> 
     for prompt, output in zip(prompts, outputs, strict=True):
         wanted = transformers_agrees(model, prompt, output.token_ids)
         assert output.logprobs == pytest.approx(wanted, abs=1e-3)
+
+
+def _within(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **given: Any
+) -> tuple[Tensor, None]:
+    """Attention of one whole text, within the window that the layer names."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    length, window = q.shape[2], given.get("sliding_window") or q.shape[2]
+    back = torch.arange(length)[:, None] - torch.arange(length)
+    logits = (q @ k.transpose(2, 3) * scaling).masked_fill((back < 0) | (back >= window), float("-inf"))
+    return (logits.softmax(-1) @ v).transpose(1, 2), None
+
+
+@pytest.mark.slow
+def test_windows_of_several_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer sees its own one, and keeps no more; a budget that is larger than one window chooses in the others."""
+    made = Gemma3Attention.__init__
+
+    def narrower(self: Any, config: Any, layer_idx: int) -> None:
+        made(self, config, layer_idx)
+        if self.sliding_window is not None and layer_idx:
+            self.sliding_window = 5
+
+    monkeypatch.setattr(Gemma3Attention, "__init__", narrower)
+    AttentionInterface.register("within", _within)
+    types = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+    model = tiny(
+        "gemma3_text", num_hidden_layers=4, sliding_window=12, head_dim=16, layer_types=types, tie_word_embeddings=False
+    )
+    model.save_pretrained(tmp_path)
+    model.set_attn_implementation("within")
+    prompts, wanted = prompts_of([30, 9, 17]), list[list[int]]()
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(6):
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        wanted.append(ids[len(prompt) :])
+    answers = list[list[list[int]]]()
+    for tier, sizes in (("cpu", (2, 2)), ("disk", (1, 3))):
+        policy = {"gpu_batch_size": sizes[0], "num_gpu_batches": sizes[1], "cache": {tier: 1.0}, "prefill_chunk": 16}
+        how: dict[str, Any] = {"dtype": "float32", "model_impl": "transformers", "policy": policy}
+        with Engine(str(tmp_path), offload_dir=str(tmp_path), **how) as llm:
+            assert llm.model.spec.windows == (12, None, 5, 5)
+            found = [each.token_ids for each in llm.generate(prompts, max_new_tokens=6, ignore_eos=True)]
+            assert llm.last_record is not None
+        assert found == wanted
+        with Engine(str(tmp_path), offload_dir=str(tmp_path), eviction=EvictionConfig("h2o", budget=8), **how) as llm:
+            answers.append([each.token_ids for each in llm.generate(prompts, max_new_tokens=6, ignore_eos=True)])
+    assert answers[0] == answers[1] != wanted
+
+
+def test_experts_of_the_groups_with_the_best_one(tmp_path: Path) -> None:
+    """DeepSeek-V2's group_limited_greedy."""
+    config = shrunk({"model_type": "deepseek_v2", "num_hidden_layers": 3})
+    config.topk_method, config.n_group, config.topk_group = "group_limited_greedy", 4, 1
+    model = random_model(config)
+    model.save_pretrained(tmp_path)
+    pairs = [([5, 9, 30, 7, 12, 99, 64], [3, 8, 21, 44]), ([4, 17, 33], [2, 8, 50])]
+    wanted = [transformers_logprobs(model, *pair)[range(len(pair[1])), pair[1]].tolist() for pair in pairs]
+    with Engine(str(tmp_path), dtype="float32", policy={"gpu_batch_size": 2}) as llm:
+        found = [each.token_logprobs for each in llm.score(pairs)]
+    for row, expected in zip(found, wanted, strict=True):
+        assert row == pytest.approx(expected, abs=1e-3)
+    model.config.topk_method = "greedy"
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.topk_method = "greedy"
+    assert transformers_logprobs(model, *pairs[0])[range(4), pairs[0][1]].tolist() != pytest.approx(wanted[0], abs=1e-2)

@@ -138,6 +138,8 @@ class ArchSpec:
     """Tokens that a query of a windowed layer sees, itself included."""
     window_layers: tuple[int, ...] | None = None
     """Which layers are windowed, if `window` is given; None: all."""
+    own_windows: tuple[int | None, ...] = ()
+    """The window of each layer, where they have several sizes; `window` is then the largest."""
     chunked: bool = False
     """Windows are chunks, which follow one another from the first token on: a query sees its own one, up to itself
     (Llama 4)."""
@@ -166,6 +168,8 @@ class ArchSpec:
 
     def window_of(self, layer: int) -> int | None:
         """Tokens that a query of `layer` sees, itself included; None: all of them."""
+        if self.own_windows:
+            return self.own_windows[layer]
         return self.window if self.window_layers is None or layer in self.window_layers else None
 
     def chunk_of(self, layer: int) -> int | None:

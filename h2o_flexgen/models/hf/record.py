@@ -199,6 +199,7 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
             positions="learned" if learned else "rotary",
             window=max((window for window in windows if window is not None), default=None),
             window_layers=None if len(windowed) == len(windows) or not windowed else windowed,
+            own_windows=tuple(windows) if len({*windows} - {None}) > 1 else (),
             chunked=any(each.chunked for each in calls),
             gated_mlp=True,
             tied_head=tied,
@@ -222,9 +223,6 @@ def _check_layers(model: PreTrainedModel, timeline: RecordedUnits, name: str) ->
     calls = timeline.calls
     if calls and not _takes_positions(model):
         raise ModelError(f"{type(model).__name__} takes no positions")
-    sizes = {call.window for call in calls if call.window is not None}
-    if len(sizes) > 1:
-        raise ModelError(f"{name}: its layers have windows of {sorted(sizes)} tokens", "needed one size")
     if len({call.chunked for call in calls if call.window is not None}) > 1:
         raise ModelError(f"{name}: some of its layers have windows, and some chunks", "needed either in all")
 
