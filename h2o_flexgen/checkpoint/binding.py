@@ -140,12 +140,12 @@ class Binding:
         if self._quantization is not None:
             return 0
         index = shards.index
-        held = (
-            name
+        held = {
+            frozenset(options): self._wanted.numel(name)  # tensors that are the same one are there once
             for name, options in self._wanted.options.items()
             if index is None or any(index.get(option.name) == shard for option in options)
-        )
-        return 2 * sum(self._wanted.numel(name) for name in held)
+        }
+        return 2 * sum(held.values())
 
     def bind(self, shards: Shards, tables: Tables) -> dict[str, FoundTensor]:
         """Canonical name -> where its bytes are, for all tensors that are fine. To be called once."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.models.families import spec_from_config
+from h2o_flexgen.models.hf.names import checkpoint_names
 from h2o_flexgen.models.hf.shrink import random_model, shrunk
+from h2o_flexgen.models.stored import Stored
 from tests.tiny import prompts_of
 
 NEW = 5
@@ -50,3 +56,28 @@ def test_convolutions_in_pieces_of_several_sizes(whole: bool, tmp_path: Path) ->
     prompts = [[token % 120 + 3 for token in ids] for ids in prompts_of([5, 14])]
     wanted = [by_transformers(model, prompt) for prompt in prompts]
     assert tokens(tmp_path, prompts, "cpu") == tokens(tmp_path, prompts, "disk") == wanted
+
+
+@pytest.mark.parametrize("kind", ["zamba2", "hrm_text"])
+def test_weights_of_several_places(kind: str, tmp_path: Path) -> None:
+    """Shared by layers, some of which have parts of their own in what is shared, or of layers that are called again."""
+    config = shrunk({"model_type": kind})
+    if kind == "hrm_text":
+        config.num_layers_per_stack, config.H_cycles, config.L_cycles, config.num_hidden_layers = 1, 2, 2, 6
+    model = random_model(config)
+    model.save_pretrained(tmp_path)
+    prompts = [[token % 120 + 3 for token in ids] for ids in prompts_of([5, 14])]
+    assert tokens(tmp_path, prompts, "disk") == [by_transformers(model, prompt) for prompt in prompts]
+    spec = spec_from_config(json.loads((tmp_path / "config.json").read_text()), kind, "transformers")
+    assert isinstance(spec, ModuleSpec)
+    names, stored = checkpoint_names(spec), load_file(tmp_path / "model.safetensors")
+    wanted = ([each.name if isinstance(each, Stored) else each for each in names[name]] for name in names)
+    used = Counter(next(name for name in options if name in stored) for options in wanted)
+    assert set(used) == set(stored)
+    if kind == "zamba2":  # the block, of which the second layer has no copy; adapters are of one layer each
+        assert set(used.values()) == {1, 2}
+        assert {used[name] for name in stored if "shared_transformer.self_attn" in name} == {2}
+        assert {used[name] for name in stored if "adapter" in name} == {1}
+    else:
+        low, high = (next(n for key, n in used.items() if "o_proj" in key and f"{word}_module" in key) for word in "LH")
+        assert (low, high) == (4, 2)

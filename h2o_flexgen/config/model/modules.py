@@ -27,6 +27,7 @@ class ModuleTensor(NamedTuple):
     also        other names of the parameter, in the same unit
     expert      the number of the expert that it is a part of, which `parameter` has for all: its rows from `start` on,
                 of as many as `rows`
+    tied        its names elsewhere, in other units
     piece       what the modules would call it if it were a tensor of its own, which it is in checkpoints: here it is
                 rows of `parameter`
     """
@@ -42,6 +43,7 @@ class ModuleTensor(NamedTuple):
     rows: int = 0
     also: tuple[str, ...] = ()
     piece: str = ""
+    tied: tuple[str, ...] = ()
 
 
 class LayerSpec(NamedTuple):
@@ -95,7 +97,7 @@ class ModuleSpec(ModelSpec):
     layers    what each holds of a row
     halves    the units between the embedding and the head
     matrices  the products of the first unit of each kind
-    starts    the module at whose call each unit but the embedding begins, in the order of units
+    starts    the module at whose call each unit but the embedding begins, in the order of units: the next call of it
     """
 
     config: str = "{}"

@@ -74,7 +74,7 @@ class Call(NamedTuple):
 
 class ModelRun(greenlet):
     """A forward of a model. `attend` answers its calls of attention, `route` those of experts, `mix` those of modules
-    that keep states; `cache` stands for the caches. `positions` (T,): of its tokens."""
+    that keep states; `cache` stands for the caches. `positions` (T,): of its tokens. `unit`: that which it is in."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class ModelRun(greenlet):
     ) -> None:
         super().__init__(run)
         self.attend, self.route, self.mix, self.positions = attend, route, mix, positions
-        self.cache = PassedOn()
+        self.cache, self.unit = PassedOn(), 0
 
 
 def current() -> ModelRun:

@@ -279,11 +279,11 @@ class Marked(list[Any]):
         return math.ceil(growth), max(0, math.ceil(less - few * growth))
 
 
-def activations(events: Marked, starts: Sequence[str], tokens: int) -> Activations:
-    """Of events with a `kind` and a `path`, in a run of so many tokens of which one wanted logits; `starts`: the
-    modules whose calls begin the units but the first."""
-    amounts, entered = events.amounts, {event.path: i for i, event in enumerate(events) if event.kind == "enter"}
-    begins, last = [0, *(entered[path] for path in starts)], max(entered.values())
+def activations(events: Marked, starts: Sequence[int], tokens: int) -> Activations:
+    """Of events with a `kind` and a `path`, in a run of so many tokens of which one wanted logits; `starts`: those
+    that begin the units but the first."""
+    amounts, begins = events.amounts, [0, *starts]
+    last = max(i for i, event in enumerate(events) if event.kind == "enter")
     held = [amounts[i].now for i in (*begins, *(i for i, event in enumerate(events) if event.kind == "experts"))]
     working, attending = [0], [0]
     for first, end in pairwise([*begins, max(last, begins[-1] + 1)]):

@@ -156,8 +156,9 @@ class ModuleDecoder(Decoder):
             take_recurrences(model)
             take_gated_norms(model)
         modules = dict(model.named_modules())
-        for number, path in enumerate(spec.starts, 1):
-            modules[path].register_forward_pre_hook(_stop(number), with_kwargs=True)
+        for path in dict.fromkeys(spec.starts):
+            numbers = frozenset(i for i, start in enumerate(spec.starts, 1) if start == path)
+            modules[path].register_forward_pre_hook(_stop(numbers), with_kwargs=True)
         take_products(model, model.get_output_embeddings())
         if not spec.alone:
             take_mixers(model)
@@ -276,11 +277,14 @@ def _whole(weights: Mapping[str, Any], names: tuple[str, ...]) -> Tensor:
     return found
 
 
-def _stop(unit: int) -> Callable[..., None]:
+def _stop(units: frozenset[int]) -> Callable[..., None]:
+    """What stops a forward at a call that begins one of these units, if that is the next."""
+
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        hidden = next((each for each in (*args, *kwargs.values()) if torch.is_tensor(each)), None)
-        parent = getcurrent().parent
-        if parent is not None:
-            parent.switch((unit, hidden))
+        run = getcurrent()
+        if isinstance(run, ModelRun) and run.unit + 1 in units and run.parent is not None:
+            run.unit += 1
+            hidden = next((each for each in (*args, *kwargs.values()) if torch.is_tensor(each)), None)
+            run.parent.switch((run.unit, hidden))
 
     return stop

@@ -44,7 +44,7 @@ def checkpoint_names(spec: ModuleSpec) -> Names:
         if each.expert is not None:
             found[each.name] = _of_expert(spec, each, model, renamings, converters)
             continue
-        called = (each.piece,) if each.piece else (each.parameter, *each.also)
+        called = (each.piece,) if each.piece else dict.fromkeys((each.parameter, *each.also, *each.tied))
         both = [name for one in called for name in (*_saved(one, renamings), one)]
         if each.piece:
             whole, span = (*_saved(each.parameter, renamings), each.parameter), (each.start, each.start + each.shape[0])
@@ -107,7 +107,7 @@ def ignored_names(spec: ModuleSpec) -> tuple[str, ...]:
     """Regular expressions, to be searched for, of checkpoint tensors that are not weights and may be skipped."""
     model = build(spec.config, spec.name, alone=bool(spec.alone))
     renamings, _ = _transforms(model, spec)
-    used = {name for each in spec.tensors.values() for name in (each.parameter, *each.also)}
+    used = {name for each in spec.tensors.values() for name in (each.parameter, *each.also, *each.tied)}
     unused = [name for name in model.state_dict() if name not in used]
     called = [name for each in unused for name in (each, *_saved(each, renamings))]
     alone = json.loads(spec.config)["model_type"] in TEXT_ONLY

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,24 +13,21 @@ from torch.fx.experimental import _config
 from transformers import PreTrainedModel
 
 from h2o_flexgen.config.model.arch import Activation, ArchSpec, ExpertSpec
-from h2o_flexgen.config.model.modules import LayerSpec, ModuleSpec, ModuleTensor
+from h2o_flexgen.config.model.modules import LayerSpec, ModuleSpec
 from h2o_flexgen.config.model.spec import Product
 from h2o_flexgen.config.model.tensors import LayerHeads, StateSpec
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.kernels.native import library
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.hf.attention import Call, MixerCall, ModelRun, NotUnderstood, mixers, take_mixers
+from h2o_flexgen.models.hf.attention import Call, MixerCall, ModelRun, NotUnderstood, take_mixers
 from h2o_flexgen.models.hf.build import Alive, Marked, activations, apart, build, is_product, quiet
 from h2o_flexgen.models.hf.experts import ExpertForm, Routing, form_of, settings_of
 from h2o_flexgen.models.hf.fused import SharedInputs, side_by_side
 from h2o_flexgen.models.hf.mixers import take_recurrences
-from h2o_flexgen.models.hf.names import pieces
-from h2o_flexgen.models.hf.units import Event, Mixing, RecordedUnits
+from h2o_flexgen.models.hf.units import Event, Mixing, RecordedUnits, weight_groups
 
 TOKENS = 4
 """Of the recorded run."""
-SMALL = 1 << 22
-"""Numbers that a tensor may have which is used by several units, and is copied for them."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 _WIDE = 512
 """Further tokens of a second call of a mixer, which shows what its memory grows by: whole chunks of torch."""
@@ -143,8 +140,8 @@ def _layers_of(timeline: RecordedUnits, heads: LayerHeads, name: str) -> tuple[L
             seen = None if owner is None or source == number else (owner.window, owner.chunked, heads_of(owner)[1:])
             if seen != (call.window, call.chunked, heads_of(call)[1:]):
                 raise ModelError(f"{name}: layer {number} sees other keys than layer {layer.number}, whose they are")
-        elif layer.number <= max(owners, default=-1):
-            raise ModelError(f"{name}: its layers do not fill caches of their own in order")
+        elif layer.number in owners:
+            raise ModelError(f"{name}: two of its layers fill cache {layer.number}")
         else:
             owners[layer.number] = number
         states = () if layer.mixing is None else layer.mixing.states
@@ -214,7 +211,7 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
         halves=tuple(timeline.halves),
         matrices=matrices,
         starts=tuple(timeline.starts),
-        activations=activations(events, timeline.starts, TOKENS),
+        activations=activations(events, timeline.begins, TOKENS),
     )
 
 
@@ -248,94 +245,6 @@ def _token(config: Any, key: str) -> int | None:
     return value[0] if isinstance(value, list) else value
 
 
-def weight_groups(
-    model: PreTrainedModel, timeline: RecordedUnits, name: str
-) -> tuple[tuple[tuple[str, tuple[ModuleTensor, ...]], ...], bool]:
-    """The weight groups, and whether the output head is the token embedding."""
-    names, inside, apart_in_files = timeline.names, _used_unseen(model, timeline), pieces(model)
-    found: dict[str, list[ModuleTensor]] = {unit: [] for unit in names}
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if head is None:
-        raise ModelError(f"{name}: {type(model).__name__} has no output head that it tells")
-    seen: dict[int, str] = {}
-    tied = False
-    expert_paths = {path: unit for unit, (path, _) in timeline.routings.items()}
-    routers = {routing.module.num_experts for _, routing in timeline.routings.values()}
-    # The token embedding first: a head that is tied to it may come before.
-    for path, module in sorted(model.named_modules(), key=lambda each: each[1] is not embedding):
-        called = inside.get(path, path)
-        if path in expert_paths:
-            _add_experts(found, names[expert_paths[path]], path, module)
-            continue
-        if not timeline.uses(called):
-            continue  # never called: its tensors stay without numbers, and using one is an error
-        unit = timeline.unit_of(called)
-        for key, tensor in _tensors(module):
-            parameter = f"{path}.{key}" if path else key
-            if id(tensor) in seen:
-                if module is head and key == "weight" and seen[id(tensor)] == "embed.tokens":
-                    tied = True
-                    continue
-                if _also(found, seen[id(tensor)], names[unit or 0], parameter):
-                    continue
-                raise ModelError(f"{name}: {parameter} is tied to {seen[id(tensor)]}, which is not understood")
-            if not tensor.dtype.is_floating_point or tensor.dim() > 4:
-                raise ModelError(f"{name}: {parameter} is {tensor.dtype} of {tuple(tensor.shape)}: not understood")
-            resident = unit is None
-            if resident and tensor.numel() > SMALL:
-                raise ModelError(f"{name}: {parameter} is large, and no single unit's")
-            unit_key = names[unit or 0]
-            canonical = f"{unit_key}.{_within(timeline, unit, parameter)}"
-            if module is embedding and key == "weight":
-                canonical = "embed.tokens"
-            elif module is head and key in ("weight", "bias"):
-                canonical = "head.vocab" if key == "weight" else "head.vocab_bias"
-            turned = is_product(module) and not isinstance(module, nn.Linear) and key == "weight"
-            shape = tuple(reversed(tensor.shape)) if turned else tuple(tensor.shape)
-            matrix = is_product(module) and key == "weight" and shape[0] not in routers and called == path
-            seen[id(tensor)] = canonical
-            if parameter in apart_in_files and not (matrix or resident):
-                found[unit_key].extend(_pieces(canonical, parameter, shape, apart_in_files[parameter]))
-                continue
-            found[unit_key].append(ModuleTensor(canonical, parameter, shape, matrix, turned, resident))
-    if "embed.tokens" not in seen.values() or not (tied or "head.vocab" in seen.values()):
-        raise ModelError(f"{name}: {type(model).__name__} keeps its token embedding or head elsewhere")
-    if tied:
-        vocab = ("vocab", (*found.pop("embed"), *found.pop("head")))
-        return (vocab, *((key, tuple(each)) for key, each in found.items())), True
-    return tuple((key, tuple(each)) for key, each in found.items()), False
-
-
-def _pieces(
-    canonical: str, parameter: str, shape: tuple[int, ...], parts: Sequence[tuple[str, int]]
-) -> Iterator[ModuleTensor]:
-    """A tensor for each piece of a parameter of `shape`: names and rows."""
-    start = 0
-    for i, (piece, rows) in enumerate(parts):
-        own = (rows, *shape[1:])
-        yield ModuleTensor(f"{canonical}.{i}", parameter, own, start=start, rows=shape[0], piece=piece)
-        start += rows
-
-
-def _used_unseen(model: PreTrainedModel, timeline: RecordedUnits) -> dict[str, str]:
-    """The modules within mixers that are not called, and the mixer of each: it takes their tensors itself."""
-    return {
-        f"{mixer}.{path}" if path else mixer: mixer
-        for mixer, module in mixers(model).items()
-        for path, _ in module.named_modules()
-        if f"{mixer}.{path}" not in timeline.first
-    }
-
-
-def _also(found: dict[str, list[ModuleTensor]], name: str, unit: str, parameter: str) -> bool:
-    """Notes that a tensor has another place in the same unit; False where it is in another."""
-    for i, each in enumerate(found[unit]):
-        if each.name == name:
-            found[unit][i] = each._replace(also=(*each.also, parameter))
-            return True
-    return False
-
-
 def experts_of(timeline: RecordedUnits, name: str, model: PreTrainedModel) -> tuple[ExpertSpec | None, Activation]:
     """The experts of the layers, which are to be alike, and their activation."""
     found, settings = dict[int, tuple[ExpertForm, int]](), list[dict[str, Any]]()
@@ -356,44 +265,6 @@ def experts_of(timeline: RecordedUnits, name: str, model: PreTrainedModel) -> tu
     return spec, form.activation
 
 
-def _add_experts(found: dict[str, list[ModuleTensor]], half: str, path: str, module: nn.Module) -> None:
-    """A group for each expert of a layer, behind that of its half."""
-    form = form_of(module)
-    others = {key: found.pop(key) for key in list(found)[list(found).index(half) + 1 :]}
-    for expert in range(form.count):
-        key = f"{half}.experts.{expert}"
-        found[key] = [
-            ModuleTensor(
-                f"{key}.{part.name}",
-                f"{path}.{part.parameter}",
-                part.shape,
-                len(part.shape) == 2,
-                part.transposed,
-                expert=expert,
-                start=part.start,
-                rows=part.rows,
-            )
-            for part in form.parts
-        ]
-    found.update(others)
-
-
-def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """What a module itself keeps in a checkpoint: parameters, and buffers that are saved."""
-    kept = [(key, each) for key, each in module._parameters.items() if each is not None]
-    saved = [key for key in module._buffers if key not in module._non_persistent_buffers_set]
-    return [*kept, *((key, each) for key in saved if (each := module._buffers[key]) is not None)]
-
-
-def _within(timeline: RecordedUnits, unit: int | None, parameter: str) -> str:
-    """The name of a parameter, without that of its layer where it is of a unit of that."""
-    if not 0 < (unit or 0) <= len(timeline.halves):
-        return parameter
-    start = timeline.starts[(unit or 0) - 1]
-    layer = next((each.path for each in timeline.layers if f"{start}.".startswith(f"{each.path}.")), start)
-    return parameter.removeprefix(f"{layer}.")
-
-
 def matrices_of(model: PreTrainedModel, timeline: RecordedUnits) -> tuple[tuple[str, tuple[Product, ...]], ...]:
     """The products of the first unit of each kind; of experts, too."""
     units = {0: "embed", len(timeline.halves) + 1: "head"}
@@ -403,7 +274,8 @@ def matrices_of(model: PreTrainedModel, timeline: RecordedUnits) -> tuple[tuple[
     made: dict[str, list[Product]] = {kind: [] for kind in units.values()}
     for path in timeline.first:  # in the order of their calls
         module, kind = model.get_submodule(path), units.get(timeline.first[path])
-        if kind is not None and is_product(module):
+        scaled = module is model.get_output_embeddings() and isinstance(module, nn.Linear)  # of a kind of its own
+        if kind is not None and (is_product(module) or scaled):
             first, second = module._parameters["weight"].shape  # type: ignore[union-attr]
             made[kind].append(Product(first, second) if isinstance(module, nn.Linear) else Product(second, first))
     for _, routing in list(timeline.routings.values())[:1]:

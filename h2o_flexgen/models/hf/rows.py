@@ -27,7 +27,7 @@ from h2o_flexgen.models.hf.attention import Call, ModelRun, NotUnderstood
 from h2o_flexgen.models.hf.build import build, quiet
 from h2o_flexgen.models.hf.experts import Routing
 from h2o_flexgen.models.hf.record import any_choice
-from h2o_flexgen.models.hf.units import Event, RecordedLayer, RecordedUnits
+from h2o_flexgen.models.hf.units import Event, RecordedLayer, RecordedUnits, weight_groups
 
 CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
 """What caches are called, as arguments of a model and in what it gives back."""
@@ -61,7 +61,7 @@ def spec_of_rows(config: Mapping[str, Any], name: str, why: str) -> ModuleSpec:
     model, events, few = _recorded(text, name, record.TOKENS)
     more = _recorded(text, name, 2 * record.TOKENS)[2]
     timeline = RecordedRows(model, events, name)
-    groups, tied = record.weight_groups(model, timeline, name)
+    groups, tied = weight_groups(model, timeline, name)
     experts, activation = record.experts_of(timeline, name, model)
     matrices = record.matrices_of(model, timeline)
     made, head, layers = model.config.get_text_config(decoder=True), dict(matrices)["head"][-1], len(timeline.layers)
@@ -176,7 +176,7 @@ class RecordedRows(RecordedUnits):
                         raise self._refused(f"{path} is called more than once")
                     spans[path] = start, i
         paths = [path for path in spans if any(True for _ in model.get_submodule(path).parameters())]
-        self.layers = [RecordedLayer(path, self._cut(*spans[path])) for path in paths]
+        self.layers = [RecordedLayer(path, spans[path][0], self._cut(*spans[path])) for path in paths]
         if not self.layers:
             raise self._refused("it has no list of layers")
         self._walk()
@@ -184,7 +184,7 @@ class RecordedRows(RecordedUnits):
             parent = path.rpartition(".")[0]
             layer = next((each for each in paths if path.startswith(f"{each}.")), None)
             if layer is not None and path not in self.first and parent in self.first and module._parameters:
-                self.first[path], self.last[path] = self.first[parent], self.last[parent]
+                self.first[path], self._units[path] = self.first[parent], self._units[parent]
                 self._around.add(path)
 
     def _cut(self, start: int, stop: int) -> int:

@@ -68,6 +68,7 @@ TRUSTED = frozenset(
         "deepseek_v2",
         "deepseek_v3",
         "deepseek_vl",
+        "dory",
         "dots1",
         "electra",
         "ernie",
@@ -113,6 +114,7 @@ TRUSTED = frozenset(
         "granitemoehybrid",
         "granitemoeshared",
         "helium",
+        "hrm_text",
         "hunyuan_v1_dense",
         "hunyuan_v1_moe",
         "hy_v3",
@@ -203,6 +205,8 @@ TRUSTED = frozenset(
         "xlm-roberta",
         "xlm-roberta-xl",
         "youtu",
+        "zamba",
+        "zamba2",
         "zaya",
     }
 )
@@ -252,18 +256,14 @@ ROWS = {
 """Types whose sequences cannot be packed, and what they have."""
 _NO_CLASS = "transformers has no class for it that makes text alone"
 _BY_NUMBERS = "its experts are chosen by numbers that a look at its modules does not have"
-_AGAIN = "its layers are called more than once"
-_SHARED = "its layers share the weights of one block"
 REFUSED = {
     "blenderbot": "transformers' own decoder fails on tiny ones, and nothing shows how it runs",
     "blt": "it reads bytes in patches of its own",
     "cpmant": "its positions are of a prompt within a prompt",
     "dbrx": _BY_NUMBERS,
-    "dory": _AGAIN,
     "emu3": _NO_CLASS,
     "gemma4_assistant": "it drafts for another model, whose states it needs",
-    "hrm_text": _AGAIN,
-    "inkling2_loop_text": _AGAIN,
+    "inkling2_loop_text": "its attention adds biases by position",
     "jetmoe": _BY_NUMBERS,
     "longcat_flash": _BY_NUMBERS,
     "mllama": _NO_CLASS,
@@ -277,8 +277,6 @@ REFUSED = {
     "xlnet": "it makes text by permuted tokens, of which the last is masked",
     "xlstm": "transformers' own decoder fails without its kernels",
     "xmod": "it wants the language of each prompt",
-    "zamba": _SHARED,
-    "zamba2": _SHARED,
 }
 """Types that are not run, and why."""
 SINCE = {
@@ -287,6 +285,7 @@ SINCE = {
     "codegen": HIGHEST,
     "cohere_compass": HIGHEST,
     "cohere_compass_text": HIGHEST,
+    "dory": HIGHEST,
     "falcon_h1": HIGHEST,
     "falcon_mamba": HIGHEST,
     "gptj": HIGHEST,
@@ -306,6 +305,8 @@ SINCE = {
     "qwen3_5_moe_text": HIGHEST,
     "qwen3_5_text": HIGHEST,
     "qwen3_next": HIGHEST,
+    "zamba": HIGHEST,
+    "zamba2": HIGHEST,
     "zaya": HIGHEST,
 }
 """Types that are listed from a later release on, since they run otherwise in those before, or not at all."""
