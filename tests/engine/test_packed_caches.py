@@ -67,8 +67,13 @@ def test_other_families(name: str, rolling: bool, checkpoint, history: History) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 4), ("float16", 8), ("float32", 4), ("float32", 8)])
-def test_tokens_do_not_depend_on_tiers_neighbours_or_shared_prefixes(dtype: str, bits: int, checkpoint) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "bits", "newest"),
+    [("bfloat16", 4, 3), ("float16", 8, 0), ("float32", 4, 0), ("float32", 4, 5), ("float32", 8, 0)],
+)
+def test_tokens_do_not_depend_on_tiers_neighbours_or_shared_prefixes(
+    dtype: str, bits: int, newest: int, checkpoint
+) -> None:
     """More rows than places, so that they come and go, and prompts that begin alike."""
     prompts = prompts_of(LENGTHS)
     prompts = [*prompts, *(prompts[1][:20] + prompt for prompt in prompts[:2])]
@@ -76,7 +81,8 @@ def test_tokens_do_not_depend_on_tiers_neighbours_or_shared_prefixes(dtype: str,
     alone = {"policy": {"gpu_batch_size": 1}, "share_prefixes": False}
     places = [PLACES["cpu"], alone] if dtype != "float32" else [*PLACES.values(), alone]
     for place in places:
-        settings = {"dtype": dtype, "cache_bits": bits, "eviction": EvictionConfig("h2o", ratio=0.3), **place}
+        kept: dict[str, Any] = {"cache_bits": bits, "cache_newest": newest}
+        settings = {"dtype": dtype, **kept, "eviction": EvictionConfig("h2o", ratio=0.3), **place}
         with Engine(checkpoint("llama-gqa")[1], **settings) as llm:
             found.append([output.token_ids for output in llm.generate(prompts, **SETTINGS)])
     if dtype == "float32":
@@ -145,6 +151,7 @@ def test_a_share_of_bytes_is_filled_with_packed_tokens(checkpoint) -> None:
     token = spec.head_dim + 8
     totals = [int((0.6 * length * plain - 2 * spec.head_dim - 16 * plain) / token) for length in lengths]
     assert found["newest"][1].eviction["budget"] == totals
+    assert found["newest"][1].quantization["cache"]["newest"] == 16
     eviction = EvictionConfig("h2o", budget=found["bytes"][1].eviction["budget"][0])
     with Engine(checkpoint("llama-gqa")[1], cache_bits=4, eviction=eviction) as llm:
         assert llm.generate(prompts[:1], **SETTINGS)[0].token_ids == found["bytes"][0][0]

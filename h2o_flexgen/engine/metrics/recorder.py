@@ -211,7 +211,8 @@ def _quantization(model: Model) -> dict[str, Any] | None:
         "weights": None if kind is None else {"format": model.source.format, **kind},
         "cache": None
         if packings is None
-        else {"bits": _cache_bits(*packings), "group": packings[0].group, "rotation": model.spec.cache_rotation},
+        else {"bits": _cache_bits(*packings), "group": packings[0].group, "rotation": model.spec.cache_rotation}
+        | ({"newest": model.spec.cache_newest} if model.spec.cache_newest else {}),
     }
 
 
