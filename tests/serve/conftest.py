@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,7 +86,13 @@ def service(tmp_path_factory: pytest.TempPathFactory, talker: Path) -> Iterator[
         yield service
 
 
+def until_asked(true: Callable[[], object], seconds: float = 60.0) -> None:
+    """Waits for `true`, which asks a service: more seldom than what costs nothing."""
+    until(lambda: true() or time.sleep(0.03), seconds)
+
+
 def finished(client: openai.OpenAI, name: str, seconds: float = 60.0) -> Any:
     """A batch once it is over."""
-    until(lambda: client.batches.retrieve(name).status not in ("validating", "in_progress", "finalizing"), seconds)
+    going = ("validating", "in_progress", "finalizing", "cancelling")
+    until_asked(lambda: client.batches.retrieve(name).status not in going, seconds)
     return client.batches.retrieve(name)

@@ -19,7 +19,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -226,12 +226,14 @@ class Desk:
         with self.changed:
             batch["request_counts"] = {"total": total, "completed": completed, "failed": failed}
             if time.monotonic() - self._saved.get(batch["id"], 0.0) > _SAVED_EVERY:
-                self._save_batch(batch)
+                with suppress(OSError):
+                    self._save_batch(batch)
 
     def hold(self, batch: Entry, why: str, seconds: float = float("inf")) -> None:
         """Nothing of a batch is lost, and nothing is done with it for so many seconds, or by this process."""
         self._held[batch["id"]] = time.monotonic() + seconds
-        self.update(batch, errors=error_list([("waiting", why, None)]))
+        with suppress(StorageError):  # which may be why
+            self.update(batch, errors=error_list([("waiting", why, None)]))
 
     def ending(self, batch: Entry) -> str | None:
         """Why a batch is to be stopped: "cancelled" or "expired"."""

@@ -11,7 +11,7 @@ import socket
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -89,6 +89,8 @@ def _answering(app: Any, listening: socket.socket) -> Iterator[None]:
     try:
         while not server.started and thread.is_alive():
             time.sleep(0.005)
+        if not server.started:
+            raise H2OFlexGenError("HTTP cannot be answered", change="see what uvicorn says above")
         yield
     finally:
         server.should_exit = True
@@ -133,7 +135,8 @@ class Worker:
                 if batch is not None or self.live.waiting:
                     return batch
                 desk.changed.wait(_LOOK_EVERY)
-                desk.sweep()
+                with suppress(OSError):
+                    desk.sweep()
 
     def _wake(self) -> None:
         with self._desk.changed:
@@ -155,34 +158,42 @@ class Worker:
     # Batches
 
     def _serve(self, batch: Entry) -> None:
-        """Goes on with a batch until it is over, or has to wait."""
-        end = batch.get("_end") or self._desk.ending(batch)
+        """Goes on with a batch until it is over, or has to wait. ModelError where nothing can be answered: what is in
+        progress goes on once the model is mended."""
         try:
+            end = batch.get("_end") or self._ended(batch)
             if end is None:
-                end = self._answer(batch)
-            elif "_end" not in batch:
-                self._stop(batch, end)
-        except Interrupted as why:
-            end = str(why)
-            self._stop(batch, end)
-        except ModelError:
-            raise  # nothing can be answered: what is in progress goes on once the model is mended
-        except (StorageError, LockedError) as error:
-            print_error(f"{batch['id']} is tried again in {_AGAIN_AFTER:.0f} s: {error}")
-            self._desk.hold(batch, str(error), _AGAIN_AFTER)
-            end = None
-        except H2OFlexGenError as error:
-            end = self._fail(batch, "cannot_be_run", str(error).partition("\n")[0])
-        except (Exception, MemoryError) as error:  # a fault of ours, or no memory: others are to be served
-            print_error(traceback.format_exc())
-            end = self._fail(batch, "internal_error", f"{type(error).__name__}: {error}")
-        finally:
-            self._batch, self._llm.planner = None, self._planner
-        if end is not None:
+                return
             self._desk.publish(batch, end)
             if not self._jobs.quiet:
                 counts = batch["request_counts"]
                 print_error(f"{batch['id']} is {end}: {counts['completed']:,} of {counts['total']:,} requests")
+        except (StorageError, LockedError) as error:
+            print_error(f"{batch['id']} is tried again in {_AGAIN_AFTER:.0f} s: {error}")
+            self._desk.hold(batch, str(error), _AGAIN_AFTER)
+
+    def _ended(self, batch: Entry) -> str | None:
+        """The status of a batch that was run, or stopped; None where it has to wait."""
+        try:
+            end = self._desk.ending(batch) or self._answered(batch)
+            if end in _STOPPED:
+                self._stop(batch, end)
+            return end
+        except (ModelError, StorageError, LockedError):
+            raise
+        except H2OFlexGenError as error:
+            return self._fail(batch, "cannot_be_run", str(error).partition("\n")[0])
+        except (Exception, MemoryError) as error:  # a fault of ours, or no memory: others are to be served
+            print_error(traceback.format_exc())
+            return self._fail(batch, "internal_error", f"{type(error).__name__}: {error}")
+
+    def _answered(self, batch: Entry) -> str | None:
+        try:
+            return self._answer(batch)
+        except Interrupted as why:
+            return str(why)
+        finally:
+            self._batch, self._llm.planner = None, self._planner
 
     def _answer(self, batch: Entry) -> str | None:
         """Runs a batch; its status then, None where it has to wait."""
@@ -211,9 +222,11 @@ class Worker:
             self._begin(batch, results, scan.requests)
             form = request_format(jobs, llm.model, "openai", scan.doubled, results.header or {})
             llm.planner = bounded(self._planner, scan.requests, jobs.at_risk)
-            before = results.state.count(OK), results.state.count(FAILED)
+            before, started = (results.state.count(OK), results.state.count(FAILED)), time.monotonic()
 
             def told(summary: Summary) -> None:
+                left, now = scan.requests - summary.done, summary.ok + summary.failed
+                batch["_left_s"] = left * (time.monotonic() - started) / now
                 desk.count(batch, scan.requests, before[0] + summary.ok, before[1] + summary.failed)
 
             Job(llm, source, form, results, scan.requests, told=told).run()
@@ -310,5 +323,3 @@ def _not_run(batch: Entry, record: Record, end: str) -> dict[str, Any]:
         "response": None,
         "error": {"code": code, "message": message},
     }
-
-
