@@ -4,6 +4,7 @@
     python -m benchmarks.jobs memory --requests 50000
     python -m benchmarks.jobs kills --requests 2000 --kills 20
     python -m benchmarks.jobs ray --requests 2000 --repetitions 1
+    python -m benchmarks.jobs serve --requests 2000
 
 Programs run as processes of their own, on the demo model; a record a line.
 """
@@ -16,6 +17,7 @@ import inspect
 import json
 import os
 import random
+import re
 import resource
 import signal
 import statistics
@@ -65,7 +67,7 @@ QUESTIONS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.jobs", allow_abbrev=False)
-    parser.add_argument("what", choices=("throughput", "memory", "kills", "ray"))
+    parser.add_argument("what", choices=("throughput", "memory", "kills", "ray", "serve"))
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--model", default="demo")
     parser.add_argument(
@@ -78,8 +80,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="append the record here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        measure = {"throughput": throughput, "memory": memory, "kills": kills, "ray": actors}[args.what]
-        found = measure(Path(folder), args)
+        measures = {"throughput": throughput, "memory": memory, "kills": kills, "ray": actors, "serve": served}
+        found = measures[args.what](Path(folder), args)
     command = ["python", "-m", "benchmarks.jobs", *sys.argv[1:]]
     print_record({"what": args.what, **facts(command), **found}, args.output)
 
@@ -322,6 +324,59 @@ def actors(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             texts[f"{name}{number}"] = [json.loads(line)["text"] for line in out.read_text().splitlines()]
     equal = len(set(map(tuple, texts.values()))) == 1
     return {"requests": args.requests, "gen_len": args.gen_len, "runs": found, "texts_equal": equal}
+
+
+def served(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """The same mixed file by `batch` and by `serve`, in turn, whole processes from their start to the last answer, the
+    second with what its client does. `ratio`: of the medians, `batch` by `serve`."""
+    file, seconds = folder / "in.jsonl", dict[str, list[float]](batch=[], serve=[])
+    mixed(file, args.requests, args.words)
+    equal = True
+    for number in range(args.repetitions):
+        out = folder / f"batch{number}.jsonl"
+        started = time.perf_counter()
+        flags = ("-i", file, "-o", out, "--error-file", folder / f"errors{number}.jsonl", "--dtype", "float32")
+        command = program("batch", *flags, model=args.model)
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+        seconds["batch"].append(round(time.perf_counter() - started, 3))
+        started = time.perf_counter()
+        answers = _by_service(folder / f"data{number}", file, args.model)
+        seconds["serve"].append(round(time.perf_counter() - started, 3))
+        found = [json.loads(line) for line in answers.splitlines()]
+        wanted = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+        equal = equal and _texts(found) == _texts(wanted)
+    ratio = statistics.median(seconds["batch"]) / statistics.median(seconds["serve"])
+    return {"requests": args.requests, "seconds": seconds, "ratio": round(ratio, 4), "texts_equal": equal}
+
+
+def _by_service(data: Path, file: Path, model: str) -> str:
+    """The answers to a file, by a service of its own and the `openai` package."""
+    import openai
+
+    with (data.with_suffix(".log")).open("w+") as log:
+        flags = [flag for flag in program("serve", "--port", 0, "--data-dir", data, model=model) if flag != "--json"]
+        process = subprocess.Popen([*flags, "--dtype", "float32"], stderr=log)
+        try:
+            while not (listening := re.search(r"on (http://\S+),", (data.with_suffix(".log")).read_text())):
+                if process.poll() is not None:
+                    raise RuntimeError(f"the service ended with {process.returncode}")
+                time.sleep(0.02)
+            client = openai.OpenAI(base_url=f"{listening[1]}/v1", api_key="none")
+            with file.open("rb") as content:
+                uploaded = client.files.create(file=content, purpose="batch")
+            made = client.batches.create(
+                input_file_id=uploaded.id, endpoint="/v1/completions", completion_window="24h"
+            )
+            while (batch := client.batches.retrieve(made.id)).status in ("validating", "in_progress", "finalizing"):
+                time.sleep(0.2)
+            return client.files.content(batch.output_file_id or "").text
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _texts(lines: list[dict[str, Any]]) -> dict[str, list[str]]:
+    return {each["custom_id"]: [c["text"] for c in each["response"]["body"]["choices"]] for each in lines}
 
 
 class _gone:

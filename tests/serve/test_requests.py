@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -244,18 +245,30 @@ def test_large_files_take_no_memory(serve: Serve, mib: int) -> None:
 
 
 def test_a_disk_that_is_full(serve: Serve) -> None:
-    """A file may not grow beyond a limit: 507, and nothing is left of it."""
-    import resource
+    """A file may not grow beyond a limit: 507, and nothing is left of it; a batch waits, and others are served."""
 
     def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
 
+    lines = [request(f"r{i}", {"prompt": "a", "max_tokens": 1}) for i in range(40)]
     with serve(before=limit) as service:
         with pytest.raises(openai.InternalServerError) as raised:
             service.client.files.create(file=("a", b"x" * 400_000), purpose="batch")
         assert raised.value.status_code == 507
         assert service.client.files.list().data == []
         assert not list((Path(service.data) / "files").iterdir())
+        client = service.client
+        contents = ("\n".join(part).encode() for part in (lines, lines[:3]))
+        many, few = (client.files.create(file=("a", each), purpose="batch") for each in contents)
+        waits, runs = (
+            client.batches.create(input_file_id=each.id, endpoint="/v1/completions", completion_window="24h")
+            for each in (many, few)
+        )
+        assert finished(client, runs.id).status == "completed"
+        found = client.batches.retrieve(waits.id)
+        assert (found.status, found.errors.data[0].code) == ("in_progress", "waiting")
+        assert "cannot write" in found.errors.data[0].message
+        assert found.request_counts.completed > 3
 
 
 def test_what_cannot_be_served(
