@@ -16,6 +16,7 @@ from transformers import OlmoConfig, OlmoForCausalLM
 
 from h2o_flexgen.batch import main as batch
 from h2o_flexgen.cli.arguments import _run_parser
+from h2o_flexgen.models.hf.shrink import random_model, shrunk
 from h2o_flexgen.search import main as search
 from tests.jobs.files import request, results, timeless, write
 from tests.programs import CONFIG, TEMPLATE, Child, Run, tokenizer, until, write_model
@@ -159,12 +160,19 @@ def test_a_plan_that_search_made_is_run(
         assert search([*asked, *line.split()]) == 2, line
 
 
-def test_a_job_that_is_killed_goes_on(olmo: Path, tmp_path: Path) -> None:
-    """By a type that only the modules have: nothing is lost, and answers are those of one run."""
+@pytest.mark.parametrize(
+    "kind", ["olmo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_5_text", "falcon_h1"))]
+)
+def test_a_job_that_is_killed_goes_on(kind: str, olmo: Path, tmp_path: Path) -> None:
+    """By types that only the modules have, some with states: nothing is lost, and answers are those of one run."""
+    folder = olmo if kind == "olmo" else tmp_path / "model"
+    if kind != "olmo":
+        random_model(shrunk({"model_type": kind})).save_pretrained(folder)
+        tokenizer().save(str(folder / "tokenizer.json"))
     body = [{"prompt": "abc defg."[i % 7 :] * (1 + i % 3), "max_tokens": 2 + i % 9} for i in range(24)]
     body = [{**each, "temperature": 0} if i % 2 else {**each, "seed": 3} for i, each in enumerate(body)]
     file = write(tmp_path / "in.jsonl", *(request(f"r{i}", each) for i, each in enumerate(body)))
-    flags = ("-i", file, "--model", olmo, "--hh-ratio", 0.5, "--gpu-batch-size", 2, "--dtype", "float32", "--no-json")
+    flags = ("-i", file, "--model", folder, "--hh-ratio", 0.5, "--gpu-batch-size", 2, "--dtype", "float32", "--no-json")
 
     def ended(out: Path, kill: bool = False) -> int:
         with Child(tmp_path, *flags, "-o", out, program=batch) as child:
