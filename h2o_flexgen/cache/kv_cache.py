@@ -12,7 +12,7 @@ from h2o_flexgen.cache.eviction.base import AttendedPrompts, EvictionPolicy, Ran
 from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.cache.lengths import CacheLengths
 from h2o_flexgen.cache.packing import Keeping, KeyScales
-from h2o_flexgen.cache.ring_slots import CacheSlots, RingSlots, Rows
+from h2o_flexgen.cache.ring_slots import CacheSlots, RingSlots, Rows, SlotChoice, arrived
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.cache.vectors import (
@@ -91,6 +91,8 @@ class KVCache:
         self.v: Tensor | None = None
         self.watch: PromptWatch | None = None
         self.soft_cap: float | None = None  # of the logits of steps, from the first on
+        self.choice: SlotChoice | None = None  # as `soft_cap`
+        self._where: Tensor | None = None
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[KVCache, Sequence[int]]], k: Tensor, v: Tensor) -> KVCache:
@@ -366,7 +368,7 @@ class KVCache:
         """All prompts are in: which way the steps go is settled for good, by the first query among others."""
         self._lengths.start()
         self._slots.start(rolling)
-        torch_only = rolling or (sinks and self.device.type != "cpu")
+        torch_only = rolling or self.choice is not None or (sinks and self.device.type != "cpu")
         self._fused = None if torch_only else FusedStep.of(self._lengths, self._slots, k, q, self._kept)
         if self._fused is not None:
             self._fused.attach(k, v)
@@ -390,14 +392,15 @@ class KVCache:
         sink_logits: Tensor | None,
     ) -> Tensor:
         """A step in torch operations, on any device."""
-        slot, stored = self._slots.allocate(held), list[Tensor]()
-        self._last = slot
-        for i, (buffer, flat) in enumerate(zip(self._distinct(), (self._flat_k, self._flat_v), strict=False)):
-            stored.append(self._kept.stored(i, (k, v)[i]))
+        where = None if self.choice is None else self.choice.positions(self._slots)
+        slot = self._last = self._slots.allocate(held)
+        self._where = arrived(where, self.last_slots, self.next_pos)
+        stored = [self._kept.stored(i, x) for i, x in enumerate((k, v)[: len(self._distinct())])]
+        for buffer, flat, x in zip(self._distinct(), (self._flat_k, self._flat_v), stored, strict=False):
             if isinstance(slot, int):
-                buffer.select(2, slot).copy_(stored[i])
+                buffer.select(2, slot).copy_(x)
             else:
-                flat.index_copy_(0, slot, stored[i].reshape(len(slot), -1))
+                flat.index_copy_(0, slot, x.reshape(len(slot), -1))
         self._kept.take(self.last_slots, KeysValues(k, v), stored)
         length, width, valid = self._lengths.occupied()
         if valid is not None:
@@ -427,6 +430,8 @@ class KVCache:
         k, v = (some_of(buffer, rows).narrow(2, 0, width) for buffer in self._buffers())
         keys, values = self._kept.expanded(KeysValues(k, v), q.dtype, rows)
         asked, seen = some_of(q, rows), None if valid is None else some_of(valid, rows)
+        if self.choice is not None:
+            seen = self.choice.of(rows, keys, seen, self._where)
         if table is not None:
             newest, ranks = some_of(self._lengths.newest_ranks, rows), some_of(self._slots.ranks(width), rows)
             asked, keys = rolled(asked, keys, table, newest.view(-1, 1), ranks)

@@ -1,17 +1,20 @@
-"""Slots of a cache that are taken in the order of arrival, and what is asked of slots in any order."""
+"""Slots of a cache that are taken in the order of arrival, what is asked of slots in any order, and which of them steps
+attend to."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.cache.eviction.base import AttendedPrompts
 from h2o_flexgen.cache.lengths import CacheLengths
+from h2o_flexgen.cache.vectors import some_of
 from h2o_flexgen.config.eviction import Budget
-from h2o_flexgen.kernels.types import KeysValues
+from h2o_flexgen.kernels.types import Choice, KeysValues
 
 Rows = slice | Tensor
 Held = Callable[[], KeysValues]
@@ -208,3 +211,35 @@ class RingSlots(CacheSlots):
     def _slot_of(self, row: int, order: int) -> int:
         first, limit = self._first[row], self._lengths.limits[row]
         return order if order < limit else first + (order - first) % (limit - first)
+
+
+class SlotChoice(NamedTuple):
+    """Which of the slots of a cache with one KV head its rows' new tokens, the first of a part, attend to. `own`: the
+    keys have what is chosen by."""
+
+    choice: Choice
+    own: bool
+
+    def within(self, slots: int) -> SlotChoice | None:
+        """Of so many slots; None: all are attended to."""
+        return self if slots > self.choice.most else None
+
+    def positions(self, slots: CacheSlots) -> Tensor | None:
+        """Of the tokens in all slots before the new ones come, (b, 1, capacity) int32; None where that is not asked."""
+        return slots.positions().clone() if self.choice.by_position else None
+
+    def of(self, rows: slice | None, keys: Tensor, seen: Tensor | None, positions: Tensor | None) -> Tensor:
+        """Of some rows, None: of all, with keys (r, 1, N, d): bool (r, 1, N), of those that are `seen`, None: all."""
+        there = torch.ones_like(keys[..., 0], dtype=torch.bool) if seen is None else seen
+        first = 0 if rows is None else rows.start
+        tokens = torch.arange(first, first + len(keys), device=keys.device).unsqueeze(1)
+        where = None if positions is None else some_of(positions, rows)[:, 0, : keys.shape[2]]
+        return self.choice.seen(tokens, keys[:, 0], there, where, self.own)
+
+
+def arrived(positions: Tensor | None, slots: Tensor, now: Sequence[int]) -> Tensor | None:
+    """The positions once the tokens `now` are in their slots (b, 1)."""
+    if positions is not None:
+        new = torch.tensor(now, dtype=torch.int32, device=positions.device)
+        positions.scatter_(-1, slots.unsqueeze(-1), new.view(-1, 1, 1))
+    return positions

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.native.tiers import torch_widens
-from h2o_flexgen.kernels.types import DecodeAttention, KeysValues, PrefillAttention
+from h2o_flexgen.kernels.types import DecodeAttention, KeysValues, PrefillAttention, Seen
 
 _CHUNK_ELEMENTS = 1 << 20  # float32 logits alive at once: 4 MiB
 _CHUNK_ELEMENTS_ON_GPU = 1 << 24  # 64 MiB: of fewer, starting the kernels would take longer than they do
@@ -43,8 +43,9 @@ def prefill_attention(
     window: int | None = None,
     sink_logits: Tensor | None = None,
     soft_cap: float | None = None,
+    seen: Seen | None = None,
 ) -> PrefillAttention:
-    """Causal attention and column sums; shapes and meaning as `prompt.prefill_attention`."""
+    """Causal attention and column sums; shapes and meaning as `prompt.prefill_attention`. `seen`: which keys."""
     n, heads, length, d = q.shape
     kv_heads = k.shape[1]
     group, before = heads // kv_heads, 0 if past is None else past[0].shape[1]
@@ -60,15 +61,18 @@ def prefill_attention(
             asked = q[row : row + rows, :, start:stop].reshape(-1, kv_heads, group * (stop - start), d)
             asked, left = _scaled(asked, scale)
             first = 0 if window is None else max(0, before + start + 1 - window)
-            seen = _seen(past, own, first, before, stop)
-            logits = _capped(_logits(asked, *seen).mul_(left), soft_cap)
+            held = _held(past, own, first, before, stop)
+            logits = _capped(_logits(asked, *held).mul_(left), soft_cap)
             by_query = logits.view(-1, kv_heads, group, stop - start, logits.shape[-1])
             _mask(by_query, before + start - first, window)
+            if seen is not None:
+                here = seen(slice(row, row + len(by_query)), start, stop)[..., first:]
+                by_query.masked_fill_(~here[:, None, None], float("-inf"))
             sinks = None if sink_logits is None else sink_logits.view(1, kv_heads, group, 1)
             probs = _softmax(logits, None if sinks is None else sinks.expand(by_query.shape[:-1]).flatten(2))
             if sums is not None:
                 sums[row : row + rows, :, first : before + stop] += probs.sum(2)
-            out[row : row + rows, :, start:stop] = _mix(probs.to(v.dtype), *seen).view(-1, heads, stop - start, d)
+            out[row : row + rows, :, start:stop] = _mix(probs.to(v.dtype), *held).view(-1, heads, stop - start, d)
     if sums is not None and group > 1:
         sums /= group
     return PrefillAttention(out, sums)
@@ -91,7 +95,7 @@ def _capped(logits: Tensor, soft_cap: float | None) -> Tensor:
     return logits if soft_cap is None else logits.div_(soft_cap).tanh_().mul_(soft_cap)
 
 
-def _seen(
+def _held(
     past: KeysValues | None, own: KeysValues, first: int, before: int, stop: int
 ) -> tuple[KeysValues | None, KeysValues]:
     """The keys and values from position `first` up to own token `stop`, as far as there are any."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
@@ -155,6 +155,33 @@ class Newest:
         self.lost = KeysValues(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
         self.slots = torch.full(shape[:3], -1, dtype=torch.int32, device=device)
         """Where they lie, from the first slot of their row and head; -1: nowhere any more."""
+
+
+Seen = Callable[[slice, int, int], Tensor]
+"""Of some rows of prompts of one length, the queries from one to another: which of the keys up to there they attend to,
+bool (rows, queries, keys)."""
+
+
+class Choice(Protocol):
+    """Which of the tokens before them those of a part attend to, in layers that choose (DeepSeek's sparse attention).
+
+    `most`: of as many or fewer all are. `layer`: which has what it needs of a token, `keys` (T, D), at the end of its
+    key. `by_position`: whether layers without that choose the same tokens.
+    """
+
+    most: int
+    layer: int
+    keys: Tensor
+    by_position: bool
+
+    def seen(self, tokens: Tensor, keys: Tensor, seen: Tensor, positions: Tensor | None, own: bool) -> Tensor:
+        """Of the keys (n, N, d) of a layer, those that queries attend to, bool (n, q, N), of those that they may,
+        `seen`. tokens (n, q): their places in the part; positions (n, N), -1 of none: of the keys; None: in order from
+        the first. `own`: the keys are of `layer`."""
+
+    def of_prompts(self, first: int, own: Tensor, past: Tensor | None, indexed: bool) -> Seen:
+        """For prompts of one length from token `first` of the part on, whose keys are `own` (n, S, d), and before them
+        all `past` (P, d). `indexed`: these are of `layer`."""
 
 
 class DecodeStep(Protocol):

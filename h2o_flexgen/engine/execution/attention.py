@@ -14,11 +14,12 @@ from h2o_flexgen.cache.chunked import ChunkedCache
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, Turn
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.cache.prefix_store import LayerPrefix
+from h2o_flexgen.cache.ring_slots import SlotChoice
 from h2o_flexgen.engine.batching.gpu_batch import AttentionPart
 from h2o_flexgen.engine.batching.prefix_tree import PromptChunk, PromptSegment
 from h2o_flexgen.engine.state.kv_store import RowStatePlaces, States
 from h2o_flexgen.huge import LARGE
-from h2o_flexgen.kernels import KeysValues, prefill_attention
+from h2o_flexgen.kernels import KeysValues, prefill_attention, torch_attention
 from h2o_flexgen.kernels.prompt import packed_attention, takes_packed
 from h2o_flexgen.kernels.types import PrefillAttention
 from h2o_flexgen.models.rotary import Angles, rotate_both
@@ -119,6 +120,10 @@ class PromptAttention:
     """Of logits: see `prefill_attention`."""
     chunk_size: int | None = None
     """The tokens of a chunk, where queries see their own one alone."""
+    choice: SlotChoice | None = None
+    """Of the tokens that prompts attend to."""
+    behind: int = 0
+    """The tokens of the part, decode rows, that come before its chunk."""
     reads: bool = False
     """Keys and values are another layer's, in whose cache they are already."""
 
@@ -137,7 +142,7 @@ class PromptAttention:
         looked_at = raw_q if self.raw_queries else q
         for segment in self._packed(chunk, (q, k, v), stored_k, out):
             span = slice(segment.start - chunk.start, segment.stop - chunk.start)
-            self._segment(segment, [t[span] for t in (q, k, v, stored_k, looked_at)], out[span])
+            self._segment(segment, [t[span] for t in (q, k, v, stored_k, looked_at)], out[span], span.start)
 
     def _packed(
         self, chunk: PromptChunk, qkv: tuple[Tensor, Tensor, Tensor], stored_k: Tensor, out: Tensor
@@ -150,6 +155,8 @@ class PromptAttention:
         alone = [segment for segment in chunk.segments if segment.rows and not segment.depth]
         longest = max((segment.length for segment in alone), default=0)
         if self.reads or (self.chunk_size is not None and longest >= self.chunk_size):
+            return chunk.segments
+        if self.choice is not None and longest > self.choice.choice.most:
             return chunk.segments
         if any(segment.length != self.lengths[segment.rows[0]] for segment in alone):
             return chunk.segments
@@ -176,7 +183,7 @@ class PromptAttention:
         self.cache.fill_packed(prompts, stored_k, qkv[2], sums)
         return [segment for segment in chunk.segments if not segment.rows or segment.depth]
 
-    def _segment(self, segment: PromptSegment, packed: list[Tensor], out: Tensor) -> None:
+    def _segment(self, segment: PromptSegment, packed: list[Tensor], out: Tensor, first: int) -> None:
         if segment.held is not None:
             self.path.before(segment.depth)
             k, v, stored_k, sums = segment.held.layer(self.layer, segment.past, packed[0].device)
@@ -187,7 +194,7 @@ class PromptAttention:
         past = self.path.before(segment.depth)
         seen = None if past is None else past.seen
         wanted = self.column_sums or (self.path_sums and not segment.rows)
-        mixed, sums = self._attend(q, KeysValues(k, v), seen, wanted)
+        mixed, sums = self._attend(q, KeysValues(k, v), seen, wanted, first)
         out.copy_(mixed.transpose(1, 2).flatten(0, 1))
         if past is not None and sums is not None and past.sums is not None:
             sums[..., : segment.past] += past.sums
@@ -219,26 +226,33 @@ class PromptAttention:
             if segment.new is not None:
                 segment.new.add(self.layer, LayerPrefix(*own, stored, piece.sums))
 
-    def _attend(self, q: Tensor, own: KeysValues, past: KeysValues | None, wanted: bool) -> PrefillAttention:
-        """See `prefill_attention`."""
+    def _attend(
+        self, q: Tensor, own: KeysValues, past: KeysValues | None, wanted: bool, first: int
+    ) -> PrefillAttention:
+        """See `prefill_attention`. `first`: the first token among those of the chunk."""
         how: dict[str, Any] = {"window": self.window, "sink_logits": self.sink_logits, "soft_cap": self.soft_cap}
         before, length = 0 if past is None else past.k.shape[1], q.shape[2]
+        if self.choice is not None and before + length > self.choice.choice.most:
+            choice, indexed = self.choice
+            shared = None if past is None else past.k[0]
+            how["seen"] = choice.of_prompts(self.behind + first, own.k[:, 0], shared, indexed)
+            return torch_attention.prefill_attention(q, *own, self.scale, wanted, past=past, **how)
         if self.chunk_size is None or before + length <= self.chunk_size:
             return prefill_attention(q, *own, self.scale, wanted, past=past, **how)
         outs, sums, start = [], None, before
         if wanted:
             sums = torch.zeros(len(q), own.k.shape[1], before + length, device=q.device)
         while start < before + length:
-            first = start // self.chunk_size * self.chunk_size
-            stop = min(first + self.chunk_size, before + length)
-            seen = None if past is None or first >= before else KeysValues(*(part[:, first:] for part in past))
-            mine = slice(max(first, before) - before, stop - before)
+            begin = start // self.chunk_size * self.chunk_size
+            stop = min(begin + self.chunk_size, before + length)
+            seen = None if past is None or begin >= before else KeysValues(*(part[:, begin:] for part in past))
+            mine = slice(max(begin, before) - before, stop - before)
             keys, values = (part[:, :, mine] for part in own)
             asked = q[:, :, start - before : stop - before]
             mixed, added = prefill_attention(asked, keys, values, self.scale, wanted, past=seen, **how)
             outs.append(mixed)
             if sums is not None and added is not None:
-                sums[..., first:stop] = added
+                sums[..., begin:stop] = added
             start = stop
         return PrefillAttention(torch.cat(outs, dim=2), sums)
 
@@ -290,6 +304,8 @@ class TickAttention:
     sink_logits: Tensor | None = None
     soft_cap: float | None = None
     growth: Tensor | None = None
+    choice: SlotChoice | None = None
+    """Of the slots that decode rows attend to."""
     again: bool = False
     """Keys and values of the step are in the cache already: see `KVCache.again`."""
 
@@ -334,6 +350,7 @@ class TickAttention:
         if self.again:
             return self.cache.again((q, k, v), self.scale, sinks, self.soft_cap)
         self.cache.soft_cap = self.soft_cap
+        self.cache.choice = None if self.choice is None else self.choice.within(self.cache.shape.capacity)
         return self.cache.attend(q, k, v, self.scale, self.table, sinks)
 
 

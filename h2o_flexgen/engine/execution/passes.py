@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from h2o_flexgen.cache.ring_slots import SlotChoice
 from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import AttentionPart, GpuBatch
 from h2o_flexgen.engine.execution.attention import TickAttention, TickStates
@@ -193,6 +194,9 @@ def _attend(attention: TickAttention, part: AttentionPart, call: Call) -> Tensor
     attention.sink_logits, attention.soft_cap = call.sinks, call.soft_cap
     if attention.prompts is not None:
         attention.prompts.sink_logits, attention.prompts.soft_cap = call.sinks, call.soft_cap
+    attention.choice = None if call.choice is None else SlotChoice(call.choice, call.choice.layer == call.layer)
+    if attention.prompts is not None:
+        attention.prompts.choice, attention.prompts.behind = attention.choice, part.rows
     if part.chunk is None:
         return attention.decode(call.q, call.k, call.v)
     return attention.part(part, call.q, call.k, call.v)

@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from h2o_flexgen.errors import ModelError
+from h2o_flexgen.kernels.types import Choice
 
 NAME = "h2o_flexgen"
 """Of our attention, as transformers knows it."""
@@ -56,7 +57,8 @@ class Call(NamedTuple):
     """One call of attention: q (T, heads, d), k and v (T, kv_heads, d), rotated as the model has it.
 
     `sinks`: of each head a logit that is no token's; `soft_cap`: of all logits. `chunked`: windows are chunks. `joint`:
-    values are the keys. `reads`: k and v are those of `layer`, which has attended to them before.
+    values are the keys. `reads`: k and v are those of `layer`, which has attended to them before. `choice`: of the
+    tokens that are attended to.
     """
 
     layer: int
@@ -70,6 +72,7 @@ class Call(NamedTuple):
     chunked: bool = False
     joint: bool = False
     reads: bool = False
+    choice: Choice | None = None
 
 
 class ModelRun(greenlet):
@@ -107,6 +110,8 @@ class PassedOn(Cache):
         self._passed = dict[int, ReferenceType[Tensor]]()
         self.states: Any = None
         """A RowStates, while its rows go through a mixer."""
+        self.index: Callable[[Tensor, int], Tensor] | None = None
+        """While an indexer is asked: the keys that it is to choose among, by its tokens' own and its layer."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -116,6 +121,12 @@ class PassedOn(Cache):
         self.given = layer_idx, key_states, value_states
         self._passed[layer_idx] = ref(key_states)
         return key_states, value_states
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Of an indexer, see `experts.take_indexers`."""
+        if self.index is None:
+            raise NotUnderstood(f"layer {layer_idx} keeps an index of a kind that is not known")
+        return self.index(indexer_key_states, layer_idx)
 
     def end(self) -> None:
         """NotUnderstood where what was last given was not attended to by us."""
@@ -204,6 +215,7 @@ def _attention(
         raise NotUnderstood(f"{kind} attends to other keys or values than its cache was given")
     if attention_mask is not None and attention_mask.numel() > 1:
         raise NotUnderstood(f"{kind} has a mask of its own")
+    choice = getattr(others.pop("indices", None), "choice", None)
     unknown = sorted(name for name, what in others.items() if name not in HARMLESS and what is not None)
     if unknown:
         raise NotUnderstood(f"attention of {kind} takes {', '.join(unknown)}")
@@ -221,12 +233,15 @@ def _attention(
     if latent:
         absorbed = Absorbed.of(module, query, key, value)
         k, v = own_k[0].transpose(0, 1), own_v[0].transpose(0, 1)
-        kept = torch.cat([k, v], -1)
-        mixed = run.attend(
-            # What follows the latents in a value is left out of what is mixed.
-            Call(layer, absorbed.query(query), kept, kept, scale, window, sinks, softcap, chunked, joint=True)
-        )
+        own = [choice.keys.unsqueeze(1)] if choice is not None and choice.layer == layer else []
+        kept = torch.cat([k, v, *own], -1)
+        # What follows the latents in a value is left out of what is mixed.
+        asked = _wide(absorbed.query(query), kept.shape[-1])
+        call = Call(layer, asked, kept, kept, scale, window, sinks, softcap, chunked, joint=True, choice=choice)
+        mixed = run.attend(call)
         return absorbed.value(mixed).unsqueeze(0), None
+    if choice is not None:
+        raise NotUnderstood(f"{kind} chooses what it attends to, and keeps no latents")
     # Caches have keys and values of one size: the smaller ones end with zeros, which add nothing.
     dim = max(key.shape[-1], value.shape[-1])
     q, k, v = (_wide(each[0].transpose(0, 1), dim) for each in (query, key, value))
@@ -270,14 +285,17 @@ class Absorbed(NamedTuple):
         return torch.matmul(latents, self.values.transpose(1, 2)).transpose(0, 1)
 
 
+_KINDS = frozenset({None, "full_attention", "sliding_attention", "chunked_attention", "indexed_attention"})
+_KINDS |= {"hybrid", "hybrid_sliding"}  # with states beside, see `MixerCall`
+
+
 def _window(module: nn.Module, given: int | None) -> tuple[int | None, bool]:
     """The tokens that a query of the module sees, itself included, as transformers' masks have it, None: all; and
     whether they are those of its chunk."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
     kind = kinds[layer] if kinds and layer is not None and layer < len(kinds) else None
-    # "hybrid": with states beside, see `MixerCall`.
-    if kind not in (None, "full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding"):
+    if kind not in _KINDS:
         raise NotUnderstood(f"a layer's attention is of the kind {kind!r}")
     if kind == "chunked_attention":
         return getattr(config, "attention_chunk_size", None), True
@@ -439,7 +457,7 @@ def _joined(outs: Sequence[Any], pieces: Sequence[MixedTokens]) -> Any:
 
 
 @cache
-def _named(kind: Any) -> frozenset[str]:
+def named(kind: Any) -> frozenset[str]:
     """What the own methods of a module of this type name."""
     if kind.__module__.startswith("torch."):
         return frozenset()
@@ -450,13 +468,13 @@ def _named(kind: Any) -> frozenset[str]:
 
 def _keeps_states(kind: Any) -> bool:
     """Whether a module asks a cache for states."""
-    return not _CALLS.isdisjoint(_named(kind))
+    return not _CALLS.isdisjoint(named(kind))
 
 
 def _forgets(kind: Any) -> bool:
     """Whether a module begins anew with several tokens, whatever its states are: what goes on does so token by token.
     The scan of the first Mamba takes no state."""
-    return "mamba_selective_scan" in _named(kind)
+    return "mamba_selective_scan" in named(kind)
 
 
 def mixers(model: nn.Module) -> dict[str, nn.Module]:

@@ -20,7 +20,7 @@ from h2o_flexgen.kernels.packed import PackedWeight
 from h2o_flexgen.models.decoder import Decoder, local_name
 from h2o_flexgen.models.hf.attention import Call, MixerCall, ModelRun, take_mixers
 from h2o_flexgen.models.hf.build import Absent, Packed, build, take_products
-from h2o_flexgen.models.hf.experts import Routing, feed_forward
+from h2o_flexgen.models.hf.experts import Routing, feed_forward, take_indexers
 from h2o_flexgen.models.hf.fused import Joint, as_one, take_gates, take_norms
 from h2o_flexgen.models.hf.mixers import take_gated_norms, take_recurrences
 from h2o_flexgen.models.hf.record import arguments, heads_of
@@ -162,6 +162,7 @@ class ModuleDecoder(Decoder):
         take_products(model, model.get_output_embeddings())
         if not spec.alone:
             take_mixers(model)
+            take_indexers(model)
         self._joints = [list[Joint]() for _ in spec.units]
         self._places: list[Places] = [[] for _ in spec.units]
         self._fuse(model, modules, dtype if device.type == "cpu" else None)

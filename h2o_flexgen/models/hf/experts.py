@@ -1,11 +1,14 @@
-"""What transformers' modules call in place of their own experts: those of a pass are computed one by one, elsewhere.
+"""What transformers' modules call in place of their own experts: those of a pass are computed one by one, elsewhere;
+and of indexers, which choose among tokens that are kept elsewhere.
 
 Modules that do in a way of their own what ours can only do by the interface have their forwards replaced, see `adapt`.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,8 +20,9 @@ from transformers.integrations import moe
 
 from h2o_flexgen.config.model.arch import Activation
 from h2o_flexgen.kernels import linear
+from h2o_flexgen.kernels.types import Choice, Seen
 from h2o_flexgen.models.fields import ACTIVATIONS
-from h2o_flexgen.models.hf.attention import NAME, NotUnderstood, current
+from h2o_flexgen.models.hf.attention import NAME, NotUnderstood, current, named
 
 TEXT_ONLY = frozenset({"llama4", "gemma3n"})
 """Types whose model for images and text transformers cannot run, or not without another library: their language model
@@ -173,6 +177,146 @@ _CHANGES: dict[str, Callable[[Any], None]] = {
     "Llama4TextExperts": _llama4_experts,
     "Llama4TextMoe": _llama4_mixture,
 }
+
+
+_INDEXES = "update_indexer"
+"""What a module calls that chooses which tokens are attended to: DeepSeek's sparse attention (arXiv 2512.02556, 2.1).
+
+An indexer, a module beside attention, scores all tokens by small keys of its own, and each query attends to as many as
+`index_topk` of the best. Its keys are kept behind those of attention, in the same slots: they are evicted, packed and
+moved with these. Its own forward is what chooses, given the keys of the slots that there are: among what was kept."""
+
+
+class _Known(Exception):
+    """An indexer has told the keys of its tokens; what it would choose among them is not wanted."""
+
+
+def take_indexers(model: nn.Module) -> None:
+    """From now on indexers choose when it is known among which tokens."""
+    for module in model.modules():
+        kind: Any = type(module)
+        if _INDEXES in named(kind):
+            module.forward = partial(_index, module, module.forward)
+
+
+def _index(module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    """A tensor that stands for what is still to be chosen, and has `choice`."""
+    made = IndexerChoice(module, forward, args, kwargs)
+    stands: Tensor = torch.empty(0, dtype=torch.int32, device=made.keys.device)
+    stands.choice = made  # type: ignore[attr-defined]
+    return stands
+
+
+class IndexerChoice(Choice):
+    """That of an indexer for the T tokens of a part. `keys` (T, D): theirs. What was chosen is kept for layers behind
+    that have none of their own, by positions."""
+
+    def __init__(self, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        kind = type(module).__name__
+        self._kind, self._forward = kind, forward
+        try:
+            self._given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+        except TypeError:
+            raise NotUnderstood(f"{kind} is called in a way of its own") from None
+        self._given.pop("self")
+        most = getattr(module, "index_topk", None)
+        if not isinstance(most, int) or "attention_mask" not in self._given or "hidden_states" not in self._given:
+            raise NotUnderstood(f"{kind} chooses tokens in a way of its own")
+        self.most, self._tokens = most, self._given["hidden_states"].shape[1]
+        self.layer, self.keys = self._own_keys()
+        self._chosen: Tensor | None = None
+        kinds = getattr(getattr(module, "config", None), "indexer_types", None) or ()
+        self.by_position = "shared" in kinds
+
+    def _own_keys(self) -> tuple[int, Tensor]:
+        found = list[tuple[int, Tensor]]()
+
+        def note(keys: Tensor, layer: int) -> Tensor:
+            found.append((layer, keys))
+            if not keys.is_meta:  # where nothing is computed all that an indexer uses is to be seen
+                raise _Known
+            return keys
+
+        visible = self._given["hidden_states"].new_zeros(1, 1, 1)
+        with suppress(_Known):
+            self._ask({**self._given, "attention_mask": visible}, note)
+        if len(found) != 1 or found[0][1].dim() != 3 or found[0][1].shape[:2] != (1, self._tokens):
+            raise NotUnderstood(f"{self._kind} keeps an index of another kind")
+        return found[0][0], found[0][1][0]
+
+    def _ask(self, given: dict[str, Any], keys: Callable[[Tensor, int], Tensor]) -> Tensor:
+        cache = current().cache
+        cache.index = keys
+        try:
+            made: Tensor = self._forward(**given)
+        finally:
+            cache.index = None
+        return made
+
+    def seen(self, tokens: Tensor, keys: Tensor, seen: Tensor, positions: Tensor | None, own: bool) -> Tensor:
+        positions = None if positions is None else positions.to(self.keys.device)
+        there = seen.to(self.keys.device)
+        found = self._choose(tokens, keys, there, positions) if own else self._again(tokens, there, positions)
+        return found.to(seen.device)
+
+    def _choose(self, tokens: Tensor, keys: Tensor, seen: Tensor, positions: Tensor | None) -> Tensor:
+        among = keys[..., -self.keys.shape[-1] :].to(self.keys)
+        given = {name: self._part(each, tokens) for name, each in self._given.items()}
+        chosen = self._ask({**given, "attention_mask": seen}, lambda *_: among)
+        if chosen.dtype is not torch.int32 or chosen.shape[:2] != tokens.shape:
+            raise NotUnderstood(f"{self._kind} chooses tokens in a way of its own")
+        places = chosen.long()
+        mask = torch.zeros_like(seen).scatter_(-1, places, True).logical_and_(seen)
+        if self.by_position:
+            if self._chosen is None:
+                self._chosen = torch.full((self._tokens, self.most), -1, dtype=torch.int32, device=seen.device)
+                self._decided = torch.zeros(self._tokens, dtype=torch.bool, device=seen.device)
+            at = places if positions is None else positions.unsqueeze(1).expand_as(seen).gather(-1, places)
+            at = at.to(torch.int32).masked_fill(~seen.gather(-1, places), -1)
+            self._chosen[tokens, : at.shape[-1]] = at
+            self._decided[tokens] = True
+        return mask
+
+    def _again(self, tokens: Tensor, seen: Tensor, positions: Tensor | None) -> Tensor:
+        """For a layer without an index: of what it holds what was chosen in the one before; all where that had to
+        choose nothing, or nothing of it is left."""
+        if self._chosen is None:
+            return seen
+        chosen, width = self._chosen[tokens].long(), seen.shape[-1]
+        most = width if positions is None else int(max(positions.max(), chosen.max())) + 1
+        table = torch.zeros(*tokens.shape, most + 1, dtype=torch.bool, device=seen.device)
+        table.scatter_(-1, chosen.masked_fill(chosen < 0, most), True)
+        table[..., most] = False
+        if positions is None:
+            mask = table[..., :width]
+        else:
+            places = positions.long().masked_fill(positions < 0, most)
+            mask = table.gather(-1, places.unsqueeze(1).expand_as(seen))
+        mask = mask & seen
+        return torch.where(mask.any(-1, keepdim=True) & self._decided[tokens].unsqueeze(-1), mask, seen)
+
+    def _part(self, x: Any, tokens: Tensor) -> Any:
+        """What of an argument is of some tokens (n, q): (n, q, ...)."""
+        if torch.is_tensor(x) and x.dim() > 1 and x.shape[:2] == (1, self._tokens):
+            return x[0][tokens.to(x.device)]
+        return type(x)(self._part(each, tokens) for each in x) if type(x) in (tuple, list) else x
+
+    def of_prompts(self, first: int, own: Tensor, past: Tensor | None, indexed: bool) -> Seen:
+        length = own.shape[1]
+        before = 0 if past is None else len(past)
+
+        def seen(rows: slice, start: int, stop: int) -> Tensor:
+            queries = torch.arange(start, stop, device=own.device)
+            tokens = first + torch.arange(rows.start, rows.stop, device=own.device).unsqueeze(1) * length + queries
+            causal = torch.arange(before + stop, device=own.device) <= (before + queries).unsqueeze(1)
+            causal = causal.expand(len(tokens), -1, -1)
+            if before + stop <= self.most:
+                return causal
+            keys = own[rows, :stop]
+            keys = keys if past is None else torch.cat([past.expand(len(keys), -1, -1), keys], 1)
+            return self.seen(tokens, keys, causal, None, indexed)
+
+        return seen
 
 
 moe.ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)

@@ -21,7 +21,7 @@ from h2o_flexgen.kernels.native import library
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.hf.attention import Call, MixerCall, ModelRun, NotUnderstood, take_mixers
 from h2o_flexgen.models.hf.build import Alive, Marked, activations, apart, build, is_product, quiet
-from h2o_flexgen.models.hf.experts import ExpertForm, Routing, form_of, settings_of
+from h2o_flexgen.models.hf.experts import ExpertForm, Routing, form_of, settings_of, take_indexers
 from h2o_flexgen.models.hf.fused import SharedInputs, side_by_side
 from h2o_flexgen.models.hf.mixers import take_recurrences
 from h2o_flexgen.models.hf.units import Event, Mixing, RecordedUnits, weight_groups
@@ -40,7 +40,7 @@ def record(model: PreTrainedModel, name: str) -> Marked:
     events, seen = listen(model), set[type[nn.Module]]()
 
     def attend(call: Call) -> Tensor:
-        events.append(Event("attend", call=apart(call)))
+        events.append(Event("attend", call=apart(call._replace(choice=None))))
         return torch.empty(call.q.shape, device="meta", dtype=call.q.dtype)
 
     def route(routing: Routing) -> Tensor:
@@ -60,6 +60,7 @@ def record(model: PreTrainedModel, name: str) -> Marked:
     if library() is not None:  # without it, recurrences are transformers' own
         take_recurrences(model, events.alive.recurrence)
     take_mixers(model)
+    take_indexers(model)
     paths = {id(module): path for path, module in model.named_modules()}
     numbers = torch.zeros(2, TOKENS, dtype=torch.int64, device="meta")
     last = torch.zeros(1, dtype=torch.int64, device="meta")
