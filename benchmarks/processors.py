@@ -3,11 +3,14 @@
     python -m benchmarks.processors                                      LLaMA's shape of 1.1 B, AVX2, 4 and 8 bits
     python -m benchmarks.processors --kernels avx2,native --bits 4
     python -m benchmarks.processors --models FILE.gguf --batches 1,32    the same file on both sides
+    python -m benchmarks.processors --cells avx2:4:8 --seconds 100       one cell of them, what 100 seconds allow
 
-A process per model, kernels and side, sides in turns: each takes one batch after the other, full cache, what `auto`
-picks. llama.cpp by its own llama-batched-bench, whose tokens are random; ours are of the demo's held-out text, or with
---random-ids random as well. Of random weights 4 bits lie beside Q4_0, 8 beside Q8_0, 16 beside BF16. On a processor
-that has more, the AVX2 tier is measured beside a llama.cpp built for x86-64-v3: scripts/peer_env.sh says how.
+A process per cell (kernels:bits:batch) and side, one side right after the other, full cache, what `auto` picks. Of
+batches with more than 2,048 tokens of prompts, prompts are shorter. The same command goes on where it ended, so that a
+table can be made in pieces of --seconds. llama.cpp by its own llama-batched-bench, whose tokens are random; ours are of
+the demo's held-out text, or with --random-ids random as well. Of random weights 4 bits lie beside Q4_0, 8 beside Q8_0,
+16 beside BF16. On a processor that has more, the AVX2 tier is measured beside a llama.cpp built for x86-64-v3:
+scripts/peer_env.sh says how.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import json
 import os
 import random
 import sys
+import time
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -39,37 +44,38 @@ BUILDS = {"native": "llamacpp", "avx2": "v3/llamacpp"}
 """Below --peers: llama.cpp for the instructions of a tier."""
 DEMO = ROOT / "h2o_flexgen" / "data" / "demo"
 SCRATCH = ROOT / "results" / "local"
+_MOST = 2048  # tokens of a batch's prompts
 _CELLS = 256  # to which llama.cpp rounds the cells of a sequence
 _PASSIVE = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}  # spinning, its threads are erratic on few cores
 
 
 def run(point: Record) -> int:
-    """One point, in this process or one of llama.cpp's; the record goes to stdout."""
-    print(json.dumps({"cells": (ours if point["side"] == OURS else peer)(point)}))
+    """One side of a point, in this process or one of llama.cpp's; the record goes to stdout."""
+    print(json.dumps((ours if point["side"] == OURS else peer)(point)))
     return 0
 
 
 def measure(point: Record) -> Record:
-    """A process for a point, of the tier that it names: what the kernels are is settled when they are imported."""
+    """A process for each side of a point, of the tier that it names: what the kernels are is settled when they are
+    imported."""
     os.environ[SWITCH] = point["kernels"]
-    return in_process("processors", point)
+    found = {side: in_process("processors", {**point, "side": side}) for side in point["sides"]}
+    both = {side: {key: record[key] for key in ("prefill_s", "decode_s")} for side, record in found.items()}
+    return {**found[point["sides"][0]], "found": both}
 
 
-def ours(point: Record) -> list[Record]:
-    """Seconds of each batch, after a warm-up of each that does not count."""
+def ours(point: Record) -> Record:
+    """Seconds of a batch, after a warm-up that does not count."""
     model, bits = _model(point), point["bits"]
     made: dict[str, Any] = {} if bits is None else {"weights": "dummy", "weight_bits": bits}
-    policy = {"gpu_batch_size": max(point["batches"]), "num_gpu_batches": 1}
-    cells = []
+    policy = {"gpu_batch_size": point["batch"], "num_gpu_batches": 1}
     with Engine(str(model), policy=policy, **made) as engine:
-        for batch in point["batches"]:
-            prompts = _prompts(engine, batch, point)
-            engine.generate([prompt[:8] for prompt in prompts], max_new_tokens=3, ignore_eos=True)
-            engine.generate(prompts, max_new_tokens=point["new"] + 1, ignore_eos=True)
-            record = engine.last_record
-            assert record is not None, "a run has just ended"
-            cells.append({"batch": batch, "prefill_s": record.prefill_s, "decode_s": record.decode_s})
-    return cells
+        prompts = _prompts(engine, point["batch"], point)
+        engine.generate([prompt[:8] for prompt in prompts], max_new_tokens=3, ignore_eos=True)
+        engine.generate(prompts, max_new_tokens=point["new"] + 1, ignore_eos=True)
+        record = engine.last_record
+    assert record is not None, "a run has just ended"
+    return {"prefill_s": record.prefill_s, "decode_s": record.decode_s}
 
 
 def _prompts(engine: Engine, batch: int, point: Record) -> list[list[int]]:
@@ -86,17 +92,17 @@ def _prompts(engine: Engine, batch: int, point: Record) -> list[list[int]]:
     return [ids[i * apart : i * apart + length] for i in range(batch)]
 
 
-def peer(point: Record) -> list[Record]:
-    """The rows of llama-batched-bench."""
-    threads, batches = str(usable_threads()), point["batches"]
-    cells = -(-(point["prompt"] + point["new"]) // _CELLS) * _CELLS * max(batches)
+def peer(point: Record) -> Record:
+    """The row of llama-batched-bench."""
+    threads, batch = str(usable_threads()), point["batch"]
+    cells = -(-(point["prompt"] + point["new"]) // _CELLS) * _CELLS * batch
     program = Path(point["peers"]) / BUILDS[point["kernels"]] / "bin" / "llama-batched-bench"
     values = {
         "-m": _file(point),
         "-c": cells,
         "-npp": point["prompt"],
         "-ntg": point["new"],
-        "-npl": ",".join(map(str, batches)),
+        "-npl": batch,
         "-t": threads,
         "-tb": threads,
         "--output-format": "jsonl",
@@ -104,8 +110,8 @@ def peer(point: Record) -> list[Record]:
     command = [str(program), *(str(word) for pair in values.items() for word in pair)]
     environment = {**os.environ, **_PASSIVE, "OMP_NUM_THREADS": threads}
     said = run_command(command, cwd=ROOT, environment=environment).checked().output
-    rows = [json.loads(line) for line in said.splitlines() if line.startswith("{") and '"t_pp"' in line]
-    return [{"batch": row["pl"], "prefill_s": row["t_pp"], "decode_s": row["t_tg"]} for row in rows]
+    (row,) = (json.loads(line) for line in said.splitlines() if line.startswith("{") and '"t_pp"' in line)
+    return {"prefill_s": row["t_pp"], "decode_s": row["t_tg"]}
 
 
 def _model(point: Record) -> Path:
@@ -131,34 +137,55 @@ def _file(point: Record) -> Path:
 
 
 def table(records: list[Record]) -> Iterator[str]:
-    """A row for each model, kernels and batch: medians of the rates, and of the ratios of runs side by side."""
-    runs: dict[tuple[str, str, str], dict[str, dict[int, Record]]] = {}
-    for record in records:
-        key = record["model_name"], record["weights"], record["kernels"]
-        sides = runs.setdefault(key, {OURS: {}, PEER: {}})
-        sides[record["side"]][record["repetition"]] = {cell["batch"]: cell for cell in record["cells"]}
+    """A row for each cell: medians of the rates, and of the ratios of runs side by side."""
     columns = [f"{phase}, tokens/s | llama.cpp | ratio" for phase in ("prefill", "decode")]
-    yield f"| model, weights | kernels | batch | {' | '.join(columns)} | n |"
+    yield f"| model, weights | kernels | batch, tokens | {' | '.join(columns)} | n |"
     yield "|---|---|" + "---:|" * 8
-    sizes = records[0] if records else {}
-    for (name, weights, kernels), sides in runs.items():
-        pairs = [(sides[OURS][n], sides[PEER][n]) for n in sides[OURS] if n in sides[PEER]]
-        for batch in dict.fromkeys(batch for our, _ in pairs for batch in our):
-            both = [(our[batch], other[batch]) for our, other in pairs if batch in our and batch in other]
-            shown = []
-            for phase, tokens in (("prefill_s", sizes["prompt"]), ("decode_s", sizes["new"])):
-                rates = [[tokens * batch / cell[phase] for cell in pair] for pair in both]
-                shown += [f"{median(side):.3g}" for side in zip(*rates, strict=True)]
-                shown.append(spread([our / other for our, other in rates], ".2f"))
-            yield f"| {name}, {weights} | {kernels} | {batch} | {' | '.join(shown)} | {len(both)} |"
+    cells: dict[str, list[Record]] = {}
+    for record in records:
+        cells.setdefault(record["point"], []).append(record)
+    for some in cells.values():
+        cell, shown = some[0], []
+        for phase, tokens in (("prefill_s", cell["prompt"]), ("decode_s", cell["new"])):
+            rates = {
+                side: [tokens * cell["batch"] / each["found"][side][phase] for each in some] for side in cell["sides"]
+            }
+            shown += [f"{median(rates[side]):.3g}" if side in rates else "" for side in (OURS, PEER)]
+            ratios = [our / other for our, other in zip(rates.get(OURS, []), rates.get(PEER, []), strict=False)]
+            shown.append(spread(ratios, ".2f"))
+        sizes = f"{cell['batch']}, {cell['prompt']} + {cell['new']}"
+        name = f"{cell['model_name']}, {cell['weights']} | {cell['kernels']}"
+        yield f"| {name} | {sizes} | {' | '.join(shown)} | {len(some)} |"
     yield from ("", provenance(records).replace("random weights in bfloat16, ", ""))
+
+
+def points_of(args: Namespace) -> list[Record]:
+    """All cells that are asked for."""
+    found: list[Record] = []
+    for model in args.models.split(","):
+        name = Path(model).name.removesuffix(".gguf")
+        for kernels in args.kernels.split(","):
+            for bits in map(int, args.bits.split(",")) if model == SHAPE else [None]:
+                weights = f"{bits} bits" if bits else "as stored"
+                for batch in map(int, args.batches.split(",")):
+                    sizes = {"batch": batch, "prompt": min(args.prompt, max(1, _MOST // batch)), "new": args.new}
+                    what = {"model": model, "model_name": name, "bits": bits, "kernels": kernels, "weights": weights}
+                    cell = {"cell": f"{kernels}:{bits or name}:{batch}", "sides": args.sides.split(",")}
+                    more = {"random_ids": args.random_ids, "peers": args.peers}
+                    found.append(
+                        {**what, **sizes, **cell, **more, "point": f"{name}, {weights}, {kernels}, batch {batch}"}
+                    )
+    wanted = args.cells.split(",") if args.cells else [point["cell"] for point in found]
+    if unknown := set(wanted).difference(point["cell"] for point in found):
+        sys.exit(f"no cells {', '.join(sorted(unknown))} among {', '.join(point['cell'] for point in found)}")
+    return [point for point in found if point["cell"] in wanted]
 
 
 def main() -> int:
     """Measures what is missing in the output folder, then writes the table of all that is there."""
     parser = arguments(__doc__, "processors", 3, takes_points=True)
     parser.add_argument("--models", default=SHAPE, help=f"GGUF files with commas between, or {SHAPE} (default)")
-    parser.add_argument("--bits", default="4,8", help="of random weights")
+    parser.add_argument("--bits", default="4,8", help="of random weights: 4, 8, 16")
     parser.add_argument("--kernels", default="avx2", help=f"tiers, with commas between: {', '.join(BUILDS)}")
     parser.add_argument("--batches", default="1,8,32,128", help="sequences, with commas between")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
@@ -166,21 +193,21 @@ def main() -> int:
     parser.add_argument("--random-ids", action="store_true", help="prompts of random ids instead of text")
     parser.add_argument("--sides", default=f"{OURS},{PEER}", help="what to run")
     parser.add_argument("--peers", default=str(ROOT / ".venv-peers"), help="folder of the peers' environments")
+    parser.add_argument(
+        "--cells", help="of all these only some: kernels:bits:batch (a file: its name for bits), commas"
+    )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which none is begun (default: all)")
     args = parser.parse_args()
     if args.run:
         return run(args.run)
-    sizes = {"prompt": args.prompt, "new": args.new, "random_ids": args.random_ids, "peers": args.peers}
-    sizes["batches"] = [int(number) for number in args.batches.split(",")]
-    points: list[Record] = []
-    for model in args.models.split(","):
-        for bits in map(int, args.bits.split(",")) if model == SHAPE else [None]:
-            for kernels in args.kernels.split(","):
-                name = Path(model).name.removesuffix(".gguf")
-                what = {"model": model, "model_name": name, "bits": bits, "kernels": kernels, **sizes}
-                what["weights"] = f"{bits} bits" if bits else "as stored"
-                for side in args.sides.split(","):
-                    points.append({**what, "side": side, "point": f"{name}, {what['weights']}, {kernels}, {side}"})
-    return run_all(args, points, measure, "point", table)
+    begun = time.monotonic()
+
+    def in_time(point: Record) -> Record:
+        if time.monotonic() - begun > args.seconds:
+            raise KeyboardInterrupt
+        return measure(point)
+
+    return run_all(args, points_of(args), in_time, "point", table)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def run(point: Record) -> int:
                 x = torch.randn(rows, ins).bfloat16()
                 sides = [(partial(torch.nn.functional.linear, x), weights), (partial(linear, x), own)]
                 flops = 2 * rows * outs * ins
-                turns = [[_rate(*side, flops) for side in sides] for _ in range(point["turns"])]
+                turns = [[rate(*side, flops) for side in sides] for _ in range(point["turns"])]
                 torchs, ours = zip(*turns, strict=True)
                 cells.append({"outs": outs, "ins": ins, "rows": rows, "torch": torchs, "ours": ours})
     print(json.dumps({"cells": cells}))
@@ -75,7 +75,7 @@ def _packed(weight: Tensor, bits: int) -> PackedWeight:
     return out
 
 
-def _rate(product: Callable[..., object], weights: Sequence[object], flops: int) -> float:
+def rate(product: Callable[..., object], weights: Sequence[object], flops: int) -> float:
     """FLOP/s of a product with one weight after the other."""
     product(weights[0])
     begun, done = time.perf_counter(), 0
