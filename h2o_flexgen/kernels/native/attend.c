@@ -350,16 +350,16 @@ INLINE int64_t seen_at(const Step *s, const Head *h, int64_t j) {
 /* Adds to the logits x (group, pitch) what packing has cost the newest. tanh(a + b) is (tanh a + tanh b) / (1 + tanh a
    tanh b). */
 static void mend_logits(const Step *s, const Head *h, const Pieces *keys, float *x) {
-    float q[MOST_DIM + LANES], k[MOST_DIM + LANES];
     for (int64_t g = 0; g < s->group; g++, x += h->pitch) {
-        load_numbers(keys, s->new_q.at + h->row * s->new_q.row + (h->head * s->group + g) * s->new_q.head, q);
+        const char *q = s->new_q.at + h->row * s->new_q.row + (h->head * s->group + g) * s->new_q.head;
         for (int64_t j = 0; j < s->newest; j++) {
             const int64_t i = seen_at(s, h, j);
             if (i < 0) continue;
-            float sum = 0;
-            load_numbers(keys, s->lost_k + (h->task * s->newest + j) * vector_bytes(keys), k);
-            for (int64_t d = 0; d < s->dim; d++) sum += q[d] * k[d];
-            sum *= (float)s->scale;
+            const char *k = s->lost_k + (h->task * s->newest + j) * vector_bytes(keys);
+            __m512 products = _mm512_setzero_ps();
+            for (int64_t d = 0; d < s->dim; d += LANES)
+                products = _mm512_fmadd_ps(numbers_at(keys, q, d), numbers_at(keys, k, d), products);
+            const float sum = _mm512_reduce_add_ps(products) * (float)s->scale;
             if (s->cap > 0) {
                 const float cap = (float)s->cap, a = x[i] / cap, b = tanhf(sum / cap);
                 x[i] = cap * (a + b) / (1 + a * b);
@@ -370,15 +370,17 @@ static void mend_logits(const Step *s, const Head *h, const Pieces *keys, float 
     }
 }
 
-/* What packing has cost the newest values, by the weights x of all that are seen. */
+/* What packing has cost the newest values, by the weights x of all that are seen. There is room for whole vectors. */
 static void mend_values(const Step *s, const Head *h, const Pieces *values, const float *x, float *beside) {
-    float v[MOST_DIM + LANES];
-    memset(beside, 0, (size_t)s->dim * sizeof *beside);
+    for (int64_t d = 0; d < s->dim; d += LANES) _mm512_storeu_ps(beside + d, _mm512_setzero_ps());
     for (int64_t j = 0; j < s->newest; j++) {
         const int64_t i = seen_at(s, h, j);
         if (i < 0) continue;
-        load_numbers(values, s->lost_v + (h->task * s->newest + j) * vector_bytes(values), v);
-        for (int64_t d = 0; d < s->dim; d++) beside[d] += x[i] * v[d];
+        const char *v = s->lost_v + (h->task * s->newest + j) * vector_bytes(values);
+        for (int64_t d = 0; d < s->dim; d += LANES) {
+            const __m512 sum = _mm512_loadu_ps(beside + d);
+            _mm512_storeu_ps(beside + d, _mm512_fmadd_ps(_mm512_set1_ps(x[i]), numbers_at(values, v, d), sum));
+        }
     }
 }
 

@@ -30,13 +30,15 @@ INLINE void store_numbers(const Pieces *p, const float *x, char *to) {
         _mm256_mask_storeu_epi16(to + 2 * d, first_lanes(p->dim - d), rounded(_mm512_loadu_ps(x + d)));
 }
 
-/* A vector's numbers. */
+/* LANES of a vector's numbers from number d on, 0 behind its last. */
+INLINE __m512 numbers_at(const Pieces *p, const char *from, int64_t d) {
+    return p->wide ? _mm512_maskz_loadu_ps(first_lanes(p->dim - d), (const float *)from + d)
+                   : widened(_mm256_maskz_loadu_epi16(first_lanes(p->dim - d), (const uint16_t *)from + d));
+}
+
+/* All of them. There is room for whole vectors. */
 INLINE void load_numbers(const Pieces *p, const char *from, float *to) {
-    if (p->wide) memcpy(to, from, (size_t)p->dim * sizeof *to);
-    for (int64_t d = 0; !p->wide && d < p->dim; d++) {
-        to[d] = 0;
-        memcpy((char *)(to + d) + 2, from + 2 * d, 2);
-    }
+    for (int64_t d = 0; d < p->dim; d += LANES) _mm512_storeu_ps(to + d, numbers_at(p, from, d));
 }
 
 /* One vector of numbers as it is kept; where it is no piece, as it is. */
