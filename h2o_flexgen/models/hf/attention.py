@@ -187,7 +187,7 @@ class PassedOn(Cache):
         return self.states
 
 
-def _attention(
+def attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -496,5 +496,5 @@ def _mix(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: A
     return current().mix(MixerCall(module, forward, args, kwargs))
 
 
-AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, _no_mask)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 from transformers.activations import ACT2CLS
 from transformers.integrations import moe
 
@@ -22,7 +24,7 @@ from h2o_flexgen.config.model.arch import Activation
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.types import Choice, Seen
 from h2o_flexgen.models.fields import ACTIVATIONS
-from h2o_flexgen.models.hf.attention import NAME, NotUnderstood, current, named
+from h2o_flexgen.models.hf.attention import NAME, NotUnderstood, attention, current, named
 
 TEXT_ONLY = frozenset({"llama4", "gemma3n"})
 """Types whose model for images and text transformers cannot run, or not without another library: their language model
@@ -172,7 +174,43 @@ def _temperature(floor: float, scale: float, positions: Tensor) -> Tensor:
     return torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * scale + 1.0
 
 
+PAIRS = f"{NAME}_pairs"
+"""Of attention that each head does twice, over the values of two heads."""
+
+
+def _pairs(module: Any) -> None:
+    if module.config._attn_implementation == NAME:
+        module.config = copy(module.config)
+        module.config._attn_implementation = PAIRS
+
+
+def _attention_of_pairs(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **others: Any
+) -> tuple[Tensor, None]:
+    """As `attention`, of DiffLlama: it attends with the same queries and keys to the first half of the value heads, and
+    then to the second. KV heads i and i + n / 2 are made one of twice the size, both halves of whose values are mixed
+    at once; of its queries each looks at one half of the keys."""
+    run = current()
+    if run.cache.given is None:
+        second: Tensor = module.second
+        del module.second
+        return second, None
+    layer, own_k, own_v = run.cache.given
+    if key is not own_k or own_v.shape[1] % 2 or value.shape != own_v.shape:
+        raise NotUnderstood(f"{type(module).__name__} attends to other keys or values than its cache was given")
+    k, v = (torch.cat(each.chunk(2, 1), -1) for each in (own_k, own_v))
+    heads, dim = k.shape[1], query.shape[-1]
+    first, last = query.unflatten(1, (2, heads, -1)).unbind(1)
+    pad = nn.functional.pad
+    q = torch.cat([pad(first, (0, dim)), pad(last, (dim, 0))], 2).flatten(1, 2)
+    run.cache.given = layer, k, v
+    mixed, _ = attention(module, q, k, v, *args, **others)
+    one, module.second = mixed.unflatten(2, (heads, 2, -1)).transpose(2, 3).flatten(2, 4).chunk(2, -1)
+    return one, None
+
+
 _CHANGES: dict[str, Callable[[Any], None]] = {
+    "DiffLlamaAttention": _pairs,
     "Llama4TextAttention": _llama4_attention,
     "Llama4TextExperts": _llama4_experts,
     "Llama4TextMoe": _llama4_mixture,
@@ -320,3 +358,4 @@ class IndexerChoice(Choice):
 
 
 moe.ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
+AttentionInterface.register(PAIRS, _attention_of_pairs)

@@ -71,6 +71,7 @@ TRUSTED = frozenset(
         "deepseek_v32",
         "deepseek_vl",
         "dory",
+        "diffllama",
         "dots1",
         "electra",
         "ernie",
@@ -222,14 +223,12 @@ _BIAS = "attention of its own, with biases by distance"
 _CACHE = "a cache of its own, or none"
 _MASK = "masks of its own"
 _INDEX = "an index of keys in its cache"
-_TWICE = "layers that attend twice"
 ROWS = {
     "bart": _POSITIONS,
     "big_bird": _OWN,
     "bigbird_pegasus": _OWN,
     "blenderbot-small": _POSITIONS,
     "bloom": _BIAS,
-    "diffllama": _TWICE,
     "doge": _MASK,
     "falcon": _OWN,
     "git": _OWN,
