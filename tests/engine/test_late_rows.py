@@ -70,12 +70,12 @@ def _rows(llm: Engine, first: int, lengths: list[int], new: list[int]) -> list[S
     return rows
 
 
-@pytest.mark.parametrize("eviction", [EvictionConfig(), EvictionConfig("h2o", ratio=0.4)], ids=["full", "h2o"])
-def test_late_rows_join_and_change_nothing(eviction: EvictionConfig, checkpoint: Any) -> None:
+@pytest.mark.parametrize(("tier", "eviction"), [("cpu", EvictionConfig()), ("disk", EvictionConfig("h2o", ratio=0.4))])
+def test_late_rows_join_and_change_nothing(tier: str, eviction: EvictionConfig, checkpoint: Any) -> None:
     """Short ones at the next change, one that is too long by itself once the block has come to its end."""
     lengths, new = [20, 12, 17, 9, 14, 20, 11, 8, 13, 16], [9, 4, 7, 3, 9, 2, 6, 8, 5, 9]
     late, late_new = [10, 40, 18, 7], [5, 12, 9, 3]
-    with _run(checkpoint("opt")[1], eviction, (2, 1)) as llm:
+    with _run(checkpoint("opt")[1], eviction, (2, 1), tier) as llm:
         alone = {row.row_id: output.token_ids for row, output in llm.run(_rows(llm, 0, lengths, new))}
         alone |= {row.row_id: output.token_ids for row, output in llm.run(_rows(llm, LATE, late, late_new))}
         results: list[int] = []
