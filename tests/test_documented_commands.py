@@ -77,14 +77,13 @@ COMMANDS: dict[str, str] = {
         "--recall recall.jsonl --text text.txt"
     ),
     "python -m h2o_flexgen.evaluate --suite configs/eval/demo.json --output-dir quality": STARTED,
-    "python -m h2o_flexgen.batch -i requests.jsonl -o results.jsonl --model facebook/opt-6.7b --hh-ratio 0.2": (
-        AS_DOCUMENTED
-    ),
-    "python -m h2o_flexgen.batch -i requests.jsonl -o results.jsonl --model facebook/opt-6.7b --hh-ratio 0.2 --ray 2": (
-        STARTED
-    ),
+    "python -m h2o_flexgen.batch -i requests.jsonl -o results.jsonl --model facebook/opt-6.7b "
+    "--hh-ratio 0.2": AS_DOCUMENTED,
+    "python -m h2o_flexgen.batch -i requests.jsonl -o results.jsonl --model facebook/opt-6.7b "
+    "--hh-ratio 0.2 --ray 2": STARTED,
     "python -m h2o_flexgen.batch -i requests.jsonl -o results.jsonl --model demo "
     "--prefix-dir ~/.cache/h2o_flexgen/prefixes": STARTED,
+    "python -m h2o_flexgen.batch --plan requests.jsonl --sample 50 --model demo": STARTED,
     "python -m h2o_flexgen.serve --model facebook/opt-6.7b --hh-ratio 0.2": STARTED,
     "python -m h2o_flexgen.serve --model facebook/opt-6.7b --hh-ratio 0.2 --port 8000 --data-dir ~/batches": STARTED,
     "python -m benchmarks.eviction_cost --batches 8,32": STARTED,

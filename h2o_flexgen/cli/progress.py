@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from h2o_flexgen.units import format_bytes, format_speed
 
 PREFILL, GENERATING, PACKING, COMPILING = "prefill", "generating", "packing weights", "compiling kernels"
 _LABELS = {PREFILL: "prefill", GENERATING: "decode"}
-_LINE_EVERY, _DRAW_EVERY = 30.0, 0.1  # seconds
+_LINE_EVERY, _SAY_EVERY, _DRAW_EVERY = 30.0, 2.0, 0.1  # seconds
 _TOKENS = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} tokens{postfix}"
 
 
@@ -159,13 +159,17 @@ class JobProgress(_Bar):
     """Progress of a job: requests that are done, how fast, how long it will take. Also the handler for
     `LLM.on_progress`."""
 
-    def __init__(self, quiet: bool, requests: int) -> None:
+    def __init__(
+        self, quiet: bool, requests: int, meter: Callable[[str, int, int], None], left: Callable[[float], str]
+    ) -> None:
+        """`meter`: hears of tokens, too; `left`: how long it will take, so many seconds after its begin."""
         super().__init__(quiet)
-        self._requests = requests
+        self._requests, self._meter, self._left = requests, meter, left
         self._started = self._said = time.monotonic()
 
     def __call__(self, what: str, done: int, total: int) -> None:
         self._told(what)
+        self._meter(what, done, total)
 
     def finished(self, before: int, now: int, failed: int) -> None:
         """So many requests were done by earlier runs, and by this one; `failed`: of these."""
@@ -174,10 +178,15 @@ class JobProgress(_Bar):
         if self._terminal:
             if self._bar is None:
                 self._bar = bar(self._requests, desc="requests", unit="", initial=before)
+            if time.monotonic() - self._said >= _SAY_EVERY:
+                self._said = time.monotonic()
+                self._bar.set_postfix_str(self._left(self._said - self._started), refresh=False)
             self._bar.update(before + now - self._bar.n)
         elif time.monotonic() - self._said >= _LINE_EVERY:
             self._said = time.monotonic()
             seconds = self._said - self._started
-            left = tqdm.format_interval((self._requests - before - now) * seconds / now)
+            left = (
+                self._left(seconds) or f"{tqdm.format_interval((self._requests - before - now) * seconds / now)} left"
+            )
             trouble = f", {failed} failed" if failed else ""
-            print_error(f"{before + now:,} of {self._requests:,} requests{trouble}, {left} left")
+            print_error(f"{before + now:,} of {self._requests:,} requests{trouble}, {left}")

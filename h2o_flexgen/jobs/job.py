@@ -39,6 +39,14 @@ class AnsweringEngine(Protocol):
     def plan(self, workload: Workload) -> Plan: ...
 
 
+class Expectation(Protocol):
+    """What a job tells of its requests to who says how long it will take (`Forecast`)."""
+
+    def expect(self, line: int, rows: Iterable[tuple[int, int]]) -> None: ...
+
+    def finish(self, line: int, new: Iterable[int]) -> None: ...
+
+
 class RequestSource(Protocol):
     """What a job needs of `Source`."""
 
@@ -68,6 +76,11 @@ class OpenRequest:
     def waiting(self) -> list[Row]:
         """The sequences that are not finished."""
         return [row for each in self.rows for row in each if row.row_id not in self.outputs]
+
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """Of each sequence the tokens of its prompt, and those that it may generate."""
+        return [(row.prompt_tokens, row.max_new_tokens) for each in self.rows for row in each]
 
     @property
     def tokens(self) -> int:
@@ -122,6 +135,8 @@ class Job:
     window_rows: int = WINDOW_ROWS
     told: Callable[[Summary], None] = lambda summary: None
     """Called after each request."""
+    forecast: Expectation | None = None
+    """Hears of all that is read and finished."""
 
     def __post_init__(self) -> None:
         state = self.results.state
@@ -168,6 +183,8 @@ class Job:
                 self._refuse(record, why)
                 continue
             waiting = task.waiting
+            if self.forecast is not None:
+                self.forecast.expect(record.line, task.lengths)
             if not waiting:
                 self._finish(task)
                 continue
@@ -211,9 +228,13 @@ class Job:
         bad = any(output.error is not None for output in task.outputs.values())
         self.summary.prompt_tokens += sum(len(each[0].prompt_ids) for each in outputs if each)
         self.summary.generated_tokens += sum(len(output.token_ids) for each in outputs for output in each)
+        if self.forecast is not None:
+            self.forecast.finish(task.record.line, (len(output.token_ids) for each in outputs for output in each))
         self._write(task.record, answer, bad)
 
     def _refuse(self, record: Record, why: Refused) -> None:
+        if self.forecast is not None:
+            self.forecast.finish(record.line, ())
         self._write(record, self.format.refusal(record, why), True)
 
     def _write(self, record: Record, result: dict[str, Any], bad: bool) -> None:

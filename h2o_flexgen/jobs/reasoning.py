@@ -78,7 +78,7 @@ def marks_of(codec: TextCodec) -> Marks:
         return Marks(*_HARMONY, True, True)
     added = {str(token): token.special for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
     for begin, end in _TAGS:
-        if end in template or end in added:
+        if begin in template or end in template or end in added:
             return Marks(begin, end, True, added.get(begin, False) or added.get(end, False))
     return Marks(*_PLAIN, False, False)
 

@@ -52,6 +52,8 @@ class BatchArguments:
     quiet: bool
     json: bool | None
     notes: tuple[str, ...]
+    plan: bool = False
+    sample: int = 0
 
 
 def parse_batch(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> BatchArguments:
@@ -69,6 +71,7 @@ def job_arguments(args: argparse.Namespace, notes: list[str]) -> BatchArguments:
 
 def _checked(args: argparse.Namespace, notes: list[str]) -> BatchArguments:
     refuse_known(args)
+    _require_files(args)
     engine = engine_of(args, notes)
     typed = given(SamplingParams, args)
     if args.stop:
@@ -85,8 +88,8 @@ def _checked(args: argparse.Namespace, notes: list[str]) -> BatchArguments:
         typed=typed,
         hardware=None if planning.hardware is None else find_profile(planning.hardware),
         calibrate=planning.calibrate,
-        input=Path(args.input_file),
-        output=Path(args.output),
+        input=Path(args.input_file if args.plan is None else args.plan),
+        output=Path(args.output or ""),
         error_file=None if args.error_file is None else Path(args.error_file),
         format=args.format,
         prompt_column=args.prompt_column,
@@ -104,7 +107,22 @@ def _checked(args: argparse.Namespace, notes: list[str]) -> BatchArguments:
         quiet=args.quiet,
         json=args.json,
         notes=tuple(notes),
+        plan=args.plan is not None,
+        sample=whole(args.sample, "--sample", 0),
     )
+
+
+def _require_files(args: argparse.Namespace) -> None:
+    """UsageError unless there are files to run, or one to plan."""
+    lacking = [flag for flag, path in (("-i", args.input_file), ("-o", args.output)) if path is None]
+    if args.plan is None and lacking:
+        raise UsageError(f"{' and '.join(lacking)} are missing" if lacking[1:] else f"{lacking[0]} is missing", _FILES)
+    if args.plan is not None and (len(lacking) < 2 or args.ray is not None):
+        other = "--ray" if len(lacking) == 2 else "-i or -o"
+        raise UsageError(f"--plan is given beside {other}", "needed --plan FILE alone, which runs nothing")
+
+
+_FILES = "needed -i requests.jsonl -o results.jsonl, or --plan requests.jsonl"
 
 
 def _batch_parser() -> Parser:
@@ -125,8 +143,18 @@ def _batch_parser() -> Parser:
 def _add_files(parser: argparse.ArgumentParser) -> None:
     """Requests in, results out."""
     work = parser.add_argument_group("work")
-    work.add_argument("--input-file", "-i", required=True, metavar="FILE", help="the requests")
-    work.add_argument("--output", "--output-file", "-o", required=True, metavar="FILE", help="the results, as JSONL")
+    work.add_argument("--input-file", "-i", metavar="FILE", help="the requests")
+    work.add_argument("--output", "--output-file", "-o", metavar="FILE", help="the results, as JSONL")
+    work.add_argument(
+        "--plan", metavar="FILE", help="run nothing: say what these requests would take, time, bytes and memory"
+    )
+    work.add_argument(
+        "--sample",
+        type=int,
+        default=0,
+        metavar="N",
+        help="first answer N of the requests, for the lengths of answers and the pace (default: 0)",
+    )
     work.add_argument("--error-file", metavar="FILE", help="failed requests go here instead")
     work.add_argument(
         "--format",

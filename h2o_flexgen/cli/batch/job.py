@@ -31,6 +31,7 @@ from h2o_flexgen.engine.limits.devices import cpu_limit
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.model import Model
 from h2o_flexgen.errors import H2OFlexGenError, UsageError
+from h2o_flexgen.jobs.forecast import Forecast, outlook, outlook_text, seconds_text
 from h2o_flexgen.jobs.job import Job, Summary, bounded, under_way
 from h2o_flexgen.jobs.journal import FAILED, JobResults
 from h2o_flexgen.jobs.openai import OpenAIFormat
@@ -50,6 +51,8 @@ def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
         print_error(f"note: {note}")
     if arguments.ray is not None:
         require_ray()
+    if arguments.plan:
+        return _plan_only(arguments)
     with ExitStack() as stack:
         source = Source(arguments.input, arguments.format, columns=_columns(arguments), shard=arguments.shard)
         _require_other_files(arguments)
@@ -64,9 +67,11 @@ def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
             form = request_format(arguments, llm.model, source.format, scan.doubled, results.header or {})
             _require_faultless(Job(llm, source, form, results, scan.requests))
         _begin(arguments, results, identity, scan)
-        progress = JobProgress(arguments.quiet, scan.requests)
+        form = request_format(arguments, llm.model, source.format, scan.doubled, results.header or {})
+        forecast = _forecast(arguments, llm, source, form, scan, results)
+        progress = JobProgress(arguments.quiet, scan.requests, forecast.meter, forecast.left_text)
         stack.callback(progress.close)
-        job = _job(arguments, llm, source, scan, results, progress)
+        job = _job(arguments, llm, source, scan, results, progress, form, forecast)
         outcome.stopped = EXIT_RESUMABLE
         try:
             summary = job.run()
@@ -80,8 +85,39 @@ def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
         progress.close()
         failed = results.state.count(FAILED)
         ran = job.record if isinstance(job, ClusterJob) else _record(llm)
-        _report(arguments, summary, failed, ran, llm.prefixes.counts if llm.prefixes else StoreCounts())
+        stored = llm.prefixes.counts if llm.prefixes else StoreCounts()
+        _report(arguments, summary, failed, ran, stored, forecast)
     return EXIT_SOME_FAILED if failed else 0
+
+
+def _plan_only(arguments: BatchArguments) -> int:
+    """Prints what the job would take, and its JSON. Nothing is written."""
+    source = Source(arguments.input, arguments.format, columns=_columns(arguments), shard=arguments.shard)
+    scan = source.scan()
+    with LLM(**engine_settings(arguments.engine), hardware=arguments.hardware) as llm:
+        let_calibrate(llm, arguments.calibrate, arguments.quiet)
+        form = request_format(arguments, llm.model, source.format, scan.doubled, {})
+        found = outlook(llm, source, form, scan.requests, arguments.at_risk, arguments.sample).to_json()
+    if not arguments.quiet:
+        write_result(outlook_text(found))
+    write_json(json.dumps({"plan": {**found, "sample": arguments.sample}}), arguments.json)
+    return 0
+
+
+def _forecast(
+    arguments: BatchArguments, llm: LLM, source: Source, form: RequestFormat, scan: Scan, results: JobResults
+) -> Forecast:
+    """What is known of a job's time before it runs: nothing, unless a sample was asked for."""
+    left = scan.requests - (len(results.state) - results.state.count(0))
+    if not arguments.sample or arguments.ray is not None or not left:
+        return Forecast(left, 1)
+    found = outlook(llm, source, form, scan.requests, arguments.at_risk, arguments.sample)
+    pace = found.forecast.pace and replace(found.forecast.pace, first=0.0)  # the weights are loaded by now
+    forecast = replace(found.forecast, requests=left, pace=pace)
+    forecast.rows = {line: rows for line, rows in forecast.rows.items() if not results.state[line]}
+    if (told := forecast.told(0.0)) is not None and not arguments.quiet:
+        print_error(f"expected: {seconds_text(told)}")
+    return forecast
 
 
 def _require_other_files(arguments: BatchArguments) -> None:
@@ -102,11 +138,21 @@ def _begin(arguments: BatchArguments, results: JobResults, identity: dict[str, A
 
 
 def _job(
-    arguments: BatchArguments, llm: LLM, source: Source, scan: Scan, results: JobResults, progress: JobProgress
+    arguments: BatchArguments,
+    llm: LLM,
+    source: Source,
+    scan: Scan,
+    results: JobResults,
+    progress: JobProgress,
+    form: RequestFormat,
+    forecast: Forecast,
 ) -> Job | ClusterJob:
     """The job, whose plans and progress are shown; over a cluster, whose actors plan for themselves."""
 
+    begun = time.monotonic()
+
     def told(summary: Summary) -> None:
+        forecast.note(time.monotonic() - begun)
         progress.finished(summary.before, summary.ok + summary.failed, summary.failed)
 
     header = results.header or {}
@@ -115,16 +161,16 @@ def _job(
     shown: list[str] = []
 
     def on_plan(plan: Plan) -> None:
+        forecast.block(plan.policy.block_size)
         text = plan_text(plan)
         if not arguments.quiet and text not in shown:
             shown[:] = [text]
             print_error(text)
 
-    form = request_format(arguments, llm.model, source.format, scan.doubled, header)
     llm.on_progress, llm.on_plan = progress, on_plan
     let_calibrate(llm, arguments.calibrate, arguments.quiet)
     llm.planner = bounded(llm.planner, scan.requests, arguments.at_risk)
-    return Job(llm, source, form, results, scan.requests, told=told)
+    return Job(llm, source, form, results, scan.requests, told=told, forecast=forecast)
 
 
 def _columns(arguments: BatchArguments) -> tuple[str, ...]:
@@ -183,7 +229,12 @@ def _record(llm: LLM) -> dict[str, Any]:
 
 
 def _report(
-    arguments: BatchArguments, summary: Summary, failed: int, ran: Mapping[str, Any], stored: StoreCounts
+    arguments: BatchArguments,
+    summary: Summary,
+    failed: int,
+    ran: Mapping[str, Any],
+    stored: StoreCounts,
+    forecast: Forecast,
 ) -> None:
     """Prints a summary and its JSON. `failed`: in all runs of the job; `ran`: the record of its last window; `stored`:
     of this process's store of prefixes."""
@@ -200,6 +251,7 @@ def _report(
         print_error(f"{failed:,} of {summary.requests:,} requests failed; --retry-failed runs them again")
     kept = {name: ran[name] for name in _OF_RECORD if name in ran}
     found = {"prefixes": dataclasses.asdict(stored)} if stored.prompts else {}
+    found |= {"forecast": forecast.to_json(summary.seconds)} if forecast.first is not None else {}
     write_json(json.dumps({**kept, **summary.to_json(), **found, "failed_in_all": failed}), arguments.json)
 
 
