@@ -401,7 +401,8 @@ class KVCache:
                 buffer.select(2, slot).copy_(x)
             else:
                 flat.index_copy_(0, slot, x.reshape(len(slot), -1))
-        self._kept.take(self.last_slots, KeysValues(k, v), stored)
+        if self.shape.newest:
+            self._kept.take(self.last_slots, KeysValues(k, v), stored)
         length, width, valid = self._lengths.occupied()
         if valid is not None:
             valid = valid.expand(self.shape.batch, self.shape.kv_heads, -1)
