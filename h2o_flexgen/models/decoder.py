@@ -72,7 +72,7 @@ def bind(views: Weights) -> dict[str, Any]:
                 bound[f"{fused}.{kind}"] = first.as_strided((rows, *first.shape[1:]), first.stride())
         if f"{names[0]}.bias" in bound and f"{fused}.bias" not in bound:
             bound.pop(f"{fused}.weight", None)
-    if any(".experts." in name for name in views):
+    if any(name.split(".")[3:4] == ["experts"] for name in views):
         bound[PLACE] = expert_place(bound)
     return bound
 

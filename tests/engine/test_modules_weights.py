@@ -81,3 +81,12 @@ def test_weights_of_several_places(kind: str, tmp_path: Path) -> None:
     else:
         low, high = (next(n for key, n in used.items() if "o_proj" in key and f"{word}_module" in key) for word in "LH")
         assert (low, high) == (4, 2)
+
+
+@pytest.mark.parametrize("kind", ["dbrx", "jetmoe"])
+def test_experts_in_tensors_of_a_kind_of_their_own(kind: str, tmp_path: Path) -> None:
+    """Rows of matrices; and those of attention, which are read with their layer."""
+    model = random_model(shrunk({"model_type": kind}))
+    model.save_pretrained(tmp_path)
+    prompts = [[token % 120 + 3 for token in ids] for ids in prompts_of([5, 14])]
+    assert tokens(tmp_path, prompts, "disk") == [by_transformers(model, prompt) for prompt in prompts]

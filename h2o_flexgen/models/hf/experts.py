@@ -7,7 +7,7 @@ Modules that do in a way of their own what ours can only do by the interface hav
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
@@ -80,6 +80,9 @@ def _experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weigh
 
 def form_of(module: Any) -> ExpertForm:
     """Of a module with experts. NotUnderstood where it keeps them in another way than the interface says."""
+    told: ExpertForm | None = getattr(module, "expert_form", None)
+    if told is not None:
+        return told
     turned, first = bool(module.is_transposed), "gate_up_proj" if module.has_gate else "up_proj"
     wide, down = module._parameters.get(first), module._parameters.get("down_proj")
     if wide is None or down is None or wide.dim() != 3 or down.dim() != 3 or wide.shape[0] != down.shape[0]:
@@ -209,8 +212,111 @@ def _attention_of_pairs(
     return one, None
 
 
+def _form(module: Any, activation: nn.Module, count: int, sizes: tuple[int, int], parts: Sequence[ExpertPart]) -> None:
+    """Tells `form_of` what the experts of a module are: gated, by tensors that it keeps in a way of its own. `sizes`:
+    of what is between their projections, and of hidden states."""
+    module.has_gate, module.act_fn, module.num_experts = True, activation, count
+    ours, _, own = _between(module)
+    if own:
+        raise NotUnderstood(f"{type(module).__name__} has experts with {type(activation).__name__} between projections")
+    module.expert_form = ExpertForm(count, sizes[0], ours, None, False, False, tuple(parts))
+
+
+def _dbrx_experts(module: Any) -> None:
+    """Experts are rows of matrices; what is between their projections is not the columns but the rows of all three."""
+    ffn, hidden = module.ffn_hidden_size, module.hidden_size
+    wide = [ExpertPart(f"{name}.weight", f"mlp.{key}", (ffn, hidden), 0, ffn) for name, key in _DBRX]
+    down = ExpertPart("down.weight", "mlp.w2", (hidden, ffn), 0, ffn, transposed=True)
+    _form(module, module.mlp.activation_fn, module.num_experts, (ffn, hidden), [*wide, down])
+    module.forward = partial(_dbrx_forward, module)
+
+
+_DBRX = (("up", "v1"), ("gate", "w1"))
+
+
+def _dbrx_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    x = hidden_states.reshape(-1, module.hidden_size)
+    made = current().route(Routing(module, x, top_k_index, top_k_weights))
+    return made.to(x.dtype).view(hidden_states.shape)
+
+
+def _jetmoe_router(module: Any) -> None:
+    module.forward = partial(_jetmoe_route, module)
+
+
+def _jetmoe_route(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (T, H) -> experts (T, k) and their shares (T, k)."""
+    logits, experts = module.layer(x).float().topk(module.top_k, dim=1)
+    return experts, logits.softmax(1).type_as(x)
+
+
+def _jetmoe_mixture(module: Any) -> None:
+    ffn, hidden = module.hidden_size, module.input_size
+    wide = [
+        ExpertPart(f"{name}.weight", "input_linear.weight", (ffn, hidden), start, 2 * ffn)
+        for name, start in (("up", ffn), ("gate", 0))
+    ]
+    down = ExpertPart("down.weight", "output_linear.weight", (hidden, ffn), 0, hidden)
+    _form(module, module.activation, module.router.num_experts, (ffn, hidden), [*wide, down])
+    module.forward = partial(_jetmoe_forward, module)
+
+
+def _jetmoe_forward(module: Any, layer_input: Tensor) -> Tensor:
+    x = layer_input.reshape(-1, layer_input.shape[-1])
+    made = current().route(Routing(module, x, *module.router(x)))
+    return (made.to(x.dtype) + module.bias).view(layer_input.shape)
+
+
+def _jetmoe_attention(module: Any) -> None:
+    """Each token's experts make its queries, of which there are as many for each key, and mix what these have found.
+    All of them are read, with the other weights of the layer."""
+    experts, module.repeats_keys = module.experts, module.config._attn_implementation == NAME
+    heads = module.num_key_value_heads if module.repeats_keys else 0
+    experts.map, experts.reduce = partial(_jetmoe_queries, experts, heads), partial(_jetmoe_mixed, experts, heads)
+    for each in (experts.input_linear, experts.output_linear):
+        each.forward = partial(_jetmoe_products, each)
+
+
+def _jetmoe_queries(module: Any, heads: int, layer_input: Tensor) -> tuple[Tensor, None, tuple[Tensor, Tensor]]:
+    """x (1, T, H) -> queries (1, T, k, heads * d). `heads`: of keys, whose queries are then side by side, as our
+    attention has them; 0: they are left where they are."""
+    x = layer_input.reshape(-1, layer_input.shape[-1])
+    experts, shares = module.router(x)
+    queries = module.input_linear(x.repeat_interleave(module.top_k, 0), experts.flatten())
+    queries = queries.view(len(x), module.top_k, -1)
+    queries = _turned(queries, module.top_k, heads) if heads else queries
+    return queries[None], None, (experts, shares)
+
+
+def _jetmoe_mixed(module: Any, heads: int, layer_input: Tensor, chosen: tuple[Tensor, Tensor]) -> Tensor:
+    """What was found (1, T, k, heads * d), and the chosen experts and their shares -> (1, T, H)."""
+    experts, shares = chosen
+    found = layer_input[0]
+    found = _turned(found, heads, module.top_k) if heads else found
+    made = module.output_linear(found.flatten(0, 1), experts.flatten()) * shares.flatten()[:, None]
+    return (made.view(len(experts), module.top_k, -1).sum(1) + module.bias)[None]
+
+
+def _jetmoe_products(module: Any, x: Tensor, experts: Tensor) -> Tensor:
+    """x (N, in) by the expert of each row, of experts (N,) -> (N, out)."""
+    out = x.new_empty(len(x), module.output_size)
+    for expert in () if x.is_meta else experts.unique().tolist():
+        rows = (experts == expert).nonzero()[:, 0]
+        out[rows] = linear(x[rows], module.weight[expert])
+    return out
+
+
+def _turned(x: Tensor, first: int, second: int) -> Tensor:
+    """Heads in the order [first][second] (T, ...) in that of [second][first], in the same shape."""
+    return x.reshape(len(x), first, second, -1).transpose(1, 2).reshape(x.shape)
+
+
 _CHANGES: dict[str, Callable[[Any], None]] = {
+    "DbrxExperts": _dbrx_experts,
     "DiffLlamaAttention": _pairs,
+    "JetMoeAttention": _jetmoe_attention,
+    "JetMoeMoE": _jetmoe_mixture,
+    "JetMoeTopKGating": _jetmoe_router,
     "Llama4TextAttention": _llama4_attention,
     "Llama4TextExperts": _llama4_experts,
     "Llama4TextMoe": _llama4_mixture,

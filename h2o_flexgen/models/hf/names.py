@@ -165,10 +165,8 @@ def _of_expert(
             names[each.parameter.removesuffix(target) + source.replace("*", str(each.expert)).rstrip("$")] = None
     both = [name for name in names for name in (*_saved(name, renamings), name)]
     own = [Stored(short) for name in both for short in (name, name.removeprefix(prefix))]
-    first, shape = each.expert * each.rows + each.start, (experts.count, each.rows, *each.shape[1:])
-    span = ((first, first + each.shape[0]),)
-    if each.transposed:
-        span, shape = ((first, first + each.rows),), (experts.count, *reversed(each.shape))
+    first, shape = each.expert * each.rows + each.start, tuple(model.get_parameter(each.parameter).shape)
+    span = ((first, first + (each.rows if each.transposed else each.shape[0])),)
     joined = [each.parameter, each.parameter.removeprefix(prefix), *_saved(each.parameter, renamings)]
     joined.extend(_inside(each.parameter))
     all_of = (Stored(name, span, experts.count * each.rows, shape, each.transposed) for name in joined)

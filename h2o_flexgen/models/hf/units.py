@@ -220,7 +220,8 @@ def weight_groups(model: PreTrainedModel, timeline: RecordedUnits, name: str) ->
         called = inside.get(path, path)
         for unit in routed.get(path, ()):
             groups.add_experts(unit, path, module)
-        if path not in routed and timeline.uses(called):  # others are never called: using a tensor of them is an error
+        own = path not in routed or hasattr(module, "expert_form")  # tensors beside those of experts
+        if own and timeline.uses(called):  # others are never called: using a tensor of them is an error
             for key, tensor in _tensors(module):
                 for unit_or_none in timeline.units_of(called) or (None,):
                     groups.add(unit_or_none, path, key, tensor, called == path)
