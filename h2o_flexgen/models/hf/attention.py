@@ -27,25 +27,12 @@ from h2o_flexgen.kernels.types import Choice
 NAME = "h2o_flexgen"
 """Of our attention, as transformers knows it."""
 
-HARMLESS = frozenset(
-    [
-        "position_ids",
-        "use_cache",
-        "is_causal",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "past_key_values",
-        "cache_position",
-        "position_embeddings",
-        "attention_mask",
-        "dropout",
-        "output_router_logits",
-        "logits_to_keep",
-        "deterministic",
-        "cache",
-    ]
+_HARMLESS = (
+    "position_ids use_cache is_causal output_attentions output_hidden_states return_dict past_key_values "
+    "cache_position position_embeddings attention_mask dropout output_router_logits logits_to_keep "
+    "deterministic cache"
 )
+HARMLESS = frozenset(_HARMLESS.split())
 """Arguments of the attention function that say nothing new to it."""
 
 
