@@ -197,8 +197,6 @@ def attention(
         given = giver, key, value
         reads = True
     layer, own_k, own_v = given
-    if getattr(module, "repeats_keys", False) and not reads:  # for heads whose order is ours already
-        key, value = own_k, own_v
     latent = hasattr(module, "expand_kv") and own_k.shape[1] == own_v.shape[1] == 1
     if not latent and (key is not own_k or value is not own_v):
         raise NotUnderstood(f"{kind} attends to other keys or values than its cache was given")

@@ -267,11 +267,26 @@ def _jetmoe_forward(module: Any, layer_input: Tensor) -> Tensor:
     return (made.to(x.dtype) + module.bias).view(layer_input.shape)
 
 
+REPEATED = f"{NAME}_repeated"
+"""Of attention whose keys and values are repeated for heads that are in our order already."""
+
+
+def _attention_of_repeated(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **others: Any
+) -> tuple[Tensor, None]:
+    given = current().cache.given
+    if given is not None:
+        _, key, value = given
+    return attention(module, query, key, value, *args, **others)
+
+
 def _jetmoe_attention(module: Any) -> None:
     """Each token's experts make its queries, of which there are as many for each key, and mix what these have found.
     All of them are read, with the other weights of the layer."""
-    experts, module.repeats_keys = module.experts, module.config._attn_implementation == NAME
-    heads = module.num_key_value_heads if module.repeats_keys else 0
+    experts, heads = module.experts, 0
+    if module.config._attn_implementation == NAME:
+        module.config, heads = copy(module.config), module.num_key_value_heads
+        module.config._attn_implementation = REPEATED
     experts.map, experts.reduce = partial(_jetmoe_queries, experts, heads), partial(_jetmoe_mixed, experts, heads)
     for each in (experts.input_linear, experts.output_linear):
         each.forward = partial(_jetmoe_products, each)
@@ -465,3 +480,4 @@ class IndexerChoice(Choice):
 
 moe.ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
 AttentionInterface.register(PAIRS, _attention_of_pairs)
+AttentionInterface.register(REPEATED, _attention_of_repeated)
