@@ -39,9 +39,9 @@ class JobsPage(NamedTuple):
 
 
 def jobs_page(
-    model: str, batches: Sequence[Mapping[str, Any]], files: Mapping[str, Mapping[str, Any]], now: int
+    model: str, batches: Sequence[Mapping[str, Any]], files: Mapping[str, Mapping[str, Any]]
 ) -> JobsPage:
-    """The newest batches of a service for `model`; times in seconds since 1970."""
+    """The newest batches of a service for `model`."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -51,14 +51,14 @@ def jobs_page(
     html = environment.get_template("jobs.html").render(
         model=model,
         style=jinja2.utils.markupsafe.Markup(_STYLE),
-        rows=[_row(batch, files, now) for batch in newest],
+        rows=[_row(batch, files) for batch in newest],
         left_out=len(batches) - len(newest),
         every=RELOADED_EVERY,
     )
     return JobsPage(html, f"default-src 'none'; style-src {_hash(_STYLE)}; base-uri 'none'; frame-ancestors 'none'")
 
 
-def _row(batch: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]], now: int) -> dict[str, Any]:
+def _row(batch: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     counts = batch["request_counts"]
     names = [(word, batch[f"{word}_file_id"]) for word in ("output", "error")]
     errors = (batch["errors"] or {"data": []})["data"]
@@ -69,16 +69,7 @@ def _row(batch: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]], now: 
         "done": counts["completed"] + counts["failed"],
         "total": counts["total"],
         "failed": counts["failed"],
-        "left": _left(batch, now),
+        "left": batch.get("_left", "") if batch["status"] == "in_progress" else "",
         "results": [(word, name) for word, name in names if name in files],
         "errors": [error["message"] for error in errors[:3]],
     }
-
-
-def _left(batch: Mapping[str, Any], now: int) -> str:
-    """Seconds to the end, as far as a service says so."""
-    seconds = batch.get("_left_s")
-    if batch["status"] != "in_progress" or seconds is None:
-        return ""
-    minutes, rest = divmod(max(0, int(seconds)), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

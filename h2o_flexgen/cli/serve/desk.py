@@ -171,9 +171,9 @@ class Desk:
                 "_lives_s": lives_s,
                 "_files": {name: f"file-{secrets.token_hex(16)}" for name in (OUTPUT, ERRORS)},
             }
-            self.batches[batch["id"]] = batch
             self._save_batch(batch)
-            return batch
+            self.batches[batch["id"]] = batch
+            return dict(batch)  # as it was made, whatever is done with it by now
 
     def batch(self, name: str) -> Entry:
         """ApiError 404 where there is no such batch."""

@@ -30,6 +30,7 @@ from h2o_flexgen.cli.serve.desk import ERRORS, OUTPUT, Desk, Entry, error_list, 
 from h2o_flexgen.cli.serve.live import LiveRequests
 from h2o_flexgen.cli.serve.web import make_app
 from h2o_flexgen.errors import H2OFlexGenError, LockedError, ModelError, PlanError, StorageError, UsageError
+from h2o_flexgen.jobs.forecast import Forecast, Meter
 from h2o_flexgen.jobs.job import Job, Summary, bounded
 from h2o_flexgen.jobs.journal import FAILED, OK, JobResults
 from h2o_flexgen.jobs.openai import OpenAIFormat
@@ -42,6 +43,7 @@ _AGAIN_AFTER = 30.0
 _LOOKED_AT = 20
 """Lines of a file, of which one must be a JSON object."""
 _LOOK_EVERY = 1.0
+_TOLD_EVERY = 2.0
 
 
 def run_service(arguments: ServeArguments) -> None:
@@ -108,6 +110,7 @@ class Worker:
         self._jobs, self._llm, self._desk = jobs, llm, desk
         self._planner, self._looked = llm.planner, 0.0
         self._batch: Entry | None = None
+        self._meter = Meter()
         form = request_format(jobs, llm.model, "openai", frozenset(), {})
         assert isinstance(form, OpenAIFormat), "the format that was asked for"
         self.live = LiveRequests(llm, llm.model.codec, form)
@@ -146,6 +149,7 @@ class Worker:
     def _look(self, what: str, done: int, total: int) -> None:
         """Called by the engine between its steps: what came meanwhile is read, a batch that is over is left."""
         stop_if_told()
+        self._meter(what, done, total)
         now = time.monotonic()
         if not self._desk.news and now - self._looked < _LOOK_EVERY:
             return
@@ -193,7 +197,7 @@ class Worker:
         except Interrupted as why:
             return str(why)
         finally:
-            self._batch, self._llm.planner = None, self._planner
+            self._batch, self._llm.planner, self._meter = None, self._planner, Meter()
 
     def _answer(self, batch: Entry) -> str | None:
         """Runs a batch; its status then, None where it has to wait."""
@@ -223,13 +227,17 @@ class Worker:
             form = request_format(jobs, llm.model, "openai", scan.doubled, results.header or {})
             llm.planner = bounded(self._planner, scan.requests, jobs.at_risk)
             before, started = (results.state.count(OK), results.state.count(FAILED)), time.monotonic()
+            forecast = Forecast(scan.requests - sum(before), 1)
+            self._meter, llm.on_plan = forecast.meter, lambda plan: forecast.block(plan.policy.block_size)
+            told_at = 0.0
 
             def told(summary: Summary) -> None:
-                left, now = scan.requests - summary.done, summary.ok + summary.failed
-                batch["_left_s"] = left * (time.monotonic() - started) / now
+                nonlocal told_at
+                if (now := time.monotonic()) - told_at > _TOLD_EVERY:
+                    told_at, batch["_left"] = now, forecast.left_text(now - started)
                 desk.count(batch, scan.requests, before[0] + summary.ok, before[1] + summary.failed)
 
-            Job(llm, source, form, results, scan.requests, told=told).run()
+            Job(llm, source, form, results, scan.requests, told=told, forecast=forecast).run()
             return "completed"
 
     def _begin(self, batch: Entry, results: JobResults, total: int) -> None:

@@ -118,7 +118,7 @@ class _Service:
         self._started = int(time.time())
 
     def page(self, request: Request) -> Response:
-        page = jobs_page(self._names[0], list(self._desk.batches.values()), self._desk.files, int(time.time()))
+        page = jobs_page(self._names[0], list(self._desk.batches.values()), self._desk.files)
         return HTMLResponse(page.html, headers={"Content-Security-Policy": page.policy, **_PRIVATE})
 
     def health(self, request: Request) -> Response:
