@@ -21,7 +21,7 @@ from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import WeightGroup
 from h2o_flexgen.config.placement import Placement
-from h2o_flexgen.engine.limits.devices import note_tiers
+from h2o_flexgen.engine.limits.devices import note_tiers, return_free_pages
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.state.weights import WeightLocation, WeightStore
 from h2o_flexgen.errors import PlanError, StorageError
@@ -158,6 +158,7 @@ def load(
         locations = loading.fill_memory(tiers, engines[0])
         loading.find_on_disk(locations)
         loading.verify(locations)
+        return_free_pages()  # what packing took: of a wide output head a gigabyte
         stages = []
         for units, each, own, copies in zip(loading.stages, tiers, locations, engines, strict=True):
             for unit in (location.unit for location in own.values() if location.unit is not None):
