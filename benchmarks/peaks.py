@@ -35,35 +35,33 @@ _TIMES = 20_000_000
 _LOOPS = r"""
 #include <stdint.h>
 #ifdef __AVX512F__
-enum { LANES = 16 };
+enum { LANES = 16, AHEAD = 4096 };
 #else
-enum { LANES = 8 };
+enum { LANES = 8, AHEAD = 4096 };
 #endif
 typedef float numbers __attribute__((vector_size(LANES * 4)));
 typedef int64_t whole __attribute__((vector_size(LANES * 4)));
+#define ALL(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
 double multiply(int64_t times) { /* returns operations */
-    numbers sum[12], x = {0}, y = {0};
+    numbers x = {0}, y = {0};
     for (int i = 0; i < LANES; i++) x[i] = 1e-9f, y[i] = 0.999f;
-    for (int j = 0; j < 12; j++) sum[j] = x;
-    for (int64_t i = 0; i < times; i++) {
-#pragma GCC unroll 12
-        for (int j = 0; j < 12; j++) {
-            sum[j] = sum[j] * y + x;
-            __asm__("" : "+x"(sum[j]));
-        }
-    }
+    /* variables, not an array: of that compilers may make memory */
+#define MAKE(J) numbers sum##J = x;
+#define ADD(J) sum##J = sum##J * y + x; __asm__ volatile("" : "+x"(sum##J));
+    ALL(MAKE)
+    for (int64_t i = 0; i < times; i++) { ALL(ADD) }
     return times * 24.0 * LANES;
 }
-int64_t read_all(const void *from, int64_t bytes) {
-    const whole *at = from;
-    whole sum[4] = {{0}};
-    for (int64_t i = 0; i < bytes / (int64_t)sizeof *at; i += 4) {
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) sum[j] |= at[i + j];
-        __builtin_prefetch(at + i + 64, 0, 0);
-    }
-    sum[0] |= sum[1] | sum[2] | sum[3];
-    return sum[0][0];
+int64_t read_all(const void *from, int64_t bytes) { /* eight stretches at a time, as a product does */
+    const int64_t apart = bytes / 8;
+    whole any = {0};
+    for (const char *at = from, *end = at + apart; at < end; at += 64)
+        for (int part = 0; part < 8; part++) {
+            const whole *line = (const whole *)(at + part * apart);
+            __builtin_prefetch((const char *)line + AHEAD, 0, 2);
+            for (int i = 0; i < 64 / (int)sizeof any; i++) any |= line[i];
+        }
+    return any[0];
 }
 """
 
