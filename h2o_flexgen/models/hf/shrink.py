@@ -30,7 +30,7 @@ SIZES: list[tuple[int, str]] = [
     (8, "num_experts num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim"),
     (8, "attention_chunk_size hidden_size_per_layer_input rotary_dim"),
     (32, "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size q_lora_rank"),
-    (32, "expert_ffn_hidden_size moe_shared_expert_intermediate_size"),
+    (32, "expert_ffn_hidden_size moe_shared_expert_intermediate_size shared_experts_intermediate_size"),
     (1, "topk_group first_k_dense_replace num_dense_layers"),
     (WINDOW, "sliding_window attention_window_size window_size sliding_window_size floor_scale"),
     (8, "mamba_d_state state_size ssm_state_size mamba_n_heads mamba_num_heads n_mamba_heads"),
@@ -77,6 +77,7 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp", "sliding_attention", "mlp"],
     },
     "dots1": {"n_group": 1, "n_shared_experts": 1, "n_routed_experts": 8, "num_experts_per_tok": 2},
+    "dots3_note_text": {"head_dim": 24},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": _MIXED},
     "hunyuan_v1_dense": {"head_dim": 16},
@@ -151,7 +152,7 @@ def shrunk(raw: Mapping[str, Any]) -> PreTrainedConfig:
     text = given.get_text_config(decoder=True)
     if text is given:
         return kind.from_dict({**raw, **small(given)})
-    said = raw.get("text_config") or {}
+    said = raw.get("text_config") or (text.to_dict() if "hidden_size" in raw else {})  # some have it beside the rest
     if raw["model_type"] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and raw["model_type"] not in ("gemma3", "mistral3"):
         return type(text).from_dict({**said, **small(text)})
     whole = given.to_dict()
@@ -180,7 +181,29 @@ def small(given: PreTrainedConfig) -> dict[str, Any]:
         if isinstance(value, list) and value and name.endswith("layer_types"):
             made[name] = (list(dict.fromkeys(value)) * LAYERS)[:LAYERS]
     made |= OWN.get(given.model_type, {})
+    if have.get("per_layer_config"):
+        made["per_layer_config"] = _of_layers(have, made)
     return {name: value for name, value in made.items() if name not in UNSAID.get(given.model_type, ())}
+
+
+def _of_layers(have: Mapping[str, Any], made: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """The fields of single layers in a config that has some, `made` being those of all: each layer that is left has
+    those of the first of its kind. Sizes that are not those of all layers are none in the tiny config, either."""
+    said = {int(layer): fields for layer, fields in have["per_layer_config"].items()}
+    kinds, left = have.get("layer_types"), made.get("layer_types")
+    found = dict[int, dict[str, Any]]()
+    for layer in range(made["num_hidden_layers"]):
+        fields = said.get(kinds.index(left[layer]) if kinds and left else layer, {})
+        own = {name: 2 * made[name] if _is_size(name, value, made) else value for name, value in fields.items()}
+        if "qk_nope_head_dim" in own and "head_dim" in made:
+            own["head_dim"] = own["qk_nope_head_dim"] + own.get("qk_rope_head_dim", made["qk_rope_head_dim"])
+        if own:
+            found[layer] = own
+    return found
+
+
+def _is_size(name: str, value: Any, made: Mapping[str, Any]) -> bool:
+    return type(value) is int and type(made.get(name)) is int
 
 
 def random_model(config: PreTrainedConfig) -> PreTrainedModel:
