@@ -88,25 +88,40 @@ class _ExpertTask(ctypes.Structure):
 @dataclass(frozen=True, eq=False)
 class Choices:
     """Who chose which experts: `tokens` (n,) int64 and `shares` (n,) float32, those of expert `numbers[i]` from
-    `starts[i]` up to `starts[i + 1]`; numbers ascend, and so do the tokens of each."""
+    `starts[i]` up to `starts[i + 1]`; numbers ascend, and so do the tokens of each. `dropped`: choices of nobody."""
 
     tokens: Tensor
     shares: Tensor
     numbers: list[int]
     starts: list[int]
+    dropped: int = 0
 
     @classmethod
     def of(cls, experts: Tensor, shares: Tensor) -> Choices:
-        """Of (T, k) experts that T tokens chose, int64, and their weights."""
+        """Of (T, k) experts that T tokens chose, int64, and their weights. Who is below 0 is nobody."""
         chosen, order = experts.flatten().sort(stable=True)
-        numbers, counts = chosen.unique_consecutive(return_counts=True)
-        starts = [0, *counts.cumsum(0).tolist()]
-        return cls(order // experts.shape[1], shares.flatten()[order], numbers.tolist(), starts)
+        found, counts = chosen.unique_consecutive(return_counts=True)
+        numbers, starts, dropped = found.tolist(), [0, *counts.cumsum(0).tolist()], 0
+        while numbers and numbers[0] < 0:
+            dropped, numbers, starts = starts[1], numbers[1:], starts[1:]
+        order, starts = order[dropped:], [start - dropped for start in starts]
+        return cls(order // experts.shape[1], shares.flatten()[order], numbers, starts, dropped)
 
     @cached_property
     def by_token(self) -> Tensor:
         """(n,) int64: the places in `tokens` of all choices of one token, ascending, then those of the next."""
         return self.tokens.argsort(stable=True)
+
+    def places(self, count: int) -> Tensor:
+        """(count, k) int64: `by_token` of each of so many tokens, and -1 behind where it chose nobody."""
+        order = self.by_token
+        if not self.dropped:
+            return order.view(count, -1)
+        tokens = self.tokens[order]
+        begins = torch.searchsorted(tokens, torch.arange(count, device=tokens.device))
+        found = order.new_full((count, (len(order) + self.dropped) // count), -1)
+        found[tokens, torch.arange(len(order), device=tokens.device) - begins[tokens]] = order
+        return found
 
 
 class Gate(NamedTuple):
@@ -171,7 +186,7 @@ def _by_triton(
     if len(places) < len(weights) or not (gate.clamp is not None or gate.activation == "silu"):
         return False
     starts = choices.starts[experts.start : experts.stop + 1]
-    chosen = choices.tokens, choices.shares, choices.by_token.view(len(x), -1)
+    chosen = choices.tokens, choices.shares, choices.places(len(x))
     triton_experts.add_experts(x, out, chosen, starts, places, gate.clamp, most)
     return True
 

@@ -128,8 +128,9 @@ def add_experts(
     """Adds to `out` (T, H) what `experts` make of their tokens' x (T, H), times their shares, expert after expert.
 
     choices: `tokens` (n,) int64, `shares` (n,) float32, and `places` (T, k) int64, where each token stands in these,
-    ascending. starts: of each expert's choices, and the end of the last one's. clamp: that of gpt-oss's gates, None:
-    the gates are SiLU's. most: tokens that are under way at once. Sums are float32 up to the addition to `out`.
+    ascending, then -1 where it chose fewer. starts: of each expert's choices, and the end of the last one's. clamp:
+    that of gpt-oss's gates, None: the gates are SiLU's. most: tokens that are under way at once. Sums are float32 up to
+    the addition to `out`.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     for pieces in _segments(starts, experts, most):

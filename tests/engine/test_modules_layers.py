@@ -248,3 +248,30 @@ def test_experts_of_the_groups_with_the_best_one(tmp_path: Path) -> None:
     for layer in model.model.layers[1:]:
         layer.mlp.gate.topk_method = "greedy"
     assert transformers_logprobs(model, *pairs[0])[range(4), pairs[0][1]].tolist() != pytest.approx(wanted[0], abs=1e-2)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_experts_without_weights_are_not_read(share: float, tmp_path: Path) -> None:
+    """LongCat-Flash's: they give back what they are given. With all, half or none of a token's experts such ones it
+    gives transformers' tokens, and reads what the others need. Each layer attends twice, with a cache for each."""
+    model = random_model(shrunk({"model_type": "longcat_flash"}))
+    count, active = model.config.n_routed_experts, model.config.num_experts_per_tok
+    for layer in model.model.layers:
+        layer.mlp.router.e_score_correction_bias[:] = 0.0 if share < 1 else -4.0
+        layer.mlp.router.e_score_correction_bias[count:] = -4.0 if share == 0 else 4.0
+        if share == 0.5:
+            layer.mlp.router.e_score_correction_bias[count + 1 :] = -4.0
+    model.save_pretrained(tmp_path)
+    prompts = prompts_of([5, 9])
+    how: dict[str, Any] = {"dtype": "float32", "policy": {"weights": {"disk": 1.0}}, "offload_dir": str(tmp_path)}
+    with Engine(str(tmp_path), **how) as llm:
+        outputs = llm.generate(prompts, max_new_tokens=4, ignore_eos=True)
+        assert [layer.number for layer in llm.model.spec.layers] == [0, 1, 2, 3]
+        assert llm.model.spec.arch.experts is not None
+        assert (llm.model.spec.arch.experts.count, llm.model.spec.arch.experts.active) == (count, active)
+        assert llm.last_record is not None
+        assert llm.last_record.experts is not None
+        assert (llm.last_record.experts["read"] > 0) == (share < 1)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        made = model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False, eos_token_id=None)
+        assert output.token_ids == made[0, len(prompt) :].tolist()

@@ -104,6 +104,22 @@ def test_experts_of_all_kinds(clamped: bool, dtype: torch.dtype, packing: Packin
     assert (found - wanted).norm() < UNIT[dtype] * wanted.norm()
 
 
+def test_choices_of_nobody() -> None:
+    """Below 0: tokens that chose fewer experts than others, or none."""
+    weights, gate = experts_of(False, torch.float32), Gate("silu")
+    x, out, chosen, shares = drawn(7, torch.float32)
+    chosen[1, 0], chosen[2], chosen[4, -1], chosen[6, 0] = -1, -1, -1, -1
+    wanted = out.clone()
+    for token, (numbers, parts) in enumerate(zip(chosen.tolist(), shares, strict=True)):
+        for number, share in zip(numbers, parts, strict=True):
+            if number >= 0:
+                wanted[token] += share * one(weights[number], x[token : token + 1], gate)[0]
+    found = computed(weights, x, out, chosen, shares, gate)
+    assert torch.equal(found[2], out[2])
+    assert torch.equal(computed(weights, x, out, chosen, shares, gate, calls=1, most=2), found)
+    assert (found - wanted).norm() < UNIT[torch.float32] * wanted.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_do_not_depend_on_calls_or_neighbours(dtype: torch.dtype) -> None:
     """To the bit: one expert at a time, a few tokens at once, one token alone."""

@@ -140,7 +140,7 @@ def feed_forward(module: Any, w: Mapping[str, Any], x: Tensor) -> Tensor:
 def adapt(model: nn.Module) -> None:
     """From now on experts are asked for where ours can answer, and positions are those of packed tokens."""
     for module in model.modules():
-        change = _CHANGES.get(type(module).__name__)
+        change = CHANGES.get(type(module).__name__)
         if change is not None:
             change(module)
 
@@ -212,7 +212,9 @@ def _attention_of_pairs(
     return one, None
 
 
-def _form(module: Any, activation: nn.Module, count: int, sizes: tuple[int, int], parts: Sequence[ExpertPart]) -> None:
+def tell_form(
+    module: Any, activation: nn.Module, count: int, sizes: tuple[int, int], parts: Sequence[ExpertPart]
+) -> None:
     """Tells `form_of` what the experts of a module are: gated, by tensors that it keeps in a way of its own. `sizes`:
     of what is between their projections, and of hidden states."""
     module.has_gate, module.act_fn, module.num_experts = True, activation, count
@@ -227,7 +229,7 @@ def _dbrx_experts(module: Any) -> None:
     ffn, hidden = module.ffn_hidden_size, module.hidden_size
     wide = [ExpertPart(f"{name}.weight", f"mlp.{key}", (ffn, hidden), 0, ffn) for name, key in _DBRX]
     down = ExpertPart("down.weight", "mlp.w2", (hidden, ffn), 0, ffn, transposed=True)
-    _form(module, module.mlp.activation_fn, module.num_experts, (ffn, hidden), [*wide, down])
+    tell_form(module, module.mlp.activation_fn, module.num_experts, (ffn, hidden), [*wide, down])
     module.forward = partial(_dbrx_forward, module)
 
 
@@ -257,7 +259,7 @@ def _jetmoe_mixture(module: Any) -> None:
         for name, start in (("up", ffn), ("gate", 0))
     ]
     down = ExpertPart("down.weight", "output_linear.weight", (hidden, ffn), 0, hidden)
-    _form(module, module.activation, module.router.num_experts, (ffn, hidden), [*wide, down])
+    tell_form(module, module.activation, module.router.num_experts, (ffn, hidden), [*wide, down])
     module.forward = partial(_jetmoe_forward, module)
 
 
@@ -326,7 +328,7 @@ def _turned(x: Tensor, first: int, second: int) -> Tensor:
     return x.reshape(len(x), first, second, -1).transpose(1, 2).reshape(x.shape)
 
 
-_CHANGES: dict[str, Callable[[Any], None]] = {
+CHANGES: dict[str, Callable[[Any], None]] = {
     "DbrxExperts": _dbrx_experts,
     "DiffLlamaAttention": _pairs,
     "JetMoeAttention": _jetmoe_attention,
@@ -336,6 +338,7 @@ _CHANGES: dict[str, Callable[[Any], None]] = {
     "Llama4TextExperts": _llama4_experts,
     "Llama4TextMoe": _llama4_mixture,
 }
+"""By the names of modules, what is done to them; `build` has more."""
 
 
 _INDEXES = "update_indexer"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Sequence
 from typing import TypeGuard
 
 from transformers import PreTrainedModel
@@ -106,7 +108,7 @@ def _joins(converter: object) -> TypeGuard[WeightConverter]:
 def ignored_names(spec: ModuleSpec) -> tuple[str, ...]:
     """Regular expressions, to be searched for, of checkpoint tensors that are not weights and may be skipped."""
     model = build(spec.config, spec.name, alone=bool(spec.alone))
-    renamings, _ = _transforms(model, spec)
+    renamings, converters = _transforms(model, spec)
     used = {name for each in spec.tensors.values() for name in (each.parameter, *each.also, *each.tied)}
     unused = [name for name in model.state_dict() if name not in used]
     called = [name for each in unused for name in (each, *_saved(each, renamings))]
@@ -116,7 +118,22 @@ def ignored_names(spec: ModuleSpec) -> tuple[str, ...]:
         *((_TOWERS,) if alone else ()),
         *(model._keys_to_ignore_on_load_unexpected or ()),
         *(f"^{re.escape(name)}$" for name in dict.fromkeys(called)),
+        *_spare(spec, model, converters),
     )
+
+
+def _spare(spec: ModuleSpec, model: PreTrainedModel, converters: list[WeightConverter]) -> dict[str, None]:
+    """Regular expressions of what a checkpoint has of experts that use nothing of it: LongCat-Flash's without weights
+    have rows in one of the tensors."""
+    count, found = 0 if spec.arch.experts is None else spec.arch.experts.count, dict[str, None]()
+    for each in (each for each in spec.tensors.values() if each.expert == 0):
+        more = range(count, _rows_in_all(each, model.get_parameter(each.parameter).shape) // each.rows)
+        for converter in converters if more else ():
+            if each.parameter.endswith(_plain(converter._original_target_patterns[0])):
+                for source in converter._original_source_patterns:
+                    name = re.escape(_plain(source).rstrip("$"))
+                    found[name.replace(r"\*", f"(?:{'|'.join(map(str, more))})") + "$"] = None
+    return found
 
 
 def _whole(
@@ -169,8 +186,13 @@ def _of_expert(
     span = ((first, first + (each.rows if each.transposed else each.shape[0])),)
     joined = [each.parameter, each.parameter.removeprefix(prefix), *_saved(each.parameter, renamings)]
     joined.extend(_inside(each.parameter))
-    all_of = (Stored(name, span, experts.count * each.rows, shape, each.transposed) for name in joined)
+    all_of = (Stored(name, span, _rows_in_all(each, shape), shape, each.transposed) for name in joined)
     return tuple(dict.fromkeys([*own, *all_of]))
+
+
+def _rows_in_all(each: ModuleTensor, shape: Sequence[int]) -> int:
+    """Those of the parameter, of this shape, that a part of an expert is rows of: of a bias, all its numbers."""
+    return math.prod(shape if len(each.shape) == 1 else shape[:-1])
 
 
 def _plain(pattern: str) -> str:

@@ -95,6 +95,7 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": _CONVOLVED},
     "lfm2_moe": {"layer_types": _CONVOLVED},
     "lfm3": {"layer_types": _CONVOLVED},
+    "longcat_flash": {"num_layers": 2, "qk_head_dim": 24},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "ministral": {"head_dim": 16},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},

@@ -151,6 +151,7 @@ TRUSTED = frozenset(
         "llava_next",
         "llava_next_video",
         "llava_onevision",
+        "longcat_flash",
         "mamba",
         "mamba2",
         "mellum",
@@ -258,7 +259,6 @@ ROWS = {
 }
 """Types whose sequences cannot be packed, and what they have."""
 _NO_CLASS = "transformers has no class for it that makes text alone"
-_BY_NUMBERS = "its experts are chosen by numbers that a look at its modules does not have"
 REFUSED = {
     "blenderbot": "transformers' own decoder fails on tiny ones, and nothing shows how it runs",
     "blt": "it reads bytes in patches of its own",
@@ -266,7 +266,6 @@ REFUSED = {
     "emu3": _NO_CLASS,
     "gemma4_assistant": "it drafts for another model, whose states it needs",
     "inkling2_loop_text": "its attention adds biases by position",
-    "longcat_flash": _BY_NUMBERS,
     "mllama": _NO_CLASS,
     "musicgen": _NO_CLASS,
     "musicgen_melody": _NO_CLASS,

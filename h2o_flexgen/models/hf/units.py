@@ -109,9 +109,11 @@ class RecordedUnits:
             elif event.call is not None or event.mixing is not None:
                 what = "attends" if event.mixing is None else "keeps states"
                 outer = [path for path in stack if path.rpartition(".")[0] in lists]
-                if len(outer) != 1 or outer[0] == stack[-1]:
+                if not self._in_a_layer(outer, stack, event):
                     raise self._refused(f"what {what} is not in one layer of a list")
                 begin = begun[stack.index(outer[0])]
+                if len(outer) > 1 and begin in found:
+                    begin = begun[-1]  # a layer attends again: what it does so with is one of its own
                 layer = found.setdefault(begin, RecordedLayer(outer[0], begin))
                 if (layer.mixing if event.mixing is not None else layer.call) is not None:
                     raise self._refused(f"{outer[0]} {what} more than once")
@@ -121,6 +123,14 @@ class RecordedUnits:
                 child = stack[stack.index(outer[0]) + 1]
                 layer.end = next(j for j in range(i, len(self._events)) if self._events[j] == Event("exit", child))
         self.layers = list(found.values())
+
+    @staticmethod
+    def _in_a_layer(outer: list[str], stack: list[str], event: Event) -> bool:
+        """Whether what attends or mixes is in a layer, or is attention in a list of a layer's own. `outer`: of the
+        modules under way those that are in lists."""
+        if len(outer) == 2 and event.mixing is None:
+            return stack[-2:] == outer and outer[1].rpartition(".")[0].rpartition(".")[0] == outer[0]
+        return len(outer) == 1 and outer[0] != stack[-1]
 
     def _walk(self) -> None:
         """Which unit each call is in. A unit begins with the first module that has parameters."""
@@ -222,7 +232,8 @@ def weight_groups(model: PreTrainedModel, timeline: RecordedUnits, name: str) ->
             groups.add_experts(unit, path, module)
         own = path not in routed or hasattr(module, "expert_form")  # tensors beside those of experts
         if own and timeline.uses(called):  # others are never called: using a tensor of them is an error
-            for key, tensor in _tensors(module):
+            parts = {part.parameter for part in form_of(module).parts} if path in routed else set[str]()
+            for key, tensor in ((key, tensor) for key, tensor in _tensors(module) if key not in parts):
                 for unit_or_none in timeline.units_of(called) or (None,):
                     groups.add(unit_or_none, path, key, tensor, called == path)
     return groups.made()
