@@ -17,6 +17,12 @@ from tests.pairs import pairs
 from tests.schedule.test_workspace import COUNTED, MANY, WORK, Live
 from tests.tiny import prompts_of
 
+LINEAR: dict[str, Any] = {
+    **{"hidden_size": 64, "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+    **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_attention_heads": 4},
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "num_key_value_heads": 2},
+    "layer_types": ["linear_attention", "full_attention"],
+}
 KINDS: dict[str, dict[str, Any]] = {
     "olmo": {},
     "gemma2": {},
@@ -27,16 +33,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "cohere2": {},
     "granite": {},
     "gpt_oss": {},
-    "qwen3_next": {},
-    "falcon_h1": {},
-    "jamba": {},
-}
-
-LINEAR = {
-    **{"model_type": "qwen3_next", "hidden_size": 64, "num_hidden_layers": 2, "num_experts": 4, "vocab_size": 100},
-    **{"num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "head_dim": 16},
-    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
-    "layer_types": ["linear_attention", "full_attention"],
+    "qwen3_next": LINEAR,
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 2, "mamba_d_head": 64, "mamba_d_state": 64},
 }
 
 
@@ -70,7 +68,7 @@ def test_what_is_alive_was_allowed(kind: str, work: str, mode: str, folder_of, m
 
 def test_states_are_no_memory_of_each_token() -> None:
     """States are as large as some hundred tokens, and torch pads a prompt to whole chunks: both count once."""
-    found = spec_from_config(LINEAR, "tiny", "transformers").activations  # type: ignore[attr-defined]
+    found = spec_from_config({"model_type": "qwen3_next", **LINEAR}, "tiny", "transformers").activations
     state = 2 * 4 * 128 * 128
     assert found.working + found.mixing[0] < state / 4
     assert state < found.mixing[1] < found.in_torch[1]
