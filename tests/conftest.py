@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import zlib
+from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -95,3 +98,17 @@ def _private_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyte
     monkeypatch.setenv("H2O_FLEXGEN_OFFLOAD_DIR", str(tmp_path_factory.getbasetemp() / "offload"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
     monkeypatch.setenv("H2O_FLEXGEN_CALIBRATE", "false")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Skips without playwright or Debian's chromium: `apt-get install chromium` and `pip install playwright`."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("there is no chromium")
+    with playwright.sync_playwright() as running:
+        # In a container root has no sandbox; the pages are the tests' own.
+        opened = running.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield opened
+        opened.close()

@@ -61,6 +61,7 @@ WORKS = (
     "--keep-prompt --kv-budget 30 --eviction h2o --no-share-prefixes --check-finite --verify always",
     "--spans whitelist --hh-ratio 0.5 --eviction h2o --cache-bits 8 --trace {out}.trace --report {out}.html",
     "--cache-bits 4 --cache-rotation none",
+    "--kv-bytes 0.6 --eviction h2o --cache-bits 8 --cache-newest 2",
     "--record-scores {out}.scores --hh-ratio 0.5 --eviction h2o --log-file {out}.log --quiet",
     "--weights-placement cpu=0.5,disk=0.5 --cache-placement disk=1 --hidden-placement cpu=1 --offload-dir {out}.dir",
     "--percent 0 50 0 100 0 100 --compress-weight --compress-cache --weight-group 32 --no-weight-importance",

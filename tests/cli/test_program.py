@@ -284,7 +284,8 @@ def test_progress_that_is_closed_twice(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_job_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Of what this run has done in so many seconds, not of what earlier ones did."""
     clock = Clock(monkeypatch)
-    told, quiet = JobProgress(quiet=False, requests=2000), JobProgress(quiet=True, requests=2000)
+    told, quiet = (JobProgress(each, 2000, lambda *_: None, lambda _: "") for each in (False, True))
+    foreseen = JobProgress(False, 2000, lambda *_: None, lambda seconds: f"between {seconds:.0f} s and a day left")
     told.finished(500, 10, 0)
     assert capsys.readouterr().err == "", "a short job needs no line"
     clock.now += 50
@@ -292,3 +293,5 @@ def test_a_job_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         each.finished(500, 100, 3)
         each.close()
     assert capsys.readouterr().err == "600 of 2,000 requests, 3 failed, 11:40 left\n"
+    foreseen.finished(500, 100, 0)
+    assert capsys.readouterr().err == "600 of 2,000 requests, between 50 s and a day left\n"

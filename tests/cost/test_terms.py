@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.hardware.rates import Curve
 from h2o_flexgen.config.model.arch import ArchSpec, RotarySpec
-from h2o_flexgen.config.model.known import known_names
+from h2o_flexgen.config.model.known import known_config, known_names
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
@@ -21,7 +21,7 @@ from h2o_flexgen.cost.inputs import prompt_parts
 from h2o_flexgen.cost.model import CostModel
 from h2o_flexgen.engine.batching.prefix_tree import chunks_of, segments_of
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.models.families import spec_from_config
+from h2o_flexgen.models.families import by_modules, spec_from_config
 from h2o_flexgen.schedule.tasks import NO_BATCH, Task, TaskKind
 from tests.cost.machines import TINY, asked, known, model_of, on, profile, rates
 from tests.cost.plans import EVICTIONS, plans
@@ -277,7 +277,10 @@ MIXED = {"qwen2_moe": {"decoder_sparse_step": 2, "mlp_only_layers": [5]}, "qwen3
 """Config changes of mixtures with plain layers among the others, by family; sizes are the family's defaults."""
 
 
-@pytest.mark.parametrize("name", [*known_names(), *MIXED])
+NATIVE = [name for name in known_names() if not by_modules(known_config(name) or {}, name, "auto")]
+
+
+@pytest.mark.parametrize("name", [*NATIVE, *MIXED])
 def test_products_are_the_matrices_of_a_model(name: str) -> None:
     config = {"model_type": name, "num_hidden_layers": 48, "eos_token_id": 1, **MIXED[name]} if name in MIXED else None
     spec = known(name) if config is None else spec_from_config(config, name)

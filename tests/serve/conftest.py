@@ -16,10 +16,7 @@ import pytest
 # What a service imports is imported before processes fork.
 import h2o_flexgen.cli.serve.service  # noqa: F401
 from h2o_flexgen.serve import main
-from tests.pages.conftest import browser
 from tests.programs import Child, until, write_talker
-
-__all__ = ["browser"]
 
 KEY = "sk-of-a-test"
 
