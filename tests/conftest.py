@@ -52,12 +52,19 @@ def pytest_collection_finish() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="one case of each test, and none of those marked slow")
+    parser.addoption("--slow-part", default="0/1", help="K/N: of those marked slow only each N-th, from the K-th on")
 
 
 @pytest.hookimpl(trylast=True)  # of those that -k and -m leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The fast tier: every test runs, the products of its parameters do not. The first case of each test is kept."""
+    """The fast tier: every test runs, the products of its parameters do not. The first case of each test is kept. Else
+    all tests, or of the slow ones a part."""
     if not config.option.fast:
+        part, parts = map(int, config.option.slow_part.split("/"))
+        slow = [item for item in items if item.get_closest_marker("slow") is not None]
+        left = {item for number, item in enumerate(slow) if number % parts != part % parts}
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = [item for item in items if item not in left]
         return
     first: dict[str, pytest.Item] = {}
     for item in items:
