@@ -56,7 +56,7 @@ def got(client: openai.OpenAI, folder: Path, ended: Any) -> tuple[dict[Any, Any]
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [80, pytest.param(1000, marks=pytest.mark.slow)])
 def test_the_life_of_a_batch(tmp_path: Path, talker: Path, serve: Serve, count: int) -> None:
     """Uploaded, made, killed in the middle, gone on with, listed, read, deleted; nothing is lost or there twice."""
     file, flags = requests(tmp_path, count), ("--hh-ratio", 0.5, "--gpu-batch-size", 4)
@@ -71,9 +71,9 @@ def test_the_life_of_a_batch(tmp_path: Path, talker: Path, serve: Serve, count: 
             metadata={"night": "1"},
         )
         assert (made.status, made.metadata, made.expires_at) == ("validating", {"night": "1"}, made.created_at + 86400)
-        until_asked(lambda: (client.batches.retrieve(made.id).request_counts or made).completed > count // 4, 120)
         with pytest.raises(openai.ConflictError):
             client.files.delete(uploaded.id)
+        until_asked(lambda: (client.batches.retrieve(made.id).request_counts or made).completed > count // 4, 120)
         service.kill(signal.SIGKILL)
         assert service.wait().code == 128 + signal.SIGKILL
     with serve(*flags) as service:
