@@ -17,10 +17,10 @@ _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS, _EXAONE4_32B_LAYERS = 46, 62, 64
 
 def _rms(keys: GgufKeys) -> dict[str, Any]:
     """The fields of most architectures: RMS norms, KV heads, the size of a head."""
-    return {**_heads(keys), "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon")}
+    return {**heads_of(keys), "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon")}
 
 
-def _heads(keys: GgufKeys) -> dict[str, Any]:
+def heads_of(keys: GgufKeys) -> dict[str, Any]:
     """`_rms` without the norms."""
     heads, hidden = keys.whole("attention.head_count"), keys.whole("embedding_length")
     head_dim = keys.whole("attention.key_length", max(1, hidden // heads))
@@ -125,7 +125,7 @@ def _olmo2(keys: GgufKeys) -> dict[str, Any]:
 
 
 def _cohere2(keys: GgufKeys) -> dict[str, Any]:
-    config = {**_whole(keys, _heads(keys)), "layer_norm_eps": keys.number("attention.layer_norm_epsilon")}
+    config = {**_whole(keys, heads_of(keys)), "layer_norm_eps": keys.number("attention.layer_norm_epsilon")}
     biased = "blk.0.attn_q.bias" in keys.header.tensors
     scale = keys.number("logit_scale")
     return {"model_type": "cohere2", **config, **_window(keys, 4), "logit_scale": scale, "attention_bias": biased}

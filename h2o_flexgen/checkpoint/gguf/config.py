@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from h2o_flexgen.checkpoint.gguf.architectures import ARCHITECTURES
+from h2o_flexgen.checkpoint.gguf.architectures import ARCHITECTURES, heads_of
 from h2o_flexgen.checkpoint.gguf.blocks import FORMATS
 from h2o_flexgen.checkpoint.gguf.header import GgufHeader
 from h2o_flexgen.checkpoint.gguf.keys import GgufKeys, scaling_of
@@ -58,14 +58,9 @@ def _rope(keys: GgufKeys, head_dim: int) -> dict[str, Any]:
 
 def _heads(keys: GgufKeys) -> dict[str, Any]:
     """KV heads, the size of a head and its positions."""
-    heads, hidden = keys.whole("attention.head_count"), keys.whole("embedding_length")
-    head_dim = keys.whole("attention.key_length", max(1, hidden // heads))
-    if keys.whole("attention.value_length", head_dim) != head_dim:
-        raise keys.error("attention.value_length", f"that of a key, {head_dim}")
-    if not keys.flag("attention.causal", True):
-        raise keys.error("attention.causal", "true")
-    kv = keys.whole("attention.head_count_kv", heads)
-    return {"num_key_value_heads": kv, "head_dim": head_dim, **_rope(keys, head_dim)}
+    config = heads_of(keys)
+    del config["rope_theta"]  # among its positions
+    return {**config, **_rope(keys, config["head_dim"])}
 
 
 def _whole_heads(keys: GgufKeys) -> dict[str, Any]:
