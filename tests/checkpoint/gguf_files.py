@@ -273,6 +273,11 @@ def write_gguf(
         plain = values.ndim == 1 or name.endswith(".bias")
         data, kind = (values.astype(np.float32), Kind.F32) if plain else blocks(name, values)
         writer.add_tensor(name, data, raw_dtype=None if kind == Kind.F32 else kind)
+    return written(writer, path)
+
+
+def written(writer: gguf.GGUFWriter, path: Path) -> Path:
+    """The file with all that was added."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

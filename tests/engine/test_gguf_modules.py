@@ -18,7 +18,7 @@ from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.hf.shrink import random_model, shrunk
-from tests.checkpoint.gguf_files import FLOATS, Blocks, Kind, in_kind
+from tests.checkpoint.gguf_files import FLOATS, Blocks, Kind, in_kind, written
 from tests.engine.test_gguf import check
 
 _THETA = {"rope_type": "default", "rope_theta": 2000.0}
@@ -107,11 +107,7 @@ def write(path: Path, row: str, model: PreTrainedModel, blocks: Blocks = FLOATS)
         matrix = whole.ndim == 2 and not re.search("norm|conv|ssm_[ad]", name) and whole.shape[1] % 32 == 0
         data, kind = blocks(name, whole) if matrix else (whole, Kind.F32)
         writer.add_tensor(name, data, raw_dtype=None if kind == Kind.F32 else kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return written(writer, path)
 
 
 def keys(writer: gguf.GGUFWriter, word: str, config: Any) -> None:
