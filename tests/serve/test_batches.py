@@ -140,26 +140,27 @@ def test_batches_that_are_cancelled_or_expire(tmp_path: Path, serve: Serve) -> N
         assert client.batches.cancel(first.id).status == "cancelling"
         ended = finished(client, first.id)
         assert ended.cancelled_at >= ended.cancelling_at
-        check(client, tmp_path, ended, "batch_cancelled")
+        assert ended.request_counts.completed > 1
+        check(client, ended, "batch_cancelled")
         with pytest.raises(openai.ConflictError, match="Cannot cancel a batch with status 'cancelled'"):
             client.batches.cancel(first.id)
         ended = finished(client, waits.id)
         assert ended.status == "expired"
         if ended.in_progress_at is not None:
-            check(client, tmp_path, ended, "batch_expired")
+            check(client, ended, "batch_expired")
         runs, queued = make("1d"), make("1d")
         assert client.batches.cancel(queued.id).status == "cancelled"
         assert [each.id for each in client.batches.list(limit=2)] == [b.id for b in (queued, runs, waits, first)]
         assert client.batches.list(limit=2, after=waits.id).data[0].id == first.id
 
 
-def check(client: openai.OpenAI, folder: Path, ended: Any, code: str) -> None:
+def check(client: openai.OpenAI, ended: Any, code: str) -> None:
     """Every line once: an answer, or why there is none."""
     answers, errors = (
         [json.loads(line) for line in client.files.content(name).text.splitlines()] if name else []
         for name in (ended.output_file_id, ended.error_file_id)
     )
-    assert len(answers) == ended.request_counts.completed > 0
+    assert len(answers) == ended.request_counts.completed
     assert {each["custom_id"] for each in (*answers, *errors)} == {f"r{i}" for i in range(400)}
     assert len(answers) + len(errors) == ended.request_counts.total == 400
     assert {(each["response"], each["error"]["code"]) for each in errors} == {(None, code)}
