@@ -56,7 +56,7 @@ def table(records: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     """Measures, adds records to the folder and writes the table of these."""
-    from h2o_flexgen.config.eviction import SPLITS
+    from h2o_flexgen.config.splits import SPLITS
 
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="opt-125m")

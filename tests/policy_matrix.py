@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from h2o_flexgen.config.eviction import SPLITS, EvictionConfig
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.splits import SPLITS
 from tests.oracles.eviction import (
     EvictionOracle,
     FullOracle,

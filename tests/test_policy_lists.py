@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen.cache.eviction import EVICTION_POLICIES
-from h2o_flexgen.config.eviction import SPLITS
+from h2o_flexgen.config.splits import SPLITS
 from tests.policy_matrix import LATER, POLICIES
 
 ROOT = Path(__file__).parents[1]

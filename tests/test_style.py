@@ -139,7 +139,7 @@ COUNTED_APART = {"eviction", "jobs", "batch", "serve", "ray", "pages", "suites",
 FAMILIES = {f"models/{name.removesuffix('_text')}.py" for name in families.FAMILIES.names()}
 
 
-def test_the_package_has_fewer_than_230_files() -> None:
+def test_the_package_has_fewer_than_236_files() -> None:
     counted = [
         path
         for path in FILES
@@ -147,7 +147,7 @@ def test_the_package_has_fewer_than_230_files() -> None:
         and str(path.relative_to(PACKAGE)) not in FAMILIES
         and len(tree_of(path).body) > 1  # more than the docstring of a folder
     ]
-    assert len(counted) < 230
+    assert len(counted) < 236
 
 
 def test_every_file_says_what_it_is() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from h2o_flexgen.config.checks import whole
-from h2o_flexgen.config.eviction import THEN_H2O, EvictionConfig
+from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import flag
 from h2o_flexgen.config.model.packing import scales_keys
 from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.splits import THEN_H2O
 from h2o_flexgen.errors import ContextLengthError, UsageError
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from h2o_flexgen.cache import CacheShape, EvictionPolicy, KVCache, make_policy
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, RankedPolicy
-from h2o_flexgen.config.eviction import SPLITS, Budget, EvictionConfig
+from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.model.packing import CacheBits
+from h2o_flexgen.config.splits import SPLITS
 from h2o_flexgen.kernels import PrefillAttention, prefill_attention
 from tests.oracles.eviction import EvictionOracle
 from tests.oracles.packed import rounding

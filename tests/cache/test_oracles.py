@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h2o_flexgen.cache import EVICTION_POLICIES, make_policy
-from h2o_flexgen.config.eviction import SPLITS, Budget, EvictionConfig
+from h2o_flexgen.config.eviction import Budget, EvictionConfig
+from h2o_flexgen.config.splits import SPLITS
 from h2o_flexgen.errors import UsageError
 from tests.cache.conftest import by_torch
 from tests.cache.harness import CacheRun, OracleRun, Stream, compare, make_stream

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_flexgen.config.eviction import SPLITS, Budget, EvictionConfig, exact_ceiling
+from h2o_flexgen.config.eviction import Budget, EvictionConfig, exact_ceiling
+from h2o_flexgen.config.splits import SPLITS
 from h2o_flexgen.errors import UsageError
 
 EVICTING = [name for name in SPLITS.names() if name != "full"]

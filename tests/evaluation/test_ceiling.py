@@ -10,7 +10,8 @@ import torch
 from h2o_flexgen.cache.eviction.ceiling import CEILING, CeilingPolicy, Foresight
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.cache.shape import CacheShape
-from h2o_flexgen.config.eviction import SPLITS, EvictionConfig
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.splits import SPLITS
 from h2o_flexgen.evaluation.suites.tasks import ceiling
 from h2o_flexgen.planning.llm import LLM
 from tests.tiny import make_model, prompts_of, save

@@ -1,4 +1,4 @@
-"""Eviction policies by name. A new one is a file here, a line below, its split in `config.eviction` and its oracle."""
+"""Eviction policies by name. A new one is a file here, a line below, its split in `config.splits` and its oracle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from h2o_flexgen.cache.eviction.streaming import StreamingPolicy
 from h2o_flexgen.cache.eviction.then_h2o import ThenH2O
 from h2o_flexgen.cache.eviction.tova import TovaPolicy
 from h2o_flexgen.cache.eviction.vase import VasePolicy
-from h2o_flexgen.config.eviction import EvictionConfig, base_of
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.splits import base_of
 from h2o_flexgen.registry import Registry
 
 EVICTION_POLICIES: Registry[type[EvictionPolicy]] = Registry("eviction policy")

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores, RankedPolicy, summed_rows
 from h2o_flexgen.cache.eviction.random import uniform
-from h2o_flexgen.config.eviction import SPLITS, Budget, Share
+from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.config.splits import SPLITS, Share
 
 CHANCE = 0.35
 """The part of what is chosen that is drawn."""

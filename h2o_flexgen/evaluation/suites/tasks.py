@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple
 from h2o_flexgen.cache.eviction import EVICTION_POLICIES
 from h2o_flexgen.cache.eviction.ceiling import CEILING, CeilingPolicy, Foresight
 from h2o_flexgen.config.checks import known_keys, whole
-from h2o_flexgen.config.eviction import SPLITS, Split
 from h2o_flexgen.config.prompt import Prompt, Span, TokenSpan, token_spans
 from h2o_flexgen.config.reports.quality import FigureKind
 from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.config.splits import SPLITS, Split
 from h2o_flexgen.engine.requests.chat import offsets_of
 from h2o_flexgen.engine.requests.sequence import Score
 from h2o_flexgen.errors import H2OFlexGenError, UsageError
