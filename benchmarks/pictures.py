@@ -2,8 +2,8 @@
 
     scripts/pictures.sh
 
-Pages are of the small real model that scripts/real_model.sh fetches, and of committed records. Needs playwright, and a
-Chromium of the system's.
+Pages are of the small real model that scripts/real_model.sh fetches, and of a run from disk. Needs playwright, and the
+system's Chromium.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 import tempfile
 from argparse import ArgumentParser
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
@@ -38,11 +37,10 @@ OFFLOADED = (
     "--num-gpu-batches 2 --num-prompts 16 --prompt-len 64 --gen-len 6 --hh-ratio 0.2 --quiet"
 )
 """A run whose schedule has something to show: all weights come from disk."""
-RECORDS = (ROOT / "results/2026-11-22-opt-1.3b", ROOT / "docs/demo/quality.json")
 
 
 def main() -> int:
-    """Draws all of them; returns the exit code of the first program that failed, 0 where none did."""
+    """Draws all of them; returns the exit code of the first program that failed, 0 where all succeeded."""
     ArgumentParser(description=__doc__).parse_args()
     if not MODEL.is_file():
         sys.exit(f"{MODEL} is not there: scripts/real_model.sh fetches it")
@@ -50,42 +48,29 @@ def main() -> int:
     draw_rooms(FOLDER / "rooms.svg")
     draw_schedule(FOLDER / "schedule.svg")
     with tempfile.TemporaryDirectory() as temporary:
-        real, offloaded, records = (Path(temporary) / f"{name}.html" for name in ("real", "offloaded", "records"))
+        real, offloaded = (Path(temporary) / f"{name}.html" for name in ("real", "offloaded"))
         out = ["--output", f"{temporary}/out.jsonl", "--overwrite", "--no-json"]
         words = ["--prompt", PROMPT, "--hh-ratio", "0.2", "--gen-len", "12", "--quiet"]
         code = program(["run", "--model", str(MODEL), "--report", str(real), *words, *out])
         code = code or program(["run", *OFFLOADED.split(), "--report", str(offloaded), *out])
-        code = code or program(["report", *map(str, RECORDS), "-o", str(records), "--no-json"])
         if not code:
-            _photograph(real, offloaded, records)
+            _photograph({"#tokens": (real, "heavy-hitters"), "#schedule": (offloaded, "schedule")})
     return code
 
 
-def _photograph(real: Path, offloaded: Path, records: Path) -> None:
+def _photograph(places: dict[str, tuple[Path, str]]) -> None:
+    """Saves each element (page, name of the picture) in light colours, as a PNG of 64 colours."""
     from playwright.sync_api import sync_playwright
 
-    chromium = shutil.which("chromium")
     with sync_playwright() as running:
-        browser = running.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        for scheme, width in (("light", 1000), ("dark", 1000), ("light", 390)):
-            page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-            name = "narrow" if width < 500 else scheme
-            page.goto(real.as_uri())
-            _save(page, "#tokens", f"heavy-hitters-{name}.png")
-            page.goto(offloaded.as_uri())
-            _save(page, "#schedule", f"schedule-{name}.png")
-            _save(page, "#memory", f"memory-{name}.png")
-            page.goto(records.as_uri())
-            _save(page, "#throughput .figures >> nth=0", f"throughput-{name}.png")
-            _save(page, "#quality .figures >> nth=0", f"quality-{name}.png")
+        browser = running.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1000, "height": 900}, color_scheme="light")
+        for place, (source, name) in places.items():
+            path = FOLDER / f"{name}-light.png"
+            page.goto(source.as_uri())
+            page.locator(place).screenshot(path=path)
+            Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)
         browser.close()
-
-
-def _save(page: Any, place: str, name: str) -> None:
-    """An element of a page as a PNG of 64 colours."""
-    path = FOLDER / name
-    page.locator(place).screenshot(path=path)
-    Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """`python -m h2o_flexgen.report`: one page that shows what runs did, in a file that loads nothing.
 
     python -m h2o_flexgen.report record.json trace.json -o report.html
-    python -m h2o_flexgen.report results/2026-11-22-opt-1.3b docs/demo/quality.json -o report.html
+    python -m h2o_flexgen.report results/2026-11-22-offload-peers/16+128 docs/demo/quality.json -o report.html
 
 It takes records of run, bench, search, evaluate and demo, traces, and folders of them, and says on the page what they
 lack. The file's name goes to stdout. The last line of stdout is one JSON object, unless stdout is a terminal.

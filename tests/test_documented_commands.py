@@ -54,7 +54,7 @@ COMMANDS: dict[str, str] = {
     "h2o-flexgen run --hh-ratio 0.2 --record-scores scores.json --trace trace.json --report run.html": (
         "h2o-flexgen run --hh-ratio 0.2 --record-scores scores.json --trace trace.json --report run.html --gen-len 2"
     ),
-    "h2o-flexgen report results/2026-11-22-opt-1.3b docs/demo/quality.json -o report.html": STARTED,
+    "h2o-flexgen report results/2026-11-22-offload-peers/16+128 docs/demo/quality.json -o report.html": STARTED,
     "h2o-flexgen run --json-schema person.json": AS_DOCUMENTED,
     "h2o-flexgen doctor": "h2o-flexgen doctor --json",
     "python -m h2o_flexgen.run": "python -m h2o_flexgen.run --gen-len 2",
@@ -90,16 +90,13 @@ COMMANDS: dict[str, str] = {
     "scripts/eviction_lab.sh FOLDER": SCRIPT,
     "python -m h2o_flexgen.lm_eval run --model h2o_flexgen --model_args pretrained=demo,eviction=h2o,hh_ratio=0.2 "
     "--tasks h2o_recall,h2o_recall_generate --include_path configs/lm-eval": "tests/evaluation/test_lm_eval.py runs it",
-    "python -m benchmarks.prefixes job --requests 10000": STARTED,
-    "python -m benchmarks.prefixes replay --requests 2000": STARTED,
+    "python -m benchmarks.prefixes --requests 10000": STARTED,
     "python -m benchmarks.jobs ray": STARTED,
     "python -m benchmarks.schemas": STARTED,
     "python -m benchmarks.products": STARTED,
     "python -m benchmarks.products --models llama-3.2-1b --weight-bits 4 --turns 7": STARTED,
     "python -m benchmarks.experts": STARTED,
-    "python -m benchmarks.processors": STARTED,
     "python -m h2o_flexgen.calibrate --model olmoe-1b-7b --weight-bits 4": STARTED,
-    "python -m h2o_flexgen.bench": STARTED,
     "python -m h2o_flexgen.bench --systems h2o,full,transformers": STARTED,
     "python -m h2o_flexgen.bench --systems h2o,full,transformers,flexgen --model opt-1.3b --batch-size 8 "
     "--prompt-len 256 --gen-len 32 --repetitions 5": STARTED,
@@ -152,9 +149,7 @@ COMMANDS: dict[str, str] = {
     "scripts/pictures.sh": SCRIPT,
     "scripts/peer_env.sh deepspeed": SCRIPT,
     "scripts/peer_env.sh llamacpp": SCRIPT,
-    "INSTRUCTIONS=v3 scripts/peer_env.sh llamacpp .venv-peers/v3/llamacpp": SCRIPT,
     "scripts/long_prompt.sh qwen2.5-0.5b 2": SCRIPT,
-    "scripts/prefill_rate.sh --repetitions 2": SCRIPT,
     "scripts/ragged.sh": SCRIPT,
     "scripts/scaling.sh --panels batch,stream,prompt,generated,budget --repetitions 5": SCRIPT,
     "scripts/scaling.sh --panels long": SCRIPT,

@@ -17,7 +17,7 @@ from h2o_flexgen.pages.reading import Material, read
 from h2o_flexgen.pages.whole import write_page
 from h2o_flexgen.schedule.timeline import Level, Row, Timeline
 from tests.pages.test_page import EVIL, evil_material
-from tests.pages.test_reading import RESULTS, ROOT
+from tests.pages.test_reading import OFFLOADED, ROOT
 
 playwright = pytest.importorskip("playwright.sync_api")
 pytestmark = pytest.mark.slow
@@ -67,7 +67,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     (folder / "records").mkdir()
     material = evil_material(folder / "records")
-    for path in (RESULTS / "2026-11-22-opt-1.3b", ROOT / "docs/demo/quality.json"):
+    for path in (OFFLOADED, ROOT / "docs/demo/quality.json"):
         more = read([path])
         material.runs += more.runs
         material.qualities += more.qualities
@@ -180,8 +180,8 @@ def test_a_hundred_thousand_events_and_two_hundred_records_open_at_once(tmp_path
     )
     levels = tuple(Level(at * 1e-3, "cpu", at) for at in range(0, count, 10))
     Timeline(rows, levels, {"cpu": count}).write_chrome_trace(tmp_path / "trace.json")
-    line = (RESULTS / "2026-11-22-scaling-later" / "records.jsonl").read_text().splitlines()
-    (tmp_path / "runs.jsonl").write_text("\n".join(line[:200]))
+    runs = [json.dumps(json.loads(path.read_text())) for path in sorted(OFFLOADED.glob("run-*.json"))]
+    (tmp_path / "runs.jsonl").write_text("\n".join(20 * runs))
     assert write_page(read([tmp_path]), tmp_path / "page.html") < 50e6
     begun = time.monotonic()
     page = open_page(tmp_path / "page.html")

@@ -12,6 +12,8 @@ from h2o_flexgen.pages.reading import Material, read
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
+OFFLOADED = RESULTS / "2026-11-22-offload-peers/16+128"
+"""Runs of a comparison, one file each."""
 RUN = {
     "eviction": {"name": "h2o"},
     "prefill_s": 1.0,
@@ -24,13 +26,13 @@ RUN = {
 
 
 def test_every_committed_record_of_a_kind_that_pages_show_is_read() -> None:
-    material = read([RESULTS / "2026-11-22-opt-1.3b", RESULTS / "2026-11-22-scaling-later", ROOT / "docs/stream"])
-    assert len(material.runs) == 32 + 235
-    assert {run.system for run in material.runs} == {"h2o", "full", "transformers", "flexgen"}
-    assert all((run.record is None) == (run.system in ("transformers", "flexgen")) for run in material.runs)
+    material = read([OFFLOADED, RESULTS / "2026-11-21-ragged", ROOT / "docs/stream"])
+    assert len(material.runs) == 10 + 30
+    assert {run.system for run in material.runs} == {"h2o", "full", "accelerate"}
+    assert all((run.record is None) == (run.system == "accelerate") for run in material.runs)
     assert material.streams
-    summary = read([RESULTS / "2026-11-22-opt-1.3b" / "summary.json"])
-    assert list(summary.summaries[0].data["systems"]) == ["h2o", "full", "transformers", "flexgen"]
+    summary = read([OFFLOADED / "summary.json"])
+    assert list(summary.summaries[0].data["systems"]) == ["h2o", "accelerate"]
     suites = read([RESULTS / "2026-11-23-eviction-lab" / "real"]).suites
     assert {each.data["suite"] for each in suites} == {"real"}
     quality = read([ROOT / "docs/demo/quality.json"]).qualities[0].data
