@@ -35,7 +35,7 @@ def slots_needed(budgets: Sequence[Budget]) -> int:
 
 def chooses(budgets: Sequence[Budget]) -> bool:
     """Whether scores decide in any row what stays: else everything does, or the order of arrival says what goes."""
-    return any(budget.heavy and not budget.full for budget in budgets)
+    return any(budget.scored for budget in budgets)
 
 
 def _limit(budget: Budget) -> int:

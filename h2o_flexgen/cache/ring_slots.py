@@ -116,7 +116,7 @@ class RingSlots(CacheSlots):
     """
 
     def __init__(self, lengths: CacheLengths, kv_heads: int, capacity: int) -> None:
-        scored = [budget for budget in lengths.budgets if budget.heavy and not budget.full]
+        scored = [budget for budget in lengths.budgets if budget.scored]
         if scored:
             raise ValueError(f"{scored[0]} has heavy tokens, which need a policy with scores")
         self._lengths, self._kv_heads, self._capacity = lengths, kv_heads, capacity

@@ -53,8 +53,9 @@ class Budget:
 
     @property
     def scored(self) -> bool:
-        """Whether what stays is chosen by score; else tokens go in the order in which they came."""
-        return bool(self.heavy) and not self.full
+        """Whether what stays is chosen by score, of the prompt if nothing else; else tokens go in the order in which
+        they came."""
+        return (self.heavy > 0 or self.prompt is not None) and not self.full
 
     def within(self, window: int | None) -> Budget:
         """The budget in a layer whose queries see the last `window` tokens, themselves included; None: all of them.

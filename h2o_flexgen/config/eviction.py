@@ -209,7 +209,7 @@ class EvictionConfig:
         held = sum(min(each.total, limit) for each, limit in zip(even, most, strict=True))
         # Of a prompt that is pruned once the answer has its place in every layer, and the window that chooses.
         fixed = budget.prompt is not None or (how == "pyramid" and budget.heavy > 0)
-        least = budget.total - budget.heavy + 1 if fixed else budget.sinks + (self.recent or 0) + 1
+        least = budget.total - budget.heavy + (how != "pyramid") if fixed else budget.sinks + (self.recent or 0) + 1
         far, halved = [window is None for window in windows], how == "far"
         if halved and any(windows) and any(far[:-1]):
             far[-1] = False  # no later layer reads what the last one has found
@@ -256,10 +256,11 @@ class EvictionConfig:
         # Of a prompt that is pruned once: the answer needs its room beside what is kept of it.
         kept = total - gen_len if split.prompt_only else total
         share = Share(total, total - sinks, max(kept, sinks + 2), prompt_len)
+        chosen = 1 if recent is None else 0  # at least; the last layers of a pyramid may keep the window alone
         recent = self._recent(share, length) if recent is None else min(recent, total - sinks)
         if not split.prompt_only:
             return self._evicting(total, sinks, recent)
-        kept = max(kept, sinks + recent + 1)
+        kept = max(kept, sinks + recent + chosen)
         if kept >= prompt_len:
             return self._whole(prompt_len, gen_len)
         heavy = kept - sinks - recent

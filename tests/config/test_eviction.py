@@ -201,6 +201,19 @@ def test_a_pyramid_is_that_of_the_paper() -> None:
     assert (chosen[0], chosen[-1]) == (2 * 233 - 233 // 20, 233 // 20)
 
 
+@pytest.mark.parametrize(
+    ("budget", "prompt", "new", "chosen"),
+    [(30, 80, 5, [43, 1]), (30, 80, 24, [6, 0]), (30, 9, 24, [6, 0]), (30, 40, 5, [22, 22]), (27, 40, 5, [37, 1])],
+)
+def test_the_last_layers_of_a_pyramid_may_keep_the_window_alone(
+    budget: int, prompt: int, new: int, chosen: list[int]
+) -> None:
+    """Worked out by hand: of b = max(budget - new, 4) - 3 to choose the last layer of two has b // 20, the first the
+    rest of 2 b, or all 3 apart from the prompt where that is less; both b where the prompt is shorter than 2 b."""
+    found = EvictionConfig("pyramidkv", budget=budget, recent=3).by_layer([None, None], prompt, new)
+    assert [min(each.total - new, prompt) - 3 for each in found] == chosen
+
+
 def test_layers_without_a_window_get_what_the_others_spare() -> None:
     config = EvictionConfig("h2o", ratio=0.2, budget_split="global")
     assert [each.total for each in config.by_layer([512, 512, None], 1536, 256)] == [102, 102, 873]
