@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, modeling_gguf_pytorch_utils
 from transformers.initialization import no_init_weights
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -301,3 +303,27 @@ def by_transformers(path: Path) -> PreTrainedModel:
     assert missing in ([], ["lm_head.weight"]), missing
     model.tie_weights()
     return model.eval().to(torch.float32)
+
+
+@contextmanager
+def read_once(path: Path) -> Iterator[gguf.GGUFReader]:
+    """The gguf package takes long to read many words, from a file mapped to memory above all: within, it reads them
+    once, for everybody."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np, "memmap", lambda path, mode: np.fromfile(path, np.uint8))
+        made = gguf.GGUFReader(str(path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", lambda path: made)
+        yield made
+
+
+def large_by_transformers(path: Path) -> PreTrainedModel:
+    """As by_transformers, which would make texts of all words, twice."""
+    parse = modeling_gguf_pytorch_utils._gguf_parse_value
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            modeling_gguf_pytorch_utils,
+            "_gguf_parse_value",
+            lambda value, kinds: parse(value, kinds) if len(kinds) == 1 else 0,
+        )
+        return by_transformers(path)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from h2o_flexgen import LLM, OffloadPolicy, SamplingParams
 from h2o_flexgen.checkpoint.gguf.header import read_header
 from h2o_flexgen.config.hardware.profile import cache_folder
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
-from tests.checkpoint.gguf_files import by_transformers
+from tests.checkpoint.gguf_files import large_by_transformers, read_once
 from tests.engine.test_gguf_tokenizer import TEXTS
 from tests.engine.test_vocabularies import MORE
 
@@ -45,12 +46,22 @@ def tricky() -> list[str]:
     return [*lines, *joined][:200]
 
 
-def test_ids_are_those_of_its_tokenizer() -> None:
+@pytest.fixture(scope="module", autouse=True)
+def _read_once() -> Iterator[None]:
+    with read_once(FILE):
+        yield
+
+
+@pytest.fixture(scope="module")
+def theirs() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(str(FILE.parent), gguf_file=FILE.name)
+
+
+def test_ids_are_those_of_its_tokenizer(theirs: PreTrainedTokenizerBase) -> None:
     """Its tokenizer.json cuts single digits and then as GPT-2; transformers does not know its word and leaves out the
     digits, which makes a difference where spaces stand before them."""
     metadata = read_header(FILE).metadata
     codec = TextCodec.of_gguf(metadata, str(FILE))
-    theirs = AutoTokenizer.from_pretrained(str(FILE.parent), gguf_file=FILE.name)
     assert codec is not None
     tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
@@ -69,9 +80,8 @@ def test_ids_are_those_of_its_tokenizer() -> None:
     assert all(any(letter.isnumeric() for letter in text) for text in others), others
 
 
-def test_greedy_answers_are_transformers() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(str(FILE.parent), gguf_file=FILE.name)
-    reference = by_transformers(FILE)
+def test_greedy_answers_are_transformers(theirs: PreTrainedTokenizerBase) -> None:
+    reference = large_by_transformers(FILE)
     everything = {"cpu": 1.0}
     policy = OffloadPolicy(
         gpu_batch_size=len(ASKED), num_gpu_batches=1, weights=everything, cache=everything, hidden=everything
@@ -81,9 +91,15 @@ def test_greedy_answers_are_transformers() -> None:
     assert sum(answer.finish_reason == "stop" for answer in answers) > 5
     for asked, answer in zip(ASKED, answers, strict=True):
         talk = [{"role": "user", "content": asked}]
-        given = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+        given = theirs.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=False)
         assert answer.prompt_ids == given[0].tolist()
+        tokens = list(answer.token_ids)
         with torch.no_grad():
-            made = reference.generate(given, max_new_tokens=NEW, do_sample=False)[0, given.shape[1] :].tolist()
-        assert list(answer.token_ids) == made, asked
-        assert answer.text == tokenizer.decode(made, skip_special_tokens=True)
+            logits = reference(torch.tensor([[*given[0].tolist(), *tokens[:-1]]]), logits_to_keep=len(tokens)).logits[0]
+        # Token by token what its generate would choose: each is the best after those before it, until the first end.
+        assert logits.argmax(-1).tolist() == tokens, asked
+        ended = [token == reference.config.eos_token_id for token in tokens]
+        assert not any(ended[:-1])
+        assert ended[-1] == (answer.finish_reason == "stop")
+        assert ended[-1] or len(tokens) == NEW
+        assert answer.text == theirs.decode(tokens, skip_special_tokens=True)

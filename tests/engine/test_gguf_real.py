@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, modeling_gguf_pytorch_utils
+from transformers import AutoTokenizer, PreTrainedModel
 
 from h2o_flexgen import LLM, OffloadPolicy, SamplingParams
 from h2o_flexgen.checkpoint.gguf.header import read_header
@@ -18,7 +18,7 @@ from h2o_flexgen.checkpoint.gguf.source import GgufSource
 from h2o_flexgen.checkpoint.hub import resolve_model
 from h2o_flexgen.config.hardware.profile import cache_folder
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
-from tests.checkpoint.gguf_files import by_transformers
+from tests.checkpoint.gguf_files import large_by_transformers, read_once
 from tests.engine.test_chats_real import tricky
 from tests.engine.test_gguf_tokenizer import TEXTS
 
@@ -42,12 +42,7 @@ ENDS = 500
 
 @pytest.fixture(scope="module", autouse=True)
 def reader() -> Iterator[gguf.GGUFReader]:
-    """The gguf package takes long to read 262,144 words, from a file mapped to memory above all: it reads them once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(np, "memmap", lambda path, mode: np.fromfile(path, np.uint8))
-        made = gguf.GGUFReader(str(FILE))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf, "GGUFReader", lambda path: made)
+    with read_once(FILE) as made:
         yield made
 
 
@@ -60,15 +55,7 @@ def codec() -> TextCodec:
 
 @pytest.fixture(scope="module")
 def reference() -> PreTrainedModel:
-    parse = modeling_gguf_pytorch_utils._gguf_parse_value
-
-    def numbers_alone(value: object, kinds: list[object]) -> object:
-        """It would make texts of 262,144 words, twice."""
-        return parse(value, kinds) if len(kinds) == 1 else 0
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modeling_gguf_pytorch_utils, "_gguf_parse_value", numbers_alone)
-        return by_transformers(FILE)
+    return large_by_transformers(FILE)
 
 
 def test_every_tensor_is_what_gguf_makes_of_it(reader: gguf.GGUFReader) -> None:

@@ -107,7 +107,9 @@ def _parameters_on_meta() -> Iterator[None]:
     def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
         if param is not None and not param.is_meta:  # one that is stays itself: others may be tied to it
-            module._parameters[name] = nn.Parameter(param.to("meta"), requires_grad=False)
+            made = nn.Parameter(param.to("meta"), requires_grad=False)
+            made._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers draws no numbers for it
+            module._parameters[name] = made
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
