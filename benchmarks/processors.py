@@ -1,0 +1,214 @@
+"""What does each kind of processor make of a model? Ours beside llama.cpp, each compiled for the same instructions.
+
+    python -m benchmarks.processors                                      LLaMA's shape of 1.1 B, AVX2, 4 and 8 bits
+    python -m benchmarks.processors --kernels avx2,native --bits 4
+    python -m benchmarks.processors --models FILE.gguf --batches 1,32    the same file on both sides
+    python -m benchmarks.processors --cells avx2:4:8 --seconds 100       one cell of them, what 100 seconds allow
+
+A process per cell (kernels:bits:batch) and side, one side right after the other, full cache, what `auto` picks. Of
+batches with more than 2,048 tokens of prompts, prompts are shorter. The same command goes on where it ended, so that a
+table can be made in pieces of --seconds. llama.cpp by its own llama-batched-bench, whose tokens are random; ours are of
+the demo's held-out text, or with --random-ids random as well. Of random weights 4 bits lie beside Q4_0, 8 beside Q8_0,
+16 beside BF16. On a processor that has more, the AVX2 tier is measured beside a llama.cpp built for x86-64-v3:
+scripts/peer_env.sh says how.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.records import ROOT, arguments, in_process, llama, provenance, run_all, spread
+from benchmarks.shared_cores import LLAMA_1B
+from h2o_flexgen.baselines.process import run_command
+from h2o_flexgen.baselines.settings import usable_threads
+from h2o_flexgen.baselines.store import Record
+from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.engine.requests.tokenizer import TextCodec
+from h2o_flexgen.folders import expanded
+from h2o_flexgen.kernels.native.tiers import SWITCH
+
+SHAPE = "llama-1.1b"
+OURS, PEER = "ours", "llama.cpp"
+TYPES = {4: "q4_0", 8: "q8_0", 16: "bf16"}
+"""What llama.cpp has of about as many bits."""
+BUILDS = {"native": "llamacpp", "avx2": "v3/llamacpp"}
+"""Below --peers: llama.cpp for the instructions of a tier."""
+DEMO = ROOT / "h2o_flexgen" / "data" / "demo"
+SCRATCH = ROOT / "results" / "local"
+_MOST = 2048  # tokens of a batch's prompts
+_CELLS = 256  # to which llama.cpp rounds the cells of a sequence
+_PASSIVE = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}  # spinning, its threads are erratic on few cores
+
+
+def run(point: Record) -> int:
+    """One side of a point, in this process or one of llama.cpp's; the record goes to stdout."""
+    print(json.dumps((ours if point["side"] == OURS else peer)(point)))
+    return 0
+
+
+def measure(point: Record) -> Record:
+    """A process for each side of a point, of the tier that it names: what the kernels are is settled when they are
+    imported."""
+    os.environ[SWITCH] = point["kernels"]
+    found = {side: in_process("processors", {**point, "side": side}) for side in point["sides"]}
+    both = {side: {key: record[key] for key in ("prefill_s", "decode_s")} for side, record in found.items()}
+    return {**found[point["sides"][0]], "found": both}
+
+
+def ours(point: Record) -> Record:
+    """Seconds of a batch, after a warm-up that does not count."""
+    model, bits = _model(point), point["bits"]
+    made: dict[str, Any] = {} if bits is None else {"weights": "dummy", "weight_bits": bits}
+    policy = {"gpu_batch_size": point["batch"], "num_gpu_batches": 1}
+    with Engine(str(model), policy=policy, **made) as engine:
+        prompts = _prompts(engine, point["batch"], point)
+        engine.generate([prompt[:8] for prompt in prompts], max_new_tokens=3, ignore_eos=True)
+        engine.generate(prompts, max_new_tokens=point["new"] + 1, ignore_eos=True)
+        record = engine.last_record
+    assert record is not None, "a run has just ended"
+    return {"prefill_s": record.prefill_s, "decode_s": record.decode_s}
+
+
+def _prompts(engine: Engine, batch: int, point: Record) -> list[list[int]]:
+    """As many stretches of ids as the batch has sequences: of random weights by the demo's tokenizer, whose ids they
+    know too."""
+    length, vocab = point["prompt"], engine.model.spec.vocab_size
+    if point["random_ids"]:
+        draw = random.Random(0)
+        return [[draw.randrange(4, vocab) for _ in range(length)] for _ in range(batch)]
+    codec = engine.model.codec or TextCodec.open(DEMO)
+    assert codec is not None, "the demo has a tokenizer"
+    ids = codec.encode_bare((DEMO / "heldout.txt").read_text(encoding="utf-8"))
+    apart = (len(ids) - length) // batch
+    return [ids[i * apart : i * apart + length] for i in range(batch)]
+
+
+def peer(point: Record) -> Record:
+    """The row of llama-batched-bench."""
+    threads, batch = str(usable_threads()), point["batch"]
+    cells = -(-(point["prompt"] + point["new"]) // _CELLS) * _CELLS * batch
+    program = Path(point["peers"]) / BUILDS[point["kernels"]] / "bin" / "llama-batched-bench"
+    values = {
+        "-m": _file(point),
+        "-c": cells,
+        "-npp": point["prompt"],
+        "-ntg": point["new"],
+        "-npl": batch,
+        "-t": threads,
+        "-tb": threads,
+        "--output-format": "jsonl",
+    }
+    command = [str(program), *(str(word) for pair in values.items() for word in pair)]
+    environment = {**os.environ, **_PASSIVE, "OMP_NUM_THREADS": threads}
+    said = run_command(command, cwd=ROOT, environment=environment).checked().output
+    (row,) = (json.loads(line) for line in said.splitlines() if line.startswith("{") and '"t_pp"' in line)
+    return {"prefill_s": row["t_pp"], "decode_s": row["t_tg"]}
+
+
+def _model(point: Record) -> Path:
+    """The folder or file of a point's model: LLaMA's shape is written down here."""
+    if point["bits"] is None:
+        return Path(expanded(point["model"]))
+    return llama(SCRATCH / "models" / point["model"], **LLAMA_1B)
+
+
+def _file(point: Record) -> Path:
+    """What llama.cpp reads: the same file, or one of random weights, made once."""
+    from h2o_flexgen.baselines.random_gguf import GgufShape, write_random  # gguf is not there everywhere
+
+    model = _model(point)
+    if point["bits"] is None:
+        return model
+    kind = TYPES[point["bits"]]
+    shape = GgufShape.from_config(json.loads((model / "config.json").read_text(encoding="utf-8")))
+    path = SCRATCH / f"random-{shape.fingerprint}-{kind}.gguf"
+    if not path.is_file():
+        write_random(path, shape, kind, 0)
+    return path
+
+
+def table(records: list[Record]) -> Iterator[str]:
+    """A row for each cell: medians of the rates, and of the ratios of runs side by side."""
+    columns = [f"{phase}, tokens/s | llama.cpp | ratio" for phase in ("prefill", "decode")]
+    yield f"| model, weights | kernels | batch, tokens | {' | '.join(columns)} | n |"
+    yield "|---|---|" + "---:|" * 8
+    cells: dict[str, list[Record]] = {}
+    for record in records:
+        cells.setdefault(record["point"], []).append(record)
+    for some in cells.values():
+        cell, shown = some[0], []
+        for phase, tokens in (("prefill_s", cell["prompt"]), ("decode_s", cell["new"])):
+            rates = {
+                side: [tokens * cell["batch"] / each["found"][side][phase] for each in some] for side in cell["sides"]
+            }
+            shown += [f"{median(rates[side]):.3g}" if side in rates else "" for side in (OURS, PEER)]
+            ratios = [our / other for our, other in zip(rates.get(OURS, []), rates.get(PEER, []), strict=False)]
+            shown.append(spread(ratios, ".2f"))
+        sizes = f"{cell['batch']}, {cell['prompt']} + {cell['new']}"
+        name = f"{cell['model_name']}, {cell['weights']} | {cell['kernels']}"
+        yield f"| {name} | {sizes} | {' | '.join(shown)} | {len(some)} |"
+    yield from ("", provenance(records).replace("random weights in bfloat16, ", ""))
+
+
+def points_of(args: Namespace) -> list[Record]:
+    """All cells that are asked for."""
+    found: list[Record] = []
+    for model in args.models.split(","):
+        name = Path(model).name.removesuffix(".gguf")
+        for kernels in args.kernels.split(","):
+            for bits in map(int, args.bits.split(",")) if model == SHAPE else [None]:
+                weights = f"{bits} bits" if bits else "as stored"
+                for batch in map(int, args.batches.split(",")):
+                    sizes = {"batch": batch, "prompt": min(args.prompt, max(1, _MOST // batch)), "new": args.new}
+                    what = {"model": model, "model_name": name, "bits": bits, "kernels": kernels, "weights": weights}
+                    cell = {"cell": f"{kernels}:{bits or name}:{batch}", "sides": args.sides.split(",")}
+                    more = {"random_ids": args.random_ids, "peers": args.peers}
+                    found.append(
+                        {**what, **sizes, **cell, **more, "point": f"{name}, {weights}, {kernels}, batch {batch}"}
+                    )
+    wanted = args.cells.split(",") if args.cells else [point["cell"] for point in found]
+    if unknown := set(wanted).difference(point["cell"] for point in found):
+        sys.exit(f"no cells {', '.join(sorted(unknown))} among {', '.join(point['cell'] for point in found)}")
+    return [point for point in found if point["cell"] in wanted]
+
+
+def main() -> int:
+    """Measures what is missing in the output folder, then writes the table of all that is there."""
+    parser = arguments(__doc__, "processors", 3, takes_points=True)
+    parser.add_argument("--models", default=SHAPE, help=f"GGUF files with commas between, or {SHAPE} (default)")
+    parser.add_argument("--bits", default="4,8", help="of random weights: 4, 8, 16")
+    parser.add_argument("--kernels", default="avx2", help=f"tiers, with commas between: {', '.join(BUILDS)}")
+    parser.add_argument("--batches", default="1,8,32,128", help="sequences, with commas between")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
+    parser.add_argument("--new", type=int, default=16, help="steps of decoding")
+    parser.add_argument("--random-ids", action="store_true", help="prompts of random ids instead of text")
+    parser.add_argument("--sides", default=f"{OURS},{PEER}", help="what to run")
+    parser.add_argument("--peers", default=str(ROOT / ".venv-peers"), help="folder of the peers' environments")
+    parser.add_argument(
+        "--cells", help="of all these only some: kernels:bits:batch (a file: its name for bits), commas"
+    )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which none is begun (default: all)")
+    args = parser.parse_args()
+    if args.run:
+        return run(args.run)
+    begun = time.monotonic()
+
+    def in_time(point: Record) -> Record:
+        if time.monotonic() - begun > args.seconds:
+            raise KeyboardInterrupt
+        return measure(point)
+
+    return run_all(args, points_of(args), in_time, "point", table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
