@@ -1,38 +1,142 @@
-"""A sequence's tokens alone and in blocks of several shapes, over some families, bits and policies, in float32."""
+"""A sequence's tokens alone and in blocks: families x dtypes x bits x policies x blocks, places and threads.
+
+What is promised of them is in docs/guarantees.md. The whole product would take days and say little more than its pairs
+and some of its triples. `--whole` takes each family with each dtype and bits, and each policy with each dtype and bits,
+in every block; else there is every pair of bits and a block, over which dtypes, families and policies take turns.
+scripts/guarantees.sh runs all of it with one thread and with two, on kernels of AVX2 and on the processor's best;
+test_matrix.py has every family and policy on every tier.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
-from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.engine import Engine
-from tests.tiny import prompts_of
+from h2o_flexgen.engine.requests.reader import Request
+from h2o_flexgen.engine.requests.sequence import RequestOutput
+from tests.policy_matrix import LATER, POLICIES, PolicyRow
+from tests.tiny import FAMILIES, prompts_of
 
-PROMPTS = prompts_of([5, 17, 9, 12], seed=8)
-SHAPES: list[dict[str, Any]] = [
-    {"gpu_batch_size": 4},
-    {"gpu_batch_size": 2, "num_gpu_batches": 2},
-    {"gpu_batch_size": 1, "num_gpu_batches": 3, "prefill_chunk": 16},
-]
-CASES: list[tuple[str, dict[str, Any], EvictionConfig]] = [
-    ("llama", {}, EvictionConfig()),
-    ("opt", {"weight_bits": 8}, EvictionConfig(name="h2o", budget=8)),
-    ("qwen2", {"weight_bits": 4, "weight_group": 32}, EvictionConfig(name="streaming", budget=9, sinks=2)),
-    ("mistral", {"cache_bits": 8}, EvictionConfig(name="h2o", budget=8)),
-    ("llama-gqa", {"cache_bits": 4}, EvictionConfig()),
-]
+LENGTHS = [5, 17, 9, 12]
+PROMPTS, OTHERS = prompts_of(LENGTHS, seed=8), prompts_of(LENGTHS, seed=9)
+NEW = 6
+DTYPES = ("float32", "bfloat16")
+BITS: dict[str, dict[str, Any]] = {
+    "16": {},
+    "weights 8": {"weight_bits": 8},
+    "weights 4": {"weight_bits": 4, "weight_group": 32},
+    "cache 8": {"cache_bits": 8},
+    "cache 4": {"cache_bits": 4},
+    "both 4": {"weight_bits": 4, "weight_group": 32, "cache_bits": 4},
+}
+DISK = {kind: {"disk": 1.0} for kind in ("weights", "cache", "hidden")}
+BLOCKS: dict[str, dict[str, Any]] = {
+    "one batch": {"policy": {"gpu_batch_size": 4}},
+    "two threads": {"policy": {"gpu_batch_size": 4}, "threads": 2},
+    "two batches on disk": {"policy": {"gpu_batch_size": 2, "num_gpu_batches": 2, **DISK}},
+    "parts of prompts": {"policy": {"gpu_batch_size": 1, "num_gpu_batches": 3, "prefill_chunk": 16}},
+}
+EVERY = (*POLICIES, *LATER)
 
 
-@pytest.mark.parametrize(("family", "bits", "eviction"), CASES, ids=[case[0] for case in CASES])
-def test_alone_and_in_any_block(family: str, bits: dict[str, Any], eviction: EvictionConfig, checkpoint: Any) -> None:
-    _, folder = checkpoint(family)
-    settings: dict[str, Any] = {"dtype": "float32", "eviction": eviction, **bits}
-    draws: dict[str, Any] = {"max_new_tokens": 5, "ignore_eos": True, "do_sample": True, "seed": 3}
-    with Engine(folder, policy={}, **settings) as llm:
-        # The place in the call seeds what is drawn: others stand before it, and have ended.
-        alone = [llm.generate([*[[5]] * n, prompt], **draws)[n].token_ids for n, prompt in enumerate(PROMPTS)]
-    for shape in SHAPES:
-        with Engine(folder, policy=shape, **settings) as llm:
-            assert [output.token_ids for output in llm.generate(PROMPTS, **draws)] == alone
+class Case(NamedTuple):
+    """One model, and how its numbers are kept and left out."""
+
+    family: str
+    dtype: str
+    bits: str
+    policy: PolicyRow
+
+    def __str__(self) -> str:
+        return f"{self.family}-{self.dtype}-{self.bits}-{self.policy.name}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of an engine. A budget that stays within what the model whose angles depend on the length was trained for."""
+        budget = 3 if self.family == "phi3-longrope-beyond" else 8
+        eviction = self.policy.eviction(**({} if self.policy.name == "full" else {"budget": budget}))
+        return {"dtype": self.dtype, "eviction": eviction, **BITS[self.bits]}
+
+
+def _turn(values: Any, number: int) -> Any:
+    """The `number`-th of all values, over and over again."""
+    return list(values)[number % len(values)]
+
+
+def _selection() -> list[tuple[Case, str]]:
+    """Every pair of bits and a block."""
+    pairs = list(product(BITS, BLOCKS))
+    turns = [(_turn(FAMILIES, 5 * i), _turn(DTYPES, i + i // 4), _turn(EVERY, i)) for i in range(len(pairs))]
+    return [(Case(f, d, bits, policy), block) for (f, d, policy), (bits, block) in zip(turns, pairs, strict=True)]
+
+
+def _whole() -> list[tuple[Case, str]]:
+    """Every triple of a family, a dtype and bits, and of a policy, a dtype and bits, each in every block."""
+    families = [Case(f, d, b, _turn(EVERY, i)) for i, (f, d, b) in enumerate(product(FAMILIES, DTYPES, BITS))]
+    policies = [Case(_turn(FAMILIES, i), d, b, p) for i, (p, d, b) in enumerate(product(EVERY, DTYPES, BITS))]
+    return list(product({str(case): case for case in (*families, *policies)}.values(), BLOCKS))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        cases = _whole() if metafunc.config.option.whole else _selection()
+        metafunc.parametrize(("case", "block"), cases, ids=str)
+
+
+def answers(llm: Engine, prompts: list[list[int]], places: Any, draws: bool) -> dict[int, RequestOutput]:
+    """Of these prompts, by their places; every second one is drawn, if any are."""
+    rows = []
+    for place in places:
+        drawn: dict[str, Any] = {"do_sample": True, "seed": 3} if draws and place % 2 else {}
+        params = SamplingParams(max_new_tokens=NEW, ignore_eos=True, logprobs=0, **drawn)
+        rows += llm.read(Request(prompts[place], params, place, place))
+    return {row.index: output for row, output in llm.run(rows)}
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Any, pytestconfig: pytest.Config) -> Iterator[Callable[[Case], list[RequestOutput]]]:
+    """`alone(case)`: what comes of each prompt by itself; held against what `--tokens FILE` has, or kept there."""
+    path = pytestconfig.option.tokens and Path(pytestconfig.option.tokens)
+    before = json.loads(path.read_text()) if path and path.exists() else {}
+
+    kept: dict[str, list[RequestOutput]] = {}
+
+    def make(case: Case) -> list[RequestOutput]:
+        if str(case) in kept:
+            return kept[str(case)]
+        with Engine(checkpoint(case.family)[1], policy={}, **case.settings) as llm:
+            found = [answers(llm, PROMPTS, [place], case.dtype == "float32")[place] for place in range(len(PROMPTS))]
+        if case.dtype == "float32":
+            tokens = [output.token_ids for output in found]
+            assert before.setdefault(str(case), tokens) == tokens, "with other threads or kernels it was other tokens"
+        kept[str(case)] = found
+        return found
+
+    yield make
+    if path:
+        path.write_text(json.dumps(before))
+
+
+def test_alone_and_in_any_block(case: Case, block: str, checkpoint: Any, alone: Any) -> None:
+    """The same tokens; in 16 bits, too, where no two are about as likely: none of these models has such."""
+    place, before = BLOCKS[block], torch.get_num_threads()
+    expected = alone(case)
+    torch.set_num_threads(place.get("threads", before))
+    try:
+        with Engine(checkpoint(case.family)[1], policy=place["policy"], **case.settings) as llm:
+            found = answers(llm, PROMPTS, range(len(PROMPTS)), case.dtype == "float32")
+            beside = answers(llm, [PROMPTS[0], *OTHERS[1:]], range(len(PROMPTS)), case.dtype == "float32")
+    finally:
+        torch.set_num_threads(before)
+    assert [found[i].token_ids for i in range(len(PROMPTS))] == [output.token_ids for output in expected]
+    assert beside[0].token_ids == expected[0].token_ids
+    if case.dtype == "bfloat16":
+        assert beside[0].logprobs == found[0].logprobs, "beside others of the same lengths it is the same to the bit"
