@@ -41,6 +41,8 @@ _CHANNEL = re.compile(
     r"(?=<\|end\|>|<\|return\|>|<\|start\|>|\Z)(?:<\|end\|>)?",
     re.DOTALL,
 )
+_HEADER = re.compile(r"(?:<\|(?:start|channel|constrain)\|>[^<]*)+\Z")
+"""Of a part that was cut before it said anything."""
 
 
 class Marks(NamedTuple):
@@ -176,8 +178,9 @@ def _channels(codec: TextCodec, text: str, ids: Sequence[int]) -> Parts:
 
 def shown_text(codec: TextCodec, marks: Marks, text: str) -> str:
     """What a reader sees of a text with special tokens spelt: of harmony what is said in its channels."""
-    if marks.harmony and (said := [found[2] for found in _CHANNEL.finditer(text) if " to=" not in found[0]]):
-        text = "\n".join(said)
+    if marks.harmony:
+        said = [found[2] for found in _CHANNEL.finditer(text) if " to=" not in found[0]]
+        text = "\n".join(said) if said else _HEADER.sub("", text)
     specials = map(str, getattr(codec.transformed, "all_special_tokens", ()))
     for special in specials:
         text = text.replace(special, "")

@@ -16,6 +16,7 @@ from h2o_flexgen.config.fold import Thinking
 from h2o_flexgen.jobs.reasoning import Marks, Parts, marks_of, parts_of, shown_text
 from tests.jobs.files import results, write
 from tests.programs import Ran, token, tokenizer, write_talker
+from tests.tiny import make_model, save
 
 THINKS = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
@@ -162,3 +163,44 @@ def test_thoughts_leave_neighbours_and_reruns_alone(thinker: Path) -> None:
         assert texts[2][6:10] == "</t>"
         assert texts[3] == texts[0] or settings.get("do_sample"), "it never began"
         assert texts[4].startswith("<t></t>.")
+
+
+SAYS = (
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}"
+    "<|message|>{{ m.content }}<|end|>{% endfor %}<|start|>assistant{# <|channel|>analysis #}"
+)
+CHANNELS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
+
+
+def test_channels_of_harmony_by_the_engine(tmp_path: Path, batch: Callable[..., Ran]) -> None:
+    """A form, and a limit of 5 tokens: the channel of analysis is opened and closed, that of the answer is opened."""
+    words = PreTrainedTokenizerFast(tokenizer_object=tokenizer(), chat_template=SAYS, eos_token="<|return|>")
+    words.add_special_tokens({"additional_special_tokens": list(CHANNELS)})
+    ends = words.convert_tokens_to_ids("<|return|>")
+    folder = save(make_model("gpt-oss", vocab_size=len(words), eos_token_id=ends), tmp_path / "gpt-oss")
+    words.save_pretrained(folder)
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}}
+    path = write(
+        tmp_path / "requests.jsonl",
+        line("form", max_reasoning_tokens=5, response_format=schema, max_tokens=60, logprobs=True),
+        line("none", max_reasoning_tokens=0, response_format=schema, max_tokens=60),
+        *(line(f"cut {most}", response_format=schema, max_tokens=most) for most in (9, 12)),
+        line("cut 30", response_format=schema, max_tokens=30, max_reasoning_tokens=2),
+    )
+    ran = batch("-i", path, "-o", tmp_path / "out.jsonl", "--model", folder, "--quiet", "--dtype", "float32")
+    assert ran.code == 0, ran.err
+    bodies = {name: each["response"]["body"] for name, each in results(tmp_path / "out.jsonl").items()}
+    found = {name: body["choices"][0] for name, body in bodies.items()}
+    told = [each["token"] for each in found["form"]["logprobs"]["content"]]  # special ones read as nothing
+    opened, thought = ["", *"analysis", ""], "".join(told[10:15])
+    assert told[:10] == opened
+    assert told[15:32] == ["", "", *"assistant", "", *"final"]
+    for name, reasoning in (("form", thought), ("none", "")):
+        message = found[name]["message"]
+        assert (found[name]["finish_reason"], message["reasoning"]) == ("stop", reasoning.strip())
+        assert json.loads(message["content"]) in ("yes", "no")
+        counted = bodies[name]["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        assert counted == len(opened) + (5 if reasoning else 0) + 1
+    for name, reasoning in (("cut 9", None), ("cut 12", told[10] + told[11]), ("cut 30", told[10] + told[11])):
+        message = found[name]["message"]
+        assert (message["content"], message.get("reasoning")) == (None, reasoning and reasoning.strip()), name

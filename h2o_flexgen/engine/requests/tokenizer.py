@@ -378,7 +378,10 @@ def _from_transformers(folder: Path) -> Any:
 
 
 def _closing(tokenizer: Any, encode: Callable[[str], list[int]]) -> int | None:
-    """The special token that follows an answer in what the chat template makes of it, None where there is none."""
+    """The special token that follows an answer in what the chat template makes of it, None where there is none.
+
+    Harmony's <|end|> is none, wherever a template has it: it ends one part of a turn, such as the reasoning.
+    """
     talk = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": _ANSWER}]
     try:
         text = str(tokenizer.apply_chat_template(talk, tokenize=False))
@@ -387,7 +390,11 @@ def _closing(tokenizer: Any, encode: Callable[[str], list[int]]) -> int | None:
     _, found, rest = text.rpartition(_ANSWER)
     ids = encode(rest.lstrip()) if found else []
     starts = (tokenizer.bos_token_id, tokenizer.unk_token_id)
-    return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder and ids[0] not in starts else None
+    added = tokenizer.added_tokens_decoder
+    if not ids or ids[0] not in added or ids[0] in starts:
+        return None
+    parts = str(added[ids[0]]) == "<|end|>" and "<|return|>" in map(str, added.values())
+    return None if parts else ids[0]
 
 
 def text_of(codec: TextCodec | None, row: Sequence) -> str | None:
