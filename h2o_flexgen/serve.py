@@ -19,7 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with exit_on_errors() as outcome:
         arguments = parse_serve(argv)
         require_libraries()
-        look_up_model(arguments.jobs.engine)
+        for jobs in arguments.models.values():
+            look_up_model(jobs.engine)
         with leaving_at_once():  # torch takes seconds to import
             from h2o_flexgen.cli.serve.service import run_service
         outcome.stopped = 0  # who serves until told to stop, and stops, has done what was asked

@@ -15,6 +15,7 @@ import numpy as np
 
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine.limits.plan import Plan
+from h2o_flexgen.errors import PlanError
 from h2o_flexgen.jobs.job import Job, bounded, opened
 from h2o_flexgen.jobs.requests import Refused, RequestFormat
 from h2o_flexgen.jobs.source import Record, Source
@@ -347,6 +348,31 @@ class Outlook:
         return said
 
 
+def expected(
+    llm: LLM,
+    source: Source,
+    form: RequestFormat,
+    requests: int,
+    state: bytearray,
+    at_risk: float | None,
+    sample: int,
+) -> Outlook:
+    """What is known of a job before it goes on, of which `state` has what is done: nothing without a sample."""
+    left = requests - (len(state) - state.count(0))
+    nothing = Outlook(Forecast(left, 1), None, None)
+    if not sample or not left:
+        return nothing
+    try:
+        found = outlook(llm, source, form, requests, at_risk, sample)
+    except PlanError:  # not all fit together: those that do not are refused one by one
+        return nothing
+    pace = found.forecast.pace and replace(found.forecast.pace, first=0.0)  # the weights are loaded by now
+    forecast = replace(found.forecast, requests=left, pace=pace)
+    forecast.rows = {line: rows for line, rows in forecast.rows.items() if not state[line]}
+    forecast.told(0.0)
+    return replace(found, forecast=forecast)
+
+
 def outlook(
     llm: LLM, source: Source, form: RequestFormat, requests: int, at_risk: float | None, sample: int
 ) -> Outlook:
@@ -387,8 +413,13 @@ def _run_sample(llm: LLM, form: RequestFormat, forecast: Forecast, records: list
     """Has `records` answered, for the lengths of the answers and the pace. Bytes that moved, a second."""
     part = Forecast(len(records), forecast.slots)
     kept = _Kept(records, bytearray(max(record.line for record in records) + 1))
-    shown, llm.on_progress = llm.on_progress, part.meter
-    started = time.monotonic()
+    shown = llm.on_progress
+
+    def meter(what: str, done: int, total: int) -> None:
+        shown(what, done, total)
+        part.meter(what, done, total)
+
+    llm.on_progress, started = meter, time.monotonic()
     try:
         Job(llm, kept, form, kept, len(records), forecast=part).run()
     finally:

@@ -3,7 +3,7 @@ runs no script, and asks for itself again every few seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from h2o_flexgen.pages.page import ASSETS, _hash
@@ -39,9 +39,12 @@ class JobsPage(NamedTuple):
 
 
 def jobs_page(
-    model: str, batches: Sequence[Mapping[str, Any]], files: Mapping[str, Mapping[str, Any]]
+    models: Sequence[str],
+    batches: Sequence[Mapping[str, Any]],
+    left: Callable[[Mapping[str, Any]], str],
+    files: Mapping[str, Mapping[str, Any]],
 ) -> JobsPage:
-    """The newest batches of a service for `model`."""
+    """The newest batches of a service for `models`. `left`: how long a batch still takes, in words."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -49,27 +52,28 @@ def jobs_page(
     )
     newest = sorted(batches, key=lambda batch: int(batch["_number"]), reverse=True)[:_SHOWN]
     html = environment.get_template("jobs.html").render(
-        model=model,
+        models=models,
         style=jinja2.utils.markupsafe.Markup(_STYLE),
-        rows=[_row(batch, files) for batch in newest],
+        rows=[_row(batch, left(batch), files) for batch in newest],
         left_out=len(batches) - len(newest),
         every=RELOADED_EVERY,
     )
     return JobsPage(html, f"default-src 'none'; style-src {_hash(_STYLE)}; base-uri 'none'; frame-ancestors 'none'")
 
 
-def _row(batch: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _row(batch: Mapping[str, Any], left: str, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     counts = batch["request_counts"]
     names = [(word, batch[f"{word}_file_id"]) for word in ("output", "error")]
     errors = (batch["errors"] or {"data": []})["data"]
     return {
         "id": batch["id"],
+        "model": batch["model"],
         "file": files[batch["input_file_id"]]["filename"] if batch["input_file_id"] in files else "deleted",
         "status": batch["status"].replace("_", " "),
         "done": counts["completed"] + counts["failed"],
         "total": counts["total"],
         "failed": counts["failed"],
-        "left": batch.get("_left", "") if batch["status"] == "in_progress" else "",
+        "left": left,
         "results": [(word, name) for word, name in names if name in files],
         "errors": [error["message"] for error in errors[:3]],
     }

@@ -6,16 +6,20 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from h2o_flexgen import LLM
 from h2o_flexgen.batch import main as batch
+from h2o_flexgen.cli.serve.desk import Desk, Entry
 from tests.jobs.files import request, results, timeless, write
-from tests.programs import Child
+from tests.programs import Child, write_talker
 from tests.seeds import moved
 from tests.serve.conftest import KEY, Serve, Service, finished, until_asked
 
@@ -23,12 +27,12 @@ DOCUMENT = Path(__file__).parents[2] / "docs/serve.md"
 CHAT = "/v1/chat/completions"
 
 
-def requests(folder: Path, count: int) -> Path:
+def requests(folder: Path, count: int, lengths: Sequence[int]) -> Path:
     """Mixed ones: completions and conversations, greedy, drawn, stopped, of several samples, faulty."""
     source, lines = random.Random(moved(5)), []
     for number in range(count):
         text = "".join(source.choices("abc defg.", k=source.randrange(1, 40)))
-        body: dict[str, Any] = {"max_tokens": source.choice([2, 20, 60])}
+        body: dict[str, Any] = {"max_tokens": source.choice(lengths)}
         body |= source.choice([{"temperature": 0}, {}, {"seed": 3}, {"n": 2}, {"stop": ["a", "b"]}, {"promt": "x"}])
         chat = number % 3 == 1
         body |= {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
@@ -56,10 +60,14 @@ def got(client: openai.OpenAI, folder: Path, ended: Any) -> tuple[dict[Any, Any]
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("count", [80, pytest.param(1000, marks=pytest.mark.slow)])
-def test_the_life_of_a_batch(tmp_path: Path, talker: Path, serve: Serve, count: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "rows", "lengths"), [(80, 4, (2, 20, 60)), pytest.param(1000, 16, (2, 9, 16), marks=pytest.mark.slow)]
+)
+def test_the_life_of_a_batch(
+    tmp_path: Path, talker: Path, serve: Serve, count: int, rows: int, lengths: tuple[int, ...]
+) -> None:
     """Uploaded, made, killed in the middle, gone on with, listed, read, deleted; nothing is lost or there twice."""
-    file, flags = requests(tmp_path, count), ("--hh-ratio", 0.5, "--gpu-batch-size", 4)
+    file, flags = requests(tmp_path, count, lengths), ("--hh-ratio", 0.5, "--gpu-batch-size", rows)
     with serve(*flags) as service:
         client = service.client
         uploaded = client.files.create(file=file.open("rb"), purpose="batch")
@@ -156,10 +164,7 @@ def test_batches_that_are_cancelled_or_expire(tmp_path: Path, serve: Serve) -> N
 
 def check(client: openai.OpenAI, ended: Any, code: str) -> None:
     """Every line once: an answer, or why there is none."""
-    answers, errors = (
-        [json.loads(line) for line in client.files.content(name).text.splitlines()] if name else []
-        for name in (ended.output_file_id, ended.error_file_id)
-    )
+    answers, errors = (lines_of(client, name) if name else [] for name in (ended.output_file_id, ended.error_file_id))
     assert len(answers) == ended.request_counts.completed
     assert {each["custom_id"] for each in (*answers, *errors)} == {f"r{i}" for i in range(400)}
     assert len(answers) + len(errors) == ended.request_counts.total == 400
@@ -199,8 +204,6 @@ def test_two_batches_and_conversations_at_once(tmp_path: Path, serve: Serve) -> 
         assert pieces[-2].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
-
-
 def test_a_conversation_joins_a_batch_that_runs(tmp_path: Path, serve: Serve) -> None:
     """It is answered long before the batch is done, as it is by itself; and so is one that fits in no block of it."""
     lines = [request(f"r{i}", {"prompt": "abc", "max_tokens": 20 + i % 9, "ignore_eos": True}) for i in range(1000)]
@@ -222,3 +225,81 @@ def test_a_conversation_joins_a_batch_that_runs(tmp_path: Path, serve: Serve) ->
         counts = client.batches.retrieve(made.id).request_counts
         assert counts.completed < 900
         assert counts.failed == 0
+
+
+def test_batches_of_the_model_that_is_loaded_come_first(tmp_path: Path) -> None:
+    """A file's model is what its first lines name; half of its time having gone by, a batch is as all others."""
+    desk = Desk(tmp_path / "data", {"one": "one", "/models/one": "one", "two": "two"})
+
+    def made(*lines: str) -> Entry:
+        part = write(desk.new_upload(), *lines)
+        given = {"input_file_id": desk.add_file(part, "a", "batch")["id"], "completion_window": "1h"}
+        return desk.batch(desk.create_batch({**given, "endpoint": CHAT})["id"])
+
+    two, unnamed, named = made("x", request("r", {"model": "two"})), made("{}"), made(request("r", {"model": "three"}))
+    typed = made(request("r", {"model": "/models/one"}))
+    assert [each["model"] for each in (two, unnamed, named, typed)] == ["two", "one", "one", "one"]
+    assert desk.next_batch() is desk.next_batch("two") is desk.next_batch("") is two
+    assert desk.next_batch("one") is unnamed
+    two["created_at"] -= 4000
+    assert desk.next_batch("one") is two
+    desk.hold(two, "why")
+    for each in (unnamed, named, typed):
+        assert desk.next_batch("two") is each
+        desk.update(each, status="completed")
+    assert desk.next_batch("two") is None
+    desk.close()
+
+
+def test_two_models(tmp_path: Path, talker: Path, serve: Serve) -> None:
+    """Each answers what names it, as it does by itself, and says how long it took; one that is gone keeps nobody from
+    the other."""
+    other = write_talker(tmp_path / "other", num_hidden_layers=2)
+    said: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9, "temperature": 0}
+    lines = {
+        name: [request(f"r{i}", {**said, "model": name, "max_tokens": i}, url=CHAT) for i in range(1, 10)]
+        for name in ("model", "other")
+    }
+    lines["other"].append(request("r", {**said, "model": "model"}, url=CHAT))
+    files = {name: write(tmp_path / f"{name}.jsonl", *each) for name, each in lines.items()}
+    with serve("--more-models", other, "--queue", "model", "--sample", 4) as service:
+        client, texts = service.client, dict[str, list[str]]()
+        assert [each.id for each in client.models.list()] == ["model", "other"]
+        uploaded = {name: client.files.create(file=file.open("rb"), purpose="batch") for name, file in files.items()}
+
+        def make(name: str) -> Any:
+            given: Any = {"endpoint": CHAT, "completion_window": "24h"}
+            return client.batches.create(input_file_id=uploaded[name].id, **given)
+
+        made = {name: make(name) for name in ("other", "model")}
+        for name, each in made.items():
+            chat = client.chat.completions.create(**{**said, "model": name})
+            ended = finished(client, each.id)
+            assert (ended.status, ended.model, ended.request_counts.completed) == ("completed", name, 9)
+            assert ended.forecast["expected"]["requests"] == len(lines[name])
+            assert ended.forecast["first"]["low"] <= ended.forecast["first"]["high"]
+            assert ended.forecast["measured"] > 0
+            answers = sorted(lines_of(client, ended.output_file_id), key=lambda answer: answer["custom_id"])
+            texts[name] = [each["response"]["body"]["choices"][0]["message"]["content"] for each in answers]
+            assert texts[name][-1] == chat.choices[0].message.content
+        (error,) = lines_of(client, client.batches.retrieve(made["other"].id).error_file_id)
+        assert error["error"]["code"] == "model_not_found"
+        assert texts["model"] != texts["other"]
+        with LLM(str(other), dtype="float32") as llm:
+            assert llm.chat([said["messages"]], max_new_tokens=9)[0].text == texts["other"][-1]
+        client.chat.completions.create(**{**said, "model": str(talker)})
+        shutil.rmtree(other)
+        waits = make("other")
+        until_asked(lambda: client.batches.retrieve(waits.id).errors)
+        assert "its model cannot be used" in client.batches.retrieve(waits.id).errors.data[0].message
+        with pytest.raises(openai.InternalServerError) as raised:
+            client.chat.completions.create(**{**said, "model": "other"})
+        assert raised.value.status_code == 503
+        assert finished(client, make("model").id).status == "completed"
+    with serve() as service:
+        until_asked(lambda: "service of other" in service.client.batches.retrieve(waits.id).errors.data[0].message)
+        assert service.client.batches.cancel(waits.id).status in ("cancelling", "cancelled")
+
+
+def lines_of(client: openai.OpenAI, name: Any) -> list[Any]:
+    return [json.loads(line) for line in client.files.content(name).text.splitlines()]

@@ -31,7 +31,7 @@ from h2o_flexgen.engine.limits.devices import cpu_limit
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.model import Model
 from h2o_flexgen.errors import H2OFlexGenError, UsageError
-from h2o_flexgen.jobs.forecast import Forecast, outlook, outlook_text, seconds_text
+from h2o_flexgen.jobs.forecast import Forecast, expected, outlook, outlook_text, seconds_text
 from h2o_flexgen.jobs.job import Job, Summary, bounded, under_way
 from h2o_flexgen.jobs.journal import FAILED, JobResults
 from h2o_flexgen.jobs.openai import OpenAIFormat
@@ -68,7 +68,10 @@ def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
             _require_faultless(Job(llm, source, form, results, scan.requests))
         _begin(arguments, results, identity, scan)
         form = request_format(arguments, llm.model, source.format, scan.doubled, results.header or {})
-        forecast = _forecast(arguments, llm, source, form, scan, results)
+        sample = arguments.sample if arguments.ray is None else 0
+        forecast = expected(llm, source, form, scan.requests, results.state, arguments.at_risk, sample).forecast
+        if forecast.first is not None and not arguments.quiet:
+            print_error(f"expected: {seconds_text(forecast.first)}")
         progress = JobProgress(arguments.quiet, scan.requests, forecast.meter, forecast.left_text)
         stack.callback(progress.close)
         job = _job(arguments, llm, source, scan, results, progress, form, forecast)
@@ -102,22 +105,6 @@ def _plan_only(arguments: BatchArguments) -> int:
         write_result(outlook_text(found))
     write_json(json.dumps({"plan": {**found, "sample": arguments.sample}}), arguments.json)
     return 0
-
-
-def _forecast(
-    arguments: BatchArguments, llm: LLM, source: Source, form: RequestFormat, scan: Scan, results: JobResults
-) -> Forecast:
-    """What is known of a job's time before it runs: nothing, unless a sample was asked for."""
-    left = scan.requests - (len(results.state) - results.state.count(0))
-    if not arguments.sample or arguments.ray is not None or not left:
-        return Forecast(left, 1)
-    found = outlook(llm, source, form, scan.requests, arguments.at_risk, arguments.sample)
-    pace = found.forecast.pace and replace(found.forecast.pace, first=0.0)  # the weights are loaded by now
-    forecast = replace(found.forecast, requests=left, pace=pace)
-    forecast.rows = {line: rows for line, rows in forecast.rows.items() if not results.state[line]}
-    if (told := forecast.told(0.0)) is not None and not arguments.quiet:
-        print_error(f"expected: {seconds_text(told)}")
-    return forecast
 
 
 def _require_other_files(arguments: BatchArguments) -> None:
@@ -242,7 +229,8 @@ def _report(
         done = summary.ok + summary.failed
         rate = f", {summary.generated_tokens / summary.seconds:,.0f} new tokens/s" if summary.seconds else ""
         before = f", {summary.before:,} before" if summary.before else ""
-        write_result(f"{done:,} requests in {summary.seconds:,.1f} s{rate}{before}\n")
+        told = "" if forecast.first is None else f", expected at first {seconds_text(forecast.first)}"
+        write_result(f"{done:,} requests in {summary.seconds:,.1f} s{told}{rate}{before}\n")
         if stored.prompts:
             write_result(f"prefixes: {stored.found:,} of {stored.tokens:,} prompt tokens were found in the store\n")
     if summary.first_failure is not None:

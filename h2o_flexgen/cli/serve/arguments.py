@@ -8,7 +8,8 @@ import ipaddress
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from h2o_flexgen.cli.arguments import add_engine
@@ -25,22 +26,40 @@ MOST_BYTES = "8GiB"
 
 @dataclass(frozen=True)
 class ServeArguments:
-    """All of a command line, checked. `jobs`: what a batch is run with, but for its files; `max_file`: bytes that an
-    uploaded file may have."""
+    """All of a command line, checked. `jobs`: what a batch is run with, but for its files, and `more_models` are run
+    with, too; `by_model`: batches of the model that is loaded go first; `max_file`: bytes that an uploaded file may
+    have."""
 
     jobs: BatchArguments
+    more_models: tuple[str, ...]
+    by_model: bool
     host: str
     port: int
     data_dir: Path
     api_key: str | None = field(repr=False)
     max_file: int
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What requests may call the model by: first its last path component, then as typed."""
-        typed = self.jobs.engine.model
-        last = typed.rstrip("/").rpartition("/")[2] or typed
-        return tuple(dict.fromkeys((last, typed, *self.jobs.served_model_name)))
+    @cached_property
+    def models(self) -> dict[str, BatchArguments]:
+        """What batches of each model are run with, by its id, the last component of its path. UsageError where two have
+        one id."""
+        found = dict[str, BatchArguments]()
+        for typed in (self.jobs.engine.model, *self.more_models):
+            engine = replace(self.jobs.engine, model=typed, revision=None)
+            jobs = replace(self.jobs, engine=engine, served_model_name=()) if found else self.jobs
+            if found.setdefault(_id_of(typed), jobs) is not jobs:
+                raise _one_name(_id_of(typed))
+        return found
+
+    @cached_property
+    def called(self) -> dict[str, str]:
+        """The ids of models by all that requests may call them, the ids first. UsageError where two have one name."""
+        names = {name: name for name in self.models}
+        for name, jobs in self.models.items():
+            for other in (jobs.engine.model, *jobs.served_model_name):
+                if names.setdefault(other, name) != name:
+                    raise _one_name(other)
+        return names
 
 
 def parse_serve(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> ServeArguments:
@@ -58,6 +77,8 @@ def parse_serve(argv: Sequence[str] | None = None, environ: Mapping[str, str] = 
             )
         return ServeArguments(
             jobs=job_arguments(args, misspelt(parser, environ)),
+            more_models=tuple(args.more_models),
+            by_model=args.queue == "model",
             host=args.host,
             port=args.port,
             data_dir=expanded(args.data_dir),
@@ -75,6 +96,14 @@ def require_libraries() -> None:
 
 
 _KEY = "H2O_FLEXGEN_API_KEY"
+
+
+def _id_of(typed: str) -> str:
+    return typed.rstrip("/").rpartition("/")[2] or typed
+
+
+def _one_name(name: str) -> UsageError:
+    return UsageError(f"two models are called {name}", "needed a name for each", "see --more-models")
 
 
 def _is_loopback(host: str) -> bool:
@@ -117,6 +146,23 @@ def _serve_parser() -> Parser:
     )
     work.add_argument(
         "--served-model-name", nargs="+", default=(), metavar="NAME", help="requests may call the model by these, too"
+    )
+    work.add_argument(
+        "--more-models",
+        nargs="+",
+        default=(),
+        metavar="MODEL",
+        help="batches and requests may name these, too; one is loaded at a time, when its turn comes",
+    )
+    work.add_argument(
+        "--queue",
+        choices=("arrival", "model"),
+        default="arrival",
+        help="batches run in the order in which they came, or first those of the model that is loaded (default: "
+        "arrival)",
+    )
+    work.add_argument(
+        "--sample", type=int, default=0, metavar="N", help="of each batch N requests first, as for batch (default: 0)"
     )
     work.add_argument("--at-risk", type=float, metavar="SHARE", help="as for batch")
     work.add_argument("--quiet", "-q", action="store_true", help="no notes on stderr")

@@ -20,18 +20,22 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.errors import LockedError, StorageError, UsageError
 from h2o_flexgen.jobs.files import FileSystem, storage_failure
 from h2o_flexgen.jobs.openai import CHAT, COMPLETIONS
+from h2o_flexgen.jobs.source import BadLine, Source, load_json
 
 ENDPOINTS = (CHAT, COMPLETIONS)
 OUTPUT, ERRORS = "output.jsonl", "errors.jsonl"
 """The results of a batch in progress, in its folder."""
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 UPLOADING = ".upload-"
+LOOKED_AT = 20
+"""Lines of a file, from which it is told what it is."""
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _MOST_PAIRS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
 _LONGEST_WAIT = 366 * 86400
@@ -56,14 +60,15 @@ class Desk:
     """Files and batches of one folder. All methods may be called by any thread; what they give is not to be changed.
 
     `changed` is told of everything that the engine's thread may wait for, and `news` is true then until that thread
-    has looked. LockedError where another process has the folder, StorageError where it cannot be used.
+    has looked. `called`: ids of models by their names; a batch that names none is for the first. LockedError where
+    another process has the folder, StorageError where it cannot be used.
     """
 
-    def __init__(self, folder: Path, model: str) -> None:
+    def __init__(self, folder: Path, called: Mapping[str, str]) -> None:
         self.changed, self.news = threading.Condition(threading.RLock()), False
         self.files: dict[str, Entry] = {}
         self.batches: dict[str, Entry] = {}
-        self._folder, self._model, self._disk = folder, model, FileSystem()
+        self._folder, self._called, self._disk = folder, called, FileSystem()
         self._held: dict[str, float] = {}
         self._saved: dict[str, float] = {}
         try:
@@ -154,7 +159,7 @@ class Desk:
                 "id": f"batch_{secrets.token_hex(16)}",
                 "object": "batch",
                 "endpoint": body["endpoint"],
-                "model": self._model,
+                "model": self._model_of(self.file_folder / given),
                 "errors": None,
                 "input_file_id": given,
                 "completion_window": body["completion_window"],
@@ -167,6 +172,7 @@ class Desk:
                 **dict.fromkeys(f"{word}_at" for word in ("expired", "cancelling", "cancelled")),
                 "request_counts": {"total": 0, "completed": 0, "failed": 0},
                 "metadata": metadata,
+                "forecast": None,
                 "_number": self._number(),
                 "_lives_s": lives_s,
                 "_files": {name: f"file-{secrets.token_hex(16)}" for name in (OUTPUT, ERRORS)},
@@ -206,13 +212,19 @@ class Desk:
 
     # What the engine's thread does with batches
 
-    def next_batch(self) -> Entry | None:
-        """The one that came first of those that can be gone on with."""
+    def next_batch(self, model: str | None = None) -> Entry | None:
+        """The one that came first of those that can be gone on with, of this `model` if there are any. Half of its time
+        having gone by, a batch of another one waits no longer than those that came later."""
         with self.changed:
-            now = time.monotonic()
+            now, date = time.monotonic(), time.time()
             open_ones = [batch for batch in self.batches.values() if batch["status"] in UNFINISHED]
             ready = [batch for batch in open_ones if self._held.get(batch["id"], 0.0) <= now]
-            return min(ready, key=lambda batch: int(batch["_number"]), default=None)
+
+            def turn(batch: Entry) -> tuple[bool, int]:
+                late = 2 * date > batch["created_at"] + batch["expires_at"]
+                return model not in (None, batch["model"]) and not late, int(batch["_number"])
+
+            return min(ready, key=turn, default=None)
 
     def update(self, batch: Entry, **changes: Any) -> Entry:
         """Changes a batch, on the disk too."""
@@ -301,6 +313,17 @@ class Desk:
     def _user_of(self, name: str) -> str | None:
         users = (b["id"] for b in self.batches.values() if b["input_file_id"] == name and b["status"] in UNFINISHED)
         return next(users, None)
+
+    def _model_of(self, path: Path) -> str:
+        """The id of the model that the first line with a known one names; lines that name others are refused."""
+        for record in islice(Source(path, "openai").records(), LOOKED_AT):
+            with suppress(BadLine):
+                line = load_json(record.data)
+                body = line.get("body") if isinstance(line, dict) else None
+                name = body.get("model") if isinstance(body, dict) else None
+                if isinstance(name, str) and name in self._called:
+                    return self._called[name]
+        return next(iter(self._called.values()))
 
     def _number(self) -> int:
         every = (*self.files.values(), *self.batches.values())

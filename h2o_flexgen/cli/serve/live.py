@@ -64,11 +64,14 @@ class LiveRequest:
 
 class LiveRequests:
     """Those that are not finished. `put` is called by any thread, all else by the engine's. `wake`: called once there
-    is something to read."""
+    is something to read; `called`: ids of models by their names, of which the first is usual."""
 
-    def __init__(self, engine: AnsweringEngine, codec: TextCodec | None, form: OpenAIFormat) -> None:
-        self._engine, self._codec, self._form = engine, codec, form
+    def __init__(self, called: Mapping[str, str]) -> None:
+        self._called, self._loaded = called, ""
+        self._engine: AnsweringEngine
+        self._form: OpenAIFormat
         self._new: deque[LiveRequest] = deque()
+        self._elsewhere: list[LiveRequest] = []
         self._lock, self._count, self._lines = threading.Lock(), 0, 0
         self._rows: deque[tuple[Row, LiveRequest]] = deque()
         self._running: dict[int, tuple[Row, LiveRequest]] = {}
@@ -82,6 +85,25 @@ class LiveRequests:
             self._count += 1
             self._new.append(request)
         self.wake()
+
+    def use(self, model: str, engine: AnsweringEngine, form: OpenAIFormat) -> None:
+        """From now on this model answers, and those that waited for it do no longer."""
+        self._loaded, self._engine, self._form = model, engine, form
+        self._new.extendleft(reversed(self._elsewhere))
+        self._elsewhere = []
+
+    def wanted(self) -> str | None:
+        """The model that the first of those waits for which the loaded one does not answer."""
+        while self._elsewhere and self._elsewhere[0].gone:
+            self._end(self._elsewhere.pop(0))
+        return self._model_of(self._elsewhere[0]) if self._elsewhere else None
+
+    def lost(self, model: str, message: str) -> None:
+        """Those that wait for a model that cannot be loaded are answered by an error."""
+        for request in [each for each in self._elsewhere if self._model_of(each) == model]:
+            self._elsewhere.remove(request)
+            self._number(request)
+            self._refuse(request, Refused(message, "model_not_loaded", status=503, param="model"))
 
     @property
     def waiting(self) -> bool:
@@ -99,6 +121,8 @@ class LiveRequests:
             request = self._new.popleft()
             if request.gone:
                 self._end(request)
+            elif self._model_of(request) != self._loaded:
+                self._elsewhere.append(request)
             else:
                 self._read(request)
 
@@ -145,7 +169,15 @@ class LiveRequests:
         self._running = {i: entry for i, entry in self._running.items() if id(entry[1]) not in failing}
         self._rows = deque(entry for entry in self._rows if id(entry[1]) not in failing)
 
-    def _read(self, request: LiveRequest) -> None:
+    def _model_of(self, request: LiveRequest) -> str:
+        """The id of the model that is asked; of one that is not known, who refuses that: the loaded one."""
+        name = request.body.get("model")
+        if name is None:
+            return next(iter(self._called.values()))
+        return self._called.get(name, self._loaded) if isinstance(name, str) else self._loaded
+
+    def _number(self, request: LiveRequest) -> None:
+        """It is a line of a file without end, for the model that is loaded."""
         self._lines = (self._lines + 1) % _LINES
         body = {name: value for name, value in request.body.items() if name not in ("stream", "stream_options")}
         line = {"custom_id": "live", "method": "POST", "url": request.url, "body": body}
@@ -153,6 +185,10 @@ class LiveRequests:
         request.form = replace(
             self._form, created=int(time.time()), job=secrets.token_hex(16), seed=secrets.randbits(48)
         )
+
+    def _read(self, request: LiveRequest) -> None:
+        self._number(request)
+        assert request.form is not None, "it has just got one"
         try:
             request.open = opened(self._engine, request.form, request.record)
         except Refused as why:
@@ -165,7 +201,7 @@ class LiveRequests:
         rows = [(place, row) for place, each in enumerate(request.open.rows) for row in each]
         for place, row in rows:
             row.hooks = Hooks(row.given_ids)
-            row.hooks.on_token = _Listener(self._codec, request, row, place)
+            row.hooks.on_token = _Listener(self._form.codec, request, row, place)
             self._rows.append((row, request))
         if not rows:
             self._answer(request)

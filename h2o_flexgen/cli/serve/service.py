@@ -26,22 +26,20 @@ from h2o_flexgen.cli.generate import engine_settings
 from h2o_flexgen.cli.planning import let_calibrate
 from h2o_flexgen.cli.program import print_error, stop_if_told
 from h2o_flexgen.cli.serve.arguments import ServeArguments
-from h2o_flexgen.cli.serve.desk import ERRORS, OUTPUT, Desk, Entry, error_list, named_file
+from h2o_flexgen.cli.serve.desk import ERRORS, LOOKED_AT, OUTPUT, Desk, Entry, error_list, named_file
 from h2o_flexgen.cli.serve.live import LiveRequests
 from h2o_flexgen.cli.serve.web import make_app
 from h2o_flexgen.errors import H2OFlexGenError, LockedError, ModelError, PlanError, StorageError, UsageError
-from h2o_flexgen.jobs.forecast import Forecast, Meter
+from h2o_flexgen.jobs.forecast import Meter, expected
 from h2o_flexgen.jobs.job import Job, Summary, bounded
 from h2o_flexgen.jobs.journal import FAILED, OK, JobResults
 from h2o_flexgen.jobs.openai import OpenAIFormat
 from h2o_flexgen.jobs.requests import line_of
-from h2o_flexgen.jobs.source import BadLine, Record, Source, load_json
+from h2o_flexgen.jobs.source import BadLine, Record, Scan, Source, load_json
 from h2o_flexgen.planning.llm import LLM
 
 _AGAIN_AFTER = 30.0
 """Seconds after which a batch that the disk failed is tried again."""
-_LOOKED_AT = 20
-"""Lines of a file, of which one must be a JSON object."""
 _LOOK_EVERY = 1.0
 _TOLD_EVERY = 2.0
 
@@ -52,15 +50,15 @@ def run_service(arguments: ServeArguments) -> None:
         print_error(f"note: {note}")
     with ExitStack() as stack:
         listening = stack.enter_context(_listening(arguments))
-        desk = Desk(arguments.data_dir, arguments.names[0])
+        desk = Desk(arguments.data_dir, arguments.called)
         stack.callback(desk.close)
-        llm = stack.enter_context(LLM(**engine_settings(arguments.jobs.engine), hardware=arguments.jobs.hardware))
-        worker = Worker(arguments.jobs, llm, desk)
+        worker = Worker(arguments, desk)
+        stack.callback(worker.close)
         app = make_app(arguments, desk, worker.live)
         stack.enter_context(_answering(app, listening))
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        print_error(f"serving {arguments.names[0]} on http://{shown}:{port}, data in {arguments.data_dir}")
+        print_error(f"serving {', '.join(arguments.models)} on http://{shown}:{port}, data in {arguments.data_dir}")
         worker.run()
 
 
@@ -104,39 +102,65 @@ class Interrupted(Exception):
 
 
 class Worker:
-    """Runs batches in the order in which they came, and single requests. Of the engine's thread."""
+    """Runs batches, one after the other, and single requests, by the model that is loaded. Of the engine's thread."""
 
-    def __init__(self, jobs: BatchArguments, llm: LLM, desk: Desk) -> None:
-        self._jobs, self._llm, self._desk = jobs, llm, desk
-        self._planner, self._looked = llm.planner, 0.0
+    def __init__(self, arguments: ServeArguments, desk: Desk) -> None:
+        self._models, self._by_model, self._desk = arguments.models, arguments.by_model, desk
+        self._looked, self._quiet = 0.0, arguments.jobs.quiet
         self._batch: Entry | None = None
         self._meter = Meter()
-        form = request_format(jobs, llm.model, "openai", frozenset(), {})
-        assert isinstance(form, OpenAIFormat), "the format that was asked for"
-        self.live = LiveRequests(llm, llm.model.codec, form)
+        self.live = LiveRequests(arguments.called)
         self.live.wake = self._wake
-        llm.on_progress, llm.late = self._look, self.live
-        let_calibrate(llm, jobs.calibrate, jobs.quiet)
+        self._llm: LLM | None = None
+        self._loaded = ""
+        self._use(next(iter(self._models)))
+
+    def close(self) -> None:
+        """Nothing is loaded any more."""
+        llm, self._llm, self._loaded = self._llm, None, ""
+        if llm is not None:
+            llm.close()
 
     def run(self) -> None:
         """Until a signal ends it, or the model turns out to be unusable."""
         while True:
-            batch = self._next()
+            batch, model = self._next()
             if self.live.waiting:
                 self._run_live()
+            elif model is not None:
+                try:
+                    self._use(model)
+                except H2OFlexGenError as error:
+                    print_error(f"{model}: {error}")
+                    self.live.lost(model, str(error).partition("\n")[0])
             elif batch is not None:
                 self._serve(batch)
 
-    def _next(self) -> Entry | None:
-        """Waits for something to do; None where that is no batch."""
+    def _use(self, model: str) -> LLM:
+        """Loads a model, in the place of another one. H2OFlexGenError where it cannot be: then none is loaded."""
+        if self._llm is not None and self._loaded == model:
+            return self._llm
+        self.close()
+        jobs = self._models[model]
+        llm = LLM(**engine_settings(jobs.engine), hardware=jobs.hardware)
+        self._llm, self._loaded = llm, model
+        form = request_format(jobs, llm.model, "openai", frozenset(), {})
+        assert isinstance(form, OpenAIFormat), "the format that was asked for"
+        llm.on_progress, llm.late = self._look, self.live
+        let_calibrate(llm, jobs.calibrate, jobs.quiet)
+        self.live.use(model, llm, form)
+        return llm
+
+    def _next(self) -> tuple[Entry | None, str | None]:
+        """Waits for something to do: a batch, or a model that single requests wait for. Neither where others do."""
         desk = self._desk
         with desk.changed:
             while True:
                 stop_if_told()
                 desk.news = False
-                batch = desk.next_batch()
-                if batch is not None or self.live.waiting:
-                    return batch
+                batch, model = desk.next_batch(self._loaded if self._by_model else None), self.live.wanted()
+                if batch is not None or model is not None or self.live.waiting:
+                    return batch, model
                 desk.changed.wait(_LOOK_EVERY)
                 with suppress(OSError):
                     desk.sweep()
@@ -169,7 +193,7 @@ class Worker:
             if end is None:
                 return
             self._desk.publish(batch, end)
-            if not self._jobs.quiet:
+            if not self._quiet:
                 counts = batch["request_counts"]
                 print_error(f"{batch['id']} is {end}: {counts['completed']:,} of {counts['total']:,} requests")
         except (StorageError, LockedError) as error:
@@ -197,11 +221,13 @@ class Worker:
         except Interrupted as why:
             return str(why)
         finally:
-            self._batch, self._llm.planner, self._meter = None, self._planner, Meter()
+            self._batch, self._meter = None, Meter()
+            if self._llm is not None:
+                self._llm.planner = self._llm.planning
 
     def _answer(self, batch: Entry) -> str | None:
         """Runs a batch; its status then, None where it has to wait."""
-        desk, llm = self._desk, self._llm
+        desk = self._desk
         path, folder = desk.content(batch["input_file_id"]), desk.folder_of(batch)
         try:
             source = Source(path, "openai")
@@ -212,33 +238,56 @@ class Worker:
         if faults:
             desk.update(batch, errors=error_list(faults))
             return "failed"
+        usual = self._models.get(batch["model"])
+        if usual is None:
+            self._wait(batch, f"this batch waits for a service of {batch['model']}")
+            return None
+        try:
+            llm = self._use(batch["model"])
+        except H2OFlexGenError as error:
+            self._wait(batch, f"this batch waits, as its model cannot be used: {error.found}")
+            return None
         folder.mkdir(mode=0o700, exist_ok=True)
-        jobs = replace(self._jobs, input=path, output=folder / OUTPUT, error_file=Path(ERRORS))
+        jobs = replace(usual, input=path, output=folder / OUTPUT, error_file=Path(ERRORS))
         with JobResults(folder / OUTPUT, folder / ERRORS) as results:
             begun = (results.header or {}).get("job")
             try:
                 results.begin(job_identity(jobs, llm, source, scan, begun), scan.lines)
             except UsageError as error:
-                why = f"this batch waits for a service as it was begun with: {error.found}"
-                print_error(f"{batch['id']}: {why}")
-                desk.hold(batch, why)
+                self._wait(batch, f"this batch waits for a service as it was begun with: {error.found}")
                 return None
             self._begin(batch, results, scan.requests)
-            form = request_format(jobs, llm.model, "openai", scan.doubled, results.header or {})
-            llm.planner = bounded(self._planner, scan.requests, jobs.at_risk)
-            before, started = (results.state.count(OK), results.state.count(FAILED)), time.monotonic()
-            forecast = Forecast(scan.requests - sum(before), 1)
-            self._meter, llm.on_plan = forecast.meter, lambda plan: forecast.block(plan.policy.block_size)
-            told_at = 0.0
+            self._run(batch, jobs, llm, source, scan, results)
+        return "completed"
 
-            def told(summary: Summary) -> None:
-                nonlocal told_at
-                if (now := time.monotonic()) - told_at > _TOLD_EVERY:
-                    told_at, batch["_left"] = now, forecast.left_text(now - started)
-                desk.count(batch, scan.requests, before[0] + summary.ok, before[1] + summary.failed)
+    def _run(
+        self, batch: Entry, jobs: BatchArguments, llm: LLM, source: Source, scan: Scan, results: JobResults
+    ) -> None:
+        """Answers what has no answer yet."""
+        form = request_format(jobs, llm.model, "openai", scan.doubled, results.header or {})
+        before = results.state.count(OK), results.state.count(FAILED)
+        outlook = expected(llm, source, form, scan.requests, results.state, jobs.at_risk, jobs.sample)
+        forecast, said = outlook.forecast, {"expected": outlook.to_json()} if jobs.sample else {}
+        batch["forecast"] = {**said, "left": forecast.first and forecast.first.to_json()}
+        llm.planner = bounded(llm.planning, scan.requests, jobs.at_risk)
+        self._meter, llm.on_plan = forecast.meter, lambda plan: forecast.block(plan.policy.block_size)
+        started = told_at = time.monotonic()
 
-            Job(llm, source, form, results, scan.requests, told=told, forecast=forecast).run()
-            return "completed"
+        def told(summary: Summary) -> None:
+            nonlocal told_at
+            now = time.monotonic()
+            forecast.note(now - started)
+            if now - told_at > _TOLD_EVERY:
+                told_at, left = now, forecast.told(now - started)
+                batch["forecast"] = {**said, "left": left and left.to_json()}
+            self._desk.count(batch, scan.requests, before[0] + summary.ok, before[1] + summary.failed)
+
+        summary = Job(llm, source, form, results, scan.requests, told=told, forecast=forecast).run()
+        batch["forecast"] = {**said, "left": None, **forecast.to_json(summary.seconds)}
+
+    def _wait(self, batch: Entry, why: str) -> None:
+        print_error(f"{batch['id']}: {why}")
+        self._desk.hold(batch, why)
 
     def _begin(self, batch: Entry, results: JobResults, total: int) -> None:
         self._batch = batch
@@ -282,6 +331,8 @@ class Worker:
     def _run_live(self) -> None:
         """Answers those that wait, all of them together, and what comes meanwhile."""
         rows = self.live.take(1 << 20)
+        if not rows or self._llm is None:
+            return
         try:
             for _ in self._llm.run(rows):
                 raise RuntimeError("a sequence belongs to nobody")
@@ -297,7 +348,7 @@ class Worker:
 
 def _faults(source: Source) -> list[tuple[str, str, int | None]]:
     """Why a file is no batch file at all; faults of single requests are answered one by one."""
-    found, records = list[tuple[str, str, int | None]](), list(islice(source.records(), _LOOKED_AT))
+    found, records = list[tuple[str, str, int | None]](), list(islice(source.records(), LOOKED_AT))
     for record in records:
         try:
             if isinstance(load_json(record.data), dict):

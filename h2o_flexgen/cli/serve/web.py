@@ -27,6 +27,7 @@ from h2o_flexgen.cli.serve.arguments import ServeArguments
 from h2o_flexgen.cli.serve.desk import ApiError, Desk, expiry_of, shown
 from h2o_flexgen.cli.serve.live import LiveEvent, LiveRequest, LiveRequests, chunk_of
 from h2o_flexgen.cli.serve.uploads import pieces, receive, whole_body
+from h2o_flexgen.jobs.forecast import Percentiles, seconds_text
 from h2o_flexgen.jobs.openai import CHAT, COMPLETIONS
 from h2o_flexgen.jobs.source import LONGEST_LINE, BadLine, load_json
 from h2o_flexgen.pages.jobs import jobs_page
@@ -114,22 +115,23 @@ class _Service:
     """What each path answers."""
 
     def __init__(self, arguments: ServeArguments, desk: Desk, live: LiveRequests) -> None:
-        self._names, self._most, self._desk, self._live = arguments.names, arguments.max_file, desk, live
+        self._models, self._called, self._most = list(arguments.models), arguments.called, arguments.max_file
+        self._desk, self._live = desk, live
         self._started = int(time.time())
 
     def page(self, request: Request) -> Response:
-        page = jobs_page(self._names[0], list(self._desk.batches.values()), self._desk.files)
+        page = jobs_page(self._models, list(self._desk.batches.values()), _left_text, self._desk.files)
         return HTMLResponse(page.html, headers={"Content-Security-Policy": page.policy, **_PRIVATE})
 
     def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "version": h2o_flexgen.__version__})
 
     def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model(self._names[0])]})
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._models]})
 
     def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in self._names:
+        if name not in self._called:
             raise ApiError(404, f"The model '{name[:80]}' does not exist.", "model", "model_not_found")
         return JSONResponse(self._model(name))
 
@@ -220,6 +222,11 @@ class _Service:
 
 
 _PRIVATE = {"Cache-Control": "no-store"}
+
+
+def _left_text(batch: Mapping[str, Any]) -> str:
+    left = (batch.get("forecast") or {}).get("left")
+    return seconds_text(Percentiles(**left)) if left and batch["status"] == "in_progress" else ""
 
 
 async def _or_gone(waited: Awaitable[LiveEvent], request: Request, asked: LiveRequest) -> LiveEvent | None:
