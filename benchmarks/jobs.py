@@ -5,6 +5,7 @@
     python -m benchmarks.jobs kills --requests 2000 --kills 20
     python -m benchmarks.jobs ray --requests 2000 --repetitions 1
     python -m benchmarks.jobs serve --requests 2000
+    python -m benchmarks.jobs ranges --requests 400 --model SmolLM2-135M-Instruct.Q4_1.gguf
 
 Programs run as processes of their own, on the demo model; a record a line.
 """
@@ -19,6 +20,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import statistics
 import struct
@@ -67,7 +69,7 @@ QUESTIONS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.jobs", allow_abbrev=False)
-    parser.add_argument("what", choices=("throughput", "memory", "kills", "ray", "serve"))
+    parser.add_argument("what", choices=("throughput", "memory", "kills", "ray", "serve", "ranges"))
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--model", default="demo")
     parser.add_argument(
@@ -81,6 +83,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         measures = {"throughput": throughput, "memory": memory, "kills": kills, "ray": actors, "serve": served}
+        measures["ranges"] = ranges
         found = measures[args.what](Path(folder), args)
     command = ["python", "-m", "benchmarks.jobs", *sys.argv[1:]]
     print_record({"what": args.what, **facts(command), **found}, args.output)
@@ -364,15 +367,69 @@ def _by_service(data: Path, file: Path, model: str) -> str:
             client = openai.OpenAI(base_url=f"{listening[1]}/v1", api_key="none")
             with file.open("rb") as content:
                 uploaded = client.files.create(file=content, purpose="batch")
-            made = client.batches.create(
-                input_file_id=uploaded.id, endpoint="/v1/completions", completion_window="24h"
-            )
+            made = client.batches.create(input_file_id=uploaded.id, endpoint="/v1/completions", completion_window="24h")
             while (batch := client.batches.retrieve(made.id)).status in ("validating", "in_progress", "finalizing"):
                 time.sleep(0.2)
             return client.files.content(batch.output_file_id or "").text
         finally:
             process.terminate()
             process.wait()
+
+
+def ranges(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Five files by `batch --sample 50`: the seconds that were expected first and at half-time beside those measured,
+    how wide these ranges were, and whether they held."""
+    lengths = {"short": (args.requests, 20), "long": (args.requests // 5, 400), "schemas": (args.requests // 2, 60)}
+    lengths["reasoning"] = (args.requests // 4, 40)
+    bodies: dict[str, list[dict[str, Any]]] = {
+        "short": [{"max_tokens": 16}],
+        "long": [{"max_tokens": 64}],
+        "schemas": [{"max_tokens": 48, "response_format": form} for form in FORMS],
+        "reasoning": [{"max_tokens": 96, "max_reasoning_tokens": most} for most in (16, 32, 48)],
+    }
+    models, found = {"reasoning": _thinker(folder, args.model)}, dict[str, Any]()
+    for name in ("short", "long", "mixed", "schemas", "reasoning"):
+        file = folder / f"{name}.jsonl"
+        if name == "mixed":
+            mixed(file, args.requests // 2, args.words)
+        else:
+            lines = [
+                _asked(f"r{i}", prompt, bodies[name][i % len(bodies[name])], chat=name == "reasoning")
+                for i, prompt in enumerate(prompts(*lengths[name]))
+            ]
+            file.write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+        flags = ("-i", file, "-o", folder / f"{name}.out", "--sample", 50, "--served-model-name", "demo")
+        command = program("batch", *flags, model=models.get(name, args.model))
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        told = json.loads(done.stdout.splitlines()[-1])
+        found[name] = {"requests": told["requests"], "generated_tokens": told["generated_tokens"], **told["forecast"]}
+        for when in ("first", "half"):
+            low, _, high = (each := told["forecast"][when]).values()
+            each |= {"width": round(high / low, 3), "held": low <= told["forecast"]["measured"] <= high}
+    held = {when: sum(each[when]["held"] for each in found.values()) for when in ("first", "half")}
+    return {"model": Path(args.model).name, **found, "held": held}
+
+
+def _asked(name: str, prompt: str, fields: dict[str, Any], chat: bool) -> dict[str, Any]:
+    said = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    url = "/v1/chat/completions" if chat else "/v1/completions"
+    return {"custom_id": name, "method": "POST", "url": url, "body": {**said, **fields}}
+
+
+def _thinker(folder: Path, model: str) -> str:
+    """A copy of a model whose chat template begins an answer with <think>: a .gguf file, or the demo."""
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    template += "<|im_start|>assistant\n<think>"
+    if model.endswith(".gguf"):
+        copy = folder / "thinker.gguf"
+        command = [sys.executable, "-m", "gguf.scripts.gguf_new_metadata", "--chat-template", template, model]
+        subprocess.run([*command, str(copy)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+        return str(copy)
+    copy = folder / "demo"
+    shutil.copytree(str(resources.files("h2o_flexgen").joinpath("data/demo")), copy)
+    path = copy / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": "{{ messages[0].content }}\n<think>"}))
+    return str(copy)
 
 
 def _texts(lines: list[dict[str, Any]]) -> dict[str, list[str]]:

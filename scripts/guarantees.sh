@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # All of tests/engine/test_guarantees.py: with one thread and with two, on kernels of AVX2 and on the processor's best,
-# whose tokens must be the same. Hours of one core. Arguments go to pytest: ./scripts/guarantees.sh -k llama
+# whose tokens must be the same. Each of the four takes about half an hour of one core. Arguments go to pytest:
+# ./scripts/guarantees.sh -k llama
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_env.sh test
