@@ -1,11 +1,9 @@
-"""An eviction policy is a file, a registry line, a row in tests/policy_matrix.py and a README row: the same names."""
+"""An eviction policy is a file, a registry line, a row in tests/policy_matrix.py and in docs/policies.md: the same names."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-
-import pytest
 
 from h2o_flexgen.cache.eviction import EVICTION_POLICIES
 from h2o_flexgen.config.splits import SPLITS
@@ -39,11 +37,8 @@ def test_every_policy_has_a_file_and_an_oracle() -> None:
     assert len({row.oracle for row in (*POLICIES, *LATER)}) == len(POLICIES) + len(LATER)
 
 
-def test_readme_rows() -> None:
-    readme = ROOT / "README.md"
-    rows = policy_rows(readme.read_text(encoding="utf-8")) if readme.exists() else []
-    if not rows:
-        pytest.skip("README.md has no table of eviction policies: a heading with 'policies', first column `name`")
+def test_documented_rows() -> None:
+    rows = policy_rows((ROOT / "docs/policies.md").read_text(encoding="utf-8"))
     assert sorted(rows) == sorted(EVICTION_POLICIES.names())
 
 
