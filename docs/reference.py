@@ -1,4 +1,4 @@
-"""A hook of mkdocs: the reference, made of the programs' flags and the docstrings of the public names.
+"""A hook of mkdocs: the reference, made of the programs' flags, the docstrings of the public names and the types of models.
 
 Pictures among the results come with the site; links to other files of the project, which it has not, become plain text.
 """
@@ -20,11 +20,11 @@ _OUTSIDE = re.compile(r"(?<!!)\[([^]]*)\]\(\.\./[^)]*\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the two pages, which are never on disk."""
+    """Adds the three pages, which are never on disk."""
     from mkdocs.structure.files import File
 
-    for name, text in (("reference/commands.md", commands()), ("reference/python.md", python())):
-        files.append(File.generated(config, name, content=text))
+    for name, page in {"commands": commands, "python": python, "types": types}.items():
+        files.append(File.generated(config, f"reference/{name}.md", content=page()))
     for name in sorted({name for path in ROOT.glob("docs/*.md") for _, name in _PICTURE.findall(path.read_text())}):
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
     return files
@@ -55,6 +55,18 @@ def python() -> str:
     for name in sorted(set(package.__all__) - {"__version__"}):
         parts += _described(name, getattr(package, name))
     return "\n".join(parts) + "\n"
+
+
+def types() -> str:
+    """How each type of model runs by transformers' modules."""
+    from h2o_flexgen.models.hf.trusted import REFUSED, ROWS, TRUSTED
+
+    found = {kind: "packed" for kind in TRUSTED}
+    found |= {kind: f"row by row: it has {why}" for kind, why in ROWS.items()}
+    found |= {kind: f"refused: {why}" for kind, why in REFUSED.items()}
+    head = ["# Model types", "", "By [transformers' modules](../modules.md), as compared with transformers.", ""]
+    rows = [f"| `{kind}` | {how} |" for kind, how in sorted(found.items())]
+    return "\n".join([*head, "| `model_type` | how it runs |", "|---|---|", *rows]) + "\n"
 
 
 def _described(name: str, thing: Any) -> list[str]:

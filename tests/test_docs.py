@@ -31,3 +31,17 @@ def test_files_that_are_named_exist(path: Path) -> None:
 
 def test_the_readme_is_read_in_one_sitting() -> None:
     assert len(DOCS[0].read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def test_the_documents_stay_short() -> None:
+    words = {path.name: len(path.read_text(encoding="utf-8").split()) for path in DOCS}
+    assert sum(words.values()) < 20_000, words
+
+
+def test_the_engine_is_read_in_25_files() -> None:
+    text = (ROOT / "docs/how-it-works.md").read_text(encoding="utf-8")
+    section = text.partition("## The engine in 25 files")[2].partition("\n## ")[0]
+    files = re.findall(r"^\| ?`([\w/]+\.py)` ?\|", section, re.MULTILINE)
+    assert len(files) == len(set(files)) == 25
+    lines = [len((ROOT / "h2o_flexgen" / name).read_text(encoding="utf-8").splitlines()) for name in files]
+    assert sum(lines) < 6000, dict(zip(files, lines, strict=True))

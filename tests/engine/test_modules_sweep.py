@@ -1,7 +1,7 @@
 """Every decoder of transformers, tiny: packed or row by row it gives transformers' own tokens, or it is refused.
 
 A twentieth of them runs in the fast tier. `python -m tests.engine.test_modules_sweep TYPE ...` says what is found of
-single types, and without any makes the tables of docs/modules.md.
+single types.
 """
 
 from __future__ import annotations
@@ -83,35 +83,7 @@ def test_a_type_is_in_one_list_alone() -> None:
     assert LOWEST <= HIGHEST == max(SINCE.values())
 
 
-def test_documents_have_the_table_of_types() -> None:
-    text = (Path(__file__).parents[2] / "docs/modules.md").read_text(encoding="utf-8")
-    assert tables() in text
-
-
-def tables() -> str:
-    """The end of docs/modules.md."""
-    packed, rows = _listed(TRUSTED), _listed(ROWS)
-    refused = "\n".join(f"| `{kind}` | {why} |" for kind, why in sorted(REFUSED.items()))
-    return (
-        f"Packed, {len(TRUSTED)} types:\n\n{packed}\n\nRow by row, {len(ROWS)} types:\n\n{rows}\n\n"
-        f"Refused, {len(REFUSED)} types:\n\n| type | why |\n|---|---|\n{refused}\n"
-    )
-
-
-def _listed(kinds: Any) -> str:
-    lines, line = list[str](), ""
-    for i, kind in enumerate(sorted(kinds)):
-        word = f"`{kind}`" + ("." if i == len(kinds) - 1 else ",")
-        if len(line) + 1 + len(word) > 120:
-            lines.append(line)
-            line = ""
-        line = f"{line} {word}".strip()
-    return "\n".join([*lines, line])
-
-
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         sys.stdout.write(" | ".join((name, *way_by_test({"model_type": name}, Engine))) + "\n")
         sys.stdout.flush()
-    if not sys.argv[1:]:
-        sys.stdout.write(tables())
