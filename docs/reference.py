@@ -1,4 +1,4 @@
-"""A hook of mkdocs: the reference, made of the programs' flags, the docstrings of the public names and the types of models.
+"""A hook of mkdocs: the reference, made of the programs' flags, the public names' docstrings and the types of models.
 
 Pictures among the results come with the site; links to other files of the project, which it has not, become plain text.
 """

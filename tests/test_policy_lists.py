@@ -1,4 +1,4 @@
-"""An eviction policy is a file, a registry line, a row in tests/policy_matrix.py and in docs/policies.md: the same names."""
+"""An eviction policy is a file, a registry line, a row in tests/policy_matrix.py and one in docs/policies.md."""
 
 from __future__ import annotations
 
