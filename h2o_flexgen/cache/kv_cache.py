@@ -12,6 +12,7 @@ from h2o_flexgen.cache.eviction.base import AttendedPrompts, EvictionPolicy, Ran
 from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.cache.lengths import CacheLengths
 from h2o_flexgen.cache.packing import Keeping, KeyScales
+from h2o_flexgen.cache.recall import Recall
 from h2o_flexgen.cache.ring_slots import CacheSlots, RingSlots, Rows, SlotChoice, arrived
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.cache.slots import ScoredSlots
@@ -27,7 +28,6 @@ from h2o_flexgen.cache.vectors import (
     some_of,
 )
 from h2o_flexgen.config.budget import Budget, Range
-from h2o_flexgen.config.model.packing import EXPANDED
 from h2o_flexgen.kernels import decode_attention
 from h2o_flexgen.kernels.decode import available
 from h2o_flexgen.kernels.prompt import keep_prompts, keeps
@@ -90,6 +90,7 @@ class KVCache:
         self.k: Tensor | None = None
         self.v: Tensor | None = None
         self.watch: PromptWatch | None = None
+        self.recall: Recall | None = None
         self.soft_cap: float | None = None  # of the logits of steps, from the first on
         self.choice: SlotChoice | None = None  # as `soft_cap`
         self._where: Tensor | None = None
@@ -120,6 +121,7 @@ class KVCache:
         joined.attach(k, v)
         joined._kept = Keeping.joined(joined.shape, [(cache._kept, rows) for cache, rows in parts])
         joined._slots.resume([(cache._slots, rows) for cache, rows in parts])
+        joined.recall = Recall.joined([(cache.recall, rows) for cache, rows in parts])
         return joined
 
     def lengths_for_another_layer(self) -> CacheLengths:
@@ -175,6 +177,8 @@ class KVCache:
         if self.watch is not None and scores is not None:
             for index, row in enumerate(rows):
                 self.watch(self._row_ids[row], self._layer, scores[index, 0] if scores.dim() == 4 else scores[index])
+        if self.recall is not None:
+            self.recall.fill(rows, self._lengths.budgets, k, v, past)
         before = 0 if past is None else past[0].shape[1]
         length, same_budget = before + k.shape[2], dict[Budget, list[int]]()
         for index, row in enumerate(rows):
@@ -246,6 +250,8 @@ class KVCache:
             if self.watch is not None and column_sums is not None:
                 sums = column_sums[row.first * heads : (row.first + row.length) * heads]
                 self.watch(self._row_ids[row.place], self._layer, sums.view(heads, row.length))
+        if self.recall is not None:
+            self.recall.fill_packed(prompts, self._lengths.budgets, k, v)
         scaled = k if self.scales is None else self.scales.packed(k, prompts)
         window, table, packings = self._lengths.window, self._slots.table, self._kept.packings
         keep_prompts(prompts, KeysValues(scaled, v), self._buffers(), window, column_sums, table, packings)
@@ -288,6 +294,8 @@ class KVCache:
         self._kept.advance()
         if not self._lengths.started:
             self._start(*buffers, q, table is not None, sink_logits is not None)
+        if self.recall is not None:
+            self.recall.step((q, scale, self.soft_cap), KeysValues(k, v), self._lengths, self._slots, buffers)
         held = None
         if self._slots.scores_keys:
             held = k if self._kept.newest is not None else self._kept.once(k)
@@ -324,7 +332,7 @@ class KVCache:
                 valid = valid.expand(self.shape.batch, self.shape.kv_heads, -1)
                 seen = valid if seen is None else valid & seen
             own, self.soft_cap = self.soft_cap, soft_cap
-            rows = self._together(width)
+            rows = self._kept.rows(width)
             parts = [self._attend_rows(each, qkv[0], scale, width, seen, None, sink_logits).out for each in rows]
             self.soft_cap = own
             return torch.cat(parts)
@@ -358,7 +366,7 @@ class KVCache:
     @property
     def repeats(self) -> bool:
         """Whether all further steps launch the same work with the same arguments: see `FusedStep.repeats`."""
-        return self._fused is not None and self._fused.repeats
+        return self._fused is not None and self._fused.repeats and self.recall is None
 
     def repeat(self, steps: int = 1) -> None:
         """Steps that others launch, from a recording of one; -1: the last was only recorded, and is yet to be done."""
@@ -409,7 +417,7 @@ class KVCache:
         seen = self._slots.seen(width)
         if seen is not None:
             valid = seen if valid is None else valid & seen
-        parts = [self._attend_rows(rows, q, scale, width, valid, table, sink_logits) for rows in self._together(width)]
+        parts = [self._attend_rows(rows, q, scale, width, valid, table, sink_logits) for rows in self._kept.rows(width)]
         out, row = parts[0]
         if len(parts) > 1:
             out, row = torch.cat([part.out for part in parts]), joined_rows([part.row for part in parts])
@@ -437,13 +445,6 @@ class KVCache:
             newest, ranks = some_of(self._lengths.newest_ranks, rows), some_of(self._slots.ranks(width), rows)
             asked, keys = rolled(asked, keys, table, newest.view(-1, 1), ranks)
         return decode_attention(asked, keys, values, scale, seen, self._slots.needs_rows, sink_logits, self.soft_cap)
-
-    def _together(self, width: int) -> list[slice | None]:
-        """The rows that are attended to at once: all, or as many as may be expanded at a time."""
-        batch = some = self.shape.batch
-        if self._kept.packings is not None:
-            some = max(1, EXPANDED // (self.shape.kv_heads * width * self.shape.head_dim))
-        return [None] if some >= batch else [slice(row, row + some) for row in range(0, batch, some)]
 
     @property
     def counts(self) -> list[int]:
@@ -483,9 +484,8 @@ class KVCache:
 
     def kept_of(self, row_id: int) -> list[list[int]] | None:
         """Positions held by the row of this id, for each KV head; None where it is not here. For inspection."""
-        if row_id not in self._row_ids:
-            return None
-        return [self.kept(self._row_ids.index(row_id), head) for head in range(self.shape.kv_heads)]
+        row = self._row_ids.index(row_id) if row_id in self._row_ids else None
+        return None if row is None else [self.kept(row, head) for head in range(self.shape.kv_heads)]
 
     def kept_in(self, row_id: int, ranges: Sequence[tuple[int, int]]) -> list[float] | None:
         """How many positions of each range the row of this id holds, the mean over KV heads; None: it is not here."""

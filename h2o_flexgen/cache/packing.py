@@ -220,6 +220,13 @@ class Keeping:
         places = torch.arange(held - count, held, dtype=torch.int32, device=newest.slots.device)
         newest.slots[rows, :, newest.count - count :] = places
 
+    def rows(self, width: int) -> list[slice | None]:
+        """The rows whose first `width` slots are looked at at once: all, or as many as may be expanded at a time."""
+        shape, some = self._shape, self._shape.batch
+        if self.packings is not None:
+            some = max(1, EXPANDED // (shape.kv_heads * width * shape.head_dim))
+        return [None] if some >= shape.batch else [slice(row, row + some) for row in range(0, shape.batch, some)]
+
     def advance(self) -> None:
         """A step begins."""
         if self.newest is not None:

@@ -21,7 +21,8 @@ from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, o
 from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.config.workload import Workload, check_positions, counted_in_bytes, first_pass
+from h2o_flexgen.config.recall import with_caches_near
+from h2o_flexgen.config.workload import Workload, check_eviction, counted_in_bytes, first_pass
 from h2o_flexgen.cost.lp import SOLVERS
 from h2o_flexgen.errors import ModelError, UsageError
 from h2o_flexgen.folders import expanded
@@ -135,7 +136,7 @@ def _request(args: argparse.Namespace) -> PlanRequest:
 def _workload(asked: Workload, spec: ModelSpec, eviction: EvictionConfig) -> Workload:
     """As the engine runs it: what a prompt has beyond the context goes through decode steps. UsageError where it
     refuses."""
-    check_positions(spec, eviction)
+    check_eviction(spec, eviction)
     most = first_pass(spec, eviction, asked.prompt_len, asked.gen_len, "a prompt (--prompt-len, --gen-len)")
     return replace(asked, prompt_len=most, gen_len=asked.total_len - most)
 
@@ -171,12 +172,11 @@ def _fixed(
     for. UsageError for what it cannot do."""
     decided = policy_of(args)
     if isinstance(spec, ModuleSpec):
-        from h2o_flexgen.engine.model import for_modules  # torch is there: modules made the spec
+        from h2o_flexgen.engine.model import for_model  # torch is there: modules made the spec
 
-        return for_modules(replace(engine, eviction=eviction, policy=decided), spec, tier).fixed
-    if isinstance(decided, OffloadPolicy):
-        return decided.fields
-    return {} if isinstance(decided, str) else decided
+        return for_model(replace(engine, eviction=eviction, policy=decided), spec, tier).fixed
+    fields = decided.fields if isinstance(decided, OffloadPolicy) else {} if isinstance(decided, str) else decided
+    return with_caches_near(fields, eviction.recall, tier)
 
 
 def _spec(name: str, impl: str = "auto") -> ModelSpec:

@@ -14,7 +14,8 @@ from h2o_flexgen.config.budget import Budget as Budget
 from h2o_flexgen.config.budget import Range
 from h2o_flexgen.config.checks import known_keys, share, truth, whole
 from h2o_flexgen.config.flags import option
-from h2o_flexgen.config.splits import AUTO, CHOSEN, LAYER_SPLITS, LayerSplit, Share, Split, split_of
+from h2o_flexgen.config.recall import EVERY, RECALL_TIERS, STATIC, RecallTier
+from h2o_flexgen.config.splits import AUTO, CHOSEN, LAYER_SPLITS, THEN_H2O, LayerSplit, Share, Split, split_of
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
 
@@ -76,6 +77,17 @@ class EvictionConfig:
         parse=str,
         unset="nothing: what stays of them is counted",
     )
+    recall: RecallTier | None = option(
+        None,
+        "--recall",
+        help="tier where evicted tokens wait for queries that look for them, to come back: cpu",
+        metavar="TIER",
+        parse=str,
+        unset="they are lost",
+    )
+    recall_every: int = option(
+        EVERY, "--recall-every", help="steps from one look at what waits to the next", metavar="N"
+    )
     seed: int = 0
     """Of the random policy."""
     token_bytes: tuple[int, int, int] = (1, 1, 0)
@@ -118,6 +130,7 @@ class EvictionConfig:
                 "leave --rolling-positions out, or choose --eviction h2o",
             )
         self._check_spans()
+        self._check_recall()
         object.__setattr__(self, "seed", whole(self.seed, "seed", 0))
         if self.recent is not None and self.recent_ratio is not None:
             raise UsageError("--recent and --recent-ratio are both given", "needed one of them")
@@ -154,6 +167,35 @@ class EvictionConfig:
                 f"--spans fair with --eviction {self.name}, which reads the whole prompt a second time",
                 "needed a policy that can look at a span alone",
                 "--spans whitelist, or --eviction snapkv",
+            )
+
+    def _check_recall(self) -> None:
+        object.__setattr__(self, "recall_every", whole(self.recall_every, "--recall-every", 1))
+        if self.recall is None:
+            if self.recall_every != EVERY:
+                raise UsageError(f"--recall-every is {self.recall_every} without --recall", "needed both, or neither")
+            return
+        if self.recall not in RECALL_TIERS:
+            raise UsageError(
+                f"--recall is {self.recall!r}",
+                f"needed one of {', '.join(RECALL_TIERS)}",
+                suggestion(str(self.recall), RECALL_TIERS),
+            )
+        asked = f"--recall {self.recall}"
+        if self.name != "h2o" and not self.name.endswith(THEN_H2O):
+            raise UsageError(
+                f"{asked} with --eviction {self.name}",
+                f"needed h2o, alone or behind a policy for prompts (snapkv{THEN_H2O}): what comes back takes the place "
+                "of another in its sums",
+                "--eviction h2o",
+            )
+        if self.rolling_positions:
+            raise UsageError(
+                f"{asked} with --rolling-positions", "needed keys that are kept as they were rotated", "leave one out"
+            )
+        if self.spans == "fair":
+            raise UsageError(
+                f"{asked} with --spans fair", "needed one budget for all spans", "--spans whitelist, or leave one out"
             )
 
     def resolve(self, prompt_len: int, gen_len: int, spans: Sequence[Range] = ()) -> Budget:
@@ -280,7 +322,8 @@ class EvictionConfig:
 
     @property
     def _sinks(self) -> int:
-        return self.split.sinks if self.sinks is None else self.sinks
+        usual = self.split.sinks if self.recall is None else max(self.split.sinks, STATIC)
+        return usual if self.sinks is None else self.sinks
 
     @property
     def split(self) -> Split:

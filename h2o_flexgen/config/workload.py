@@ -9,6 +9,7 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import flag
 from h2o_flexgen.config.model.packing import scales_keys
 from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.recall import check_recall
 from h2o_flexgen.config.splits import THEN_H2O
 from h2o_flexgen.errors import ContextLengthError, UsageError
 
@@ -43,8 +44,10 @@ def counted_in_bytes(eviction: EvictionConfig, spec: ModelSpec) -> EvictionConfi
     return replace(eviction, token_bytes=(kept, whole, beside)) if layers else eviction
 
 
-def check_positions(spec: ModelSpec, eviction: EvictionConfig) -> None:
-    """UsageError where positions are to roll, and the model learned a table of them, or rotates keys itself."""
+def check_eviction(spec: ModelSpec, eviction: EvictionConfig) -> None:
+    """UsageError where what is evicted is to wait, and cannot; and where positions are to roll, and the model learned a
+    table of them, or rotates keys itself."""
+    check_recall(spec, eviction.recall)
     if eviction.rolling_positions and spec.arch.rotary is None:
         learned = spec.arch.positions == "learned"
         why = "which learned a table of positions" if learned else "whose keys are rotated by transformers' own modules"

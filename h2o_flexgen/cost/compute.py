@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from h2o_flexgen.config.hardware.rates import ComputeRates
 from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.config.offload import Kernels
+from h2o_flexgen.config.recall import index_packing
 from h2o_flexgen.cost.inputs import CostInputs, Moves, PromptPart, chunks, prompt_parts
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY
 from h2o_flexgen.schedule.tasks import FIRST_REPLAYED, Task, TaskKind
+from h2o_flexgen.schedule.traffic import links
 from h2o_flexgen.schedule.workspace import output_bytes
 
 Parts = dict[str, float]
@@ -114,6 +116,8 @@ class Compute:
             attend = self._decode(layer, step, rows, batch)
         else:
             attend = self._prompt(layer, rows, batch)
+        for part, seconds in self._recalling(layer, step, batch).items():
+            attend[part] = attend.get(part, 0.0) + seconds
         attend["elementwise"] = attend.get("elementwise", 0.0) + elementwise + kept
         return {**attend, "products": self._chunked(unit.products, self._parts(step, rows))}
 
@@ -239,6 +243,29 @@ class Compute:
             passes = 7 / 2 if spec.cache_packings is None else 7 / 2 + 2
             parts["elementwise"] = passes * rows * width * spec.computed_kv_bytes(dtype) / rates.elementwise_bytes_per_s
         return parts
+
+    def _recalling(self, layer: int, step: int, batch: int) -> Parts:
+        """What recall adds, evenly to all steps: bytes to its tier and back, and the index that a query looks through,
+        which is read as packed keys are."""
+        block, (written, read) = self._block, self._moves.shelved(step, layer, batch)
+        tier, spec, found = block.request.eviction.recall, block.spec, dict[str, float]()
+        if tier is None or not written:
+            return found
+        if tier == block.compute_tier:
+            found["elementwise"] = self._elementwise(2 * (written + read))
+        else:
+            rate, here = block.machine.link, block.compute_tier
+            ways = zip((False, True), (written, read), strict=True)
+            found["moving state"] = sum(
+                rate(link).seconds(nbytes) for inward, nbytes in ways for link in links(tier, here, inward=inward)
+            )
+        if step > 0:
+            heads, window = spec.heads_of(layer), spec.arch.window_of(layer)
+            seen = min(block.prompt_len + step, window or block.prompt_len + step)
+            key = (index_packing(heads.dim).nbytes + heads.dim * block.itemsize) / 2
+            seconds = self._rates.decode_attention["scored"].time_at(block.rows[batch] * seen * heads.keys * key)
+            found["attention"] = seconds / block.request.eviction.recall_every
+        return found
 
     def _arrival(self, unit: UnitSpec, task: Task) -> float:
         """Seconds of the computing thread for state that has just arrived."""

@@ -15,6 +15,7 @@ from h2o_flexgen.config.model.spec import ModelSpec, UnitSpec
 from h2o_flexgen.config.model.tensors import PAGE, dtype_bytes, round_up, states_bytes
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.placement import Placement
+from h2o_flexgen.config.recall import coming_back
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY
 from h2o_flexgen.schedule.request import PlanRequest
 from h2o_flexgen.schedule.tasks import NO_BATCH, ScheduleShape, Task, TaskKind, alone, recordable
@@ -337,6 +338,19 @@ class Moves:
         whole = [part.rows for part in parts if part.past + part.length == length]
         return [(f"{tier}->cpu", "prompts", count * length * token) for count in whole]
 
+    def shelved(self, step: int, layer: int, batch: int) -> tuple[float, float]:
+        """Bytes that recall writes to its tier in `step`, and that it reads from there, as much in every one of a row's
+        decode steps from one look to the next."""
+        block, request = self._block, self._block.request
+        eviction, budget = request.eviction, request.budgets[layer]
+        if eviction.recall is None or not budget.scored:
+            return 0, 0
+        token = block.rows[batch] * block.spec.kv_bytes_per_token_and_layer(request.dtype, layer)
+        if step == 0:
+            return block.prompt_len * token, 0
+        back = coming_back(budget, block.spec.arch.window_of(layer), block.prompt_len + step - 1)
+        return token, back * token / eviction.recall_every
+
     def traffic(self, steps: range) -> dict[tuple[str, str], Traffic]:
         """The sum of all loads and stores that belong to `steps`, by link and by what is moved."""
         block, found = self._block, dict[tuple[str, str], Traffic]()
@@ -370,7 +384,19 @@ class Moves:
             for step, times in passes:
                 for link, what, nbytes in self.exchanged(Task(TaskKind.COMPUTE, step, unit, batch)) if times else ():
                     self._count(found, link, what, nbytes, alike * times)
+        self._add_shelved(found, steps)
         return found
+
+    def _add_shelved(self, found: dict[tuple[str, str], Traffic], steps: range) -> None:
+        block, tier = self._block, self._block.request.eviction.recall
+        if tier is None or tier == block.compute_tier:
+            return
+        for (unit, batch), alike in block.alike.items():
+            each = block.spec.units[unit]
+            for step in steps if each.kind == "attn" else ():
+                for inward, nbytes in zip((False, True), self.shelved(step, each.layer or 0, batch), strict=True):
+                    for link in links(tier, block.compute_tier, inward=inward) if nbytes else ():
+                        self._count(found, link, "evicted tokens", round(nbytes), alike)
 
     def bytes_moved(self) -> Counter[str]:
         """Bytes over each link in all steps: what walking the whole schedule adds up to."""

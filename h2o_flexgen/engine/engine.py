@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -18,10 +17,9 @@ import torch
 from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.cache.prefix_store import PrefixStore
 from h2o_flexgen.config.engine import PREFIX_DISK, PREFIX_MEM, EngineConfig
-from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.config.workload import Workload, check_positions, counted_in_bytes
+from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine.batching.scheduler import LateRows, Newcomers, WaitingQueue, in_order, note_returns
 from h2o_flexgen.engine.execution.block import BlockRunner
 from h2o_flexgen.engine.limits import devices
@@ -30,7 +28,7 @@ from h2o_flexgen.engine.limits.oom_retry import OomRetry, forget
 from h2o_flexgen.engine.limits.plan import Plan, Planner, by_rule, keeping
 from h2o_flexgen.engine.metrics.recorder import RunMetrics, make_record
 from h2o_flexgen.engine.metrics.trace import ScoreLog, Trace
-from h2o_flexgen.engine.model import Model, for_modules, make_decoder, open_model
+from h2o_flexgen.engine.model import Model, for_model, make_decoder, open_model
 from h2o_flexgen.engine.requests.chat import Conversation, chat_prompts
 from h2o_flexgen.engine.requests.grammars import Grammars
 from h2o_flexgen.engine.requests.reader import PromptLike, RefusedPrompt, Request, RequestReader, workload_of
@@ -115,13 +113,11 @@ class Engine:
         self.device = devices.resolve_device(self.config)
         self._devices = devices.resolve_devices(self.config, self.device)
         self.model: Model = open_model(self.config, self.device, Engine)
-        self.config = replace(self.config, eviction=counted_in_bytes(self.config.eviction, self.model.spec))
-        if isinstance(self.model.spec, ModuleSpec):
-            try:
-                self.config = for_modules(self.config, self.model.spec, self._compute_tier())
-            except UsageError:
-                self.model.source.close()
-                raise
+        try:
+            self.config = for_model(self.config, self.model.spec, self._compute_tier())
+        except UsageError:
+            self.model.source.close()
+            raise
         if self.model.spec.arch.experts is not None and self.config.num_gpus > 1:
             self.model.source.close()
             found = f"--num-gpus is {self.config.num_gpus} for {self.model.spec.name}"
@@ -137,11 +133,6 @@ class Engine:
         self.planner = planner
         self.on_plan: Callable[[Plan], None] = lambda plan: None
         """Called with each plan before anything is done for it."""
-        try:
-            check_positions(self.model.spec, self.config.eviction)
-        except UsageError:
-            self.model.source.close()
-            raise
         self.late: LateRows | None = None
         """Where sequences come from while `run` is under way."""
         self._loaded: Loaded | None = None

@@ -23,6 +23,8 @@ from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.recall import with_caches_near
+from h2o_flexgen.config.workload import check_eviction, counted_in_bytes
 from h2o_flexgen.engine.limits.devices import resolve_dtype
 from h2o_flexgen.engine.requests.tokenizer import TextCodec, read_json
 from h2o_flexgen.errors import ModelError, OwnHeadError, UsageError
@@ -164,6 +166,20 @@ def make_decoder(model: Model, device: torch.device) -> Decoder:
         model.stored.read_into(name, tensor)
         decoder.keep(name, tensor.to(device))
     return decoder
+
+
+def for_model(config: EngineConfig, spec: ModelSpec, compute_tier: str) -> EngineConfig:
+    """The settings as they are for a model that computes on this tier. UsageError for what it cannot do."""
+    config = replace(config, eviction=counted_in_bytes(config.eviction, spec))
+    if isinstance(spec, ModuleSpec):
+        config = for_modules(config, spec, compute_tier)
+    check_eviction(spec, config.eviction)
+    recall = config.eviction.recall
+    if recall is None:
+        return config
+    if config.num_gpus > 1:
+        raise UsageError(f"--recall {recall} is given with --num-gpus {config.num_gpus}", "needed one GPU")
+    return replace(config, policy=with_caches_near(config.fixed, recall, compute_tier))
 
 
 def for_modules(config: EngineConfig, spec: ModuleSpec, compute_tier: str) -> EngineConfig:

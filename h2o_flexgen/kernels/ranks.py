@@ -1,13 +1,18 @@
-"""What the tokens of a cache are compared by, in C: rules that take torch many passes over keys or scores."""
+"""What the tokens of a cache are compared by, in C: rules that take torch many passes over keys or scores; and what
+recall brings back."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.native import fields, function, library
+from h2o_flexgen.kernels.pieces import MAX_DIM
+from h2o_flexgen.kernels.types import KeysValues, Ranking
 
 
 class _Ranks(ctypes.Structure):
@@ -65,3 +70,109 @@ def _run(task: _Ranks, size: torch.Size) -> Tensor:
     if function("ranks_of", "P", "i")(ctypes.byref(task)):
         raise MemoryError("no memory to rank the tokens of a cache")
     return ranks
+
+
+class ShelvedKeys(NamedTuple):
+    """Of a row all tokens so far, each at its position: keys and values (kv_heads, length, dim), and the keys of the
+    index, packed, uint8 (kv_heads, length, bytes)."""
+
+    k: Tensor
+    v: Tensor
+    packed: Tensor
+    recent: int
+    """Last tokens that do not leave."""
+    most: int
+    """Tokens that may come back at once."""
+    first: int
+    """Position of the token of step 0."""
+    taken: int
+    """Steps before that."""
+
+
+class _RecallTask(ctypes.Structure):
+    """The argument of `recall_step`, as recall.c describes it."""
+
+    _fields_ = fields(
+        "q rows kv_heads group capacity dim bf16 block threads step every window near",
+        "d scale cap",
+        "P row q",
+        "q q_row q_head",
+        "P new_k",
+        "q new_k_row new_k_head",
+        "P new_v",
+        "q new_v_row new_v_head",
+        "P k v score pos next",
+        "q written looks recalled",
+        "d held best",
+    )
+
+
+class Recalled(NamedTuple):
+    """What recall has done in a step: tokens of each KV head that went to shelves, looks and tokens that came back; the
+    worth of what is kept after each look, and of as many tokens at most."""
+
+    written: int
+    looks: int
+    recalled: int
+    held: float
+    best: float
+
+
+class NativeRecall:
+    """The recall of one cache in host memory, its shelves there as well, in C: see cache/recall.py. Used by one thread;
+    no result depends on how many torch has."""
+
+    def __init__(
+        self, rows: Sequence[ShelvedKeys | None], *, every: int, near: int, block: int, window: int | None
+    ) -> None:
+        """rows: None for those without a shelf. every: a row looks in the first of so many steps. near: a token is
+        wanted as much as a neighbour no further away. block: numbers of an index key that are mixed before packing."""
+        self._rows = rows
+        table = [
+            [0] * 8
+            if row is None
+            else [*(x.data_ptr() for x in row[:3]), row.k.shape[1], row.recent, row.most, row.first, row.taken]
+            for row in rows
+        ]
+        self._table = torch.tensor(table, dtype=torch.int64)
+        self._task = _RecallTask(rows=len(rows), every=every, near=near, block=block, window=window or 0)
+        self._task.row = self._table.data_ptr()
+        self._pointer, self._call = ctypes.byref(self._task), function("recall_step", "P", "i")
+
+    @staticmethod
+    def serves(like: Tensor) -> bool:
+        """Whether there is a kernel for caches and shelves as `like` (..., dim)."""
+        return serves(like) and like.shape[-1] <= MAX_DIM
+
+    def step(
+        self,
+        number: int,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        scale: float,
+        soft_cap: float | None,
+        held: KeysValues,
+        ranking: Ranking,
+    ) -> Recalled:
+        """Before the tokens of step `number` attend: q (b, heads, dim), k and v (b, kv_heads, dim), which go to
+        shelves. What comes back goes into the slots of `held` (b, kv_heads, capacity, dim) and `ranking`. MemoryError
+        where a few KiB are not to be had."""
+        task, (q, k, v) = self._task, (self._fit(x, held.k) for x in qkv)
+        rows, task.kv_heads, task.capacity, task.dim = held.k.shape
+        task.group, task.bf16 = q.shape[1] // task.kv_heads, held.k.dtype is torch.bfloat16
+        if rows != len(self._rows) or not (held.k.is_contiguous() and held.v.is_contiguous()):
+            raise ValueError(f"caches of {tuple(held.k.shape)}: needed {len(self._rows)} rows, contiguous")
+        size = held.k.itemsize
+        task.q, task.q_row, task.q_head = q.data_ptr(), q.stride(0) * size, q.stride(1) * size
+        task.new_k, task.new_k_row, task.new_k_head = k.data_ptr(), k.stride(0) * size, k.stride(1) * size
+        task.new_v, task.new_v_row, task.new_v_head = v.data_ptr(), v.stride(0) * size, v.stride(1) * size
+        task.k, task.v, task.score = held.k.data_ptr(), held.v.data_ptr(), ranking.score.data_ptr()
+        task.pos, task.next = ranking.pos.data_ptr(), ranking.free.data_ptr()
+        task.step, task.scale, task.cap, task.threads = number, scale, soft_cap or 0, torch.get_num_threads()
+        if self._call(self._pointer):
+            raise MemoryError("no memory to look through what waits")
+        return Recalled(task.written, task.looks, task.recalled, task.held, task.best)
+
+    @staticmethod
+    def _fit(x: Tensor, like: Tensor) -> Tensor:
+        x = x.to(like.dtype)
+        return x if x.stride(-1) == 1 else x.contiguous()

@@ -68,6 +68,8 @@ def report_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     for name, counts in (record.kept or {}).items():
         whole = ", ".join(f"{counts[when]:.1f} after {when}" for when in ("prefill", "decode") if when in counts)
         yield "span", f"{name}: {counts['tokens']:g} tokens, {whole}"
+    if record.recall:
+        yield "recall", _recall(record.recall)
     yield "block", block_text(policy)
     yield "placement", shares_text(policy)
     work = f"{_count(record.sequences, 'sequence')}, {_count(record.prompt_tokens, 'prompt token')}"
@@ -96,6 +98,17 @@ def report_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     yield "peak memory", _peaks(record.peak_bytes)
     for warning in record.warnings:
         yield "warning", warning
+
+
+def _recall(recall: Mapping[str, Any]) -> str:
+    """What came back, and what that moved beside what was planned."""
+    planned, moved = recall["planned"], list[str]()
+    for what, way in (("written to", "written"), ("read from", "read")):
+        nbytes = format_bytes(recall[f"{way}_bytes"])
+        moved.append(f"{nbytes} {what} {recall['tier']} ({format_bytes(planned[way])} planned)")
+    rate = recall["hit_rate"]
+    hits = "" if rate is None else f", {rate:.1%} of the attention that as many tokens can have at most"
+    return f"{_count(recall['recalled'], 'token')} came back{hits}; {', '.join(moved)}"
 
 
 def _predicted(record: RunRecord) -> str:

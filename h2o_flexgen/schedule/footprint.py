@@ -17,6 +17,7 @@ from h2o_flexgen.config.model.packing import scales_keys
 from h2o_flexgen.config.model.tensors import PAGE, round_up, states_bytes
 from h2o_flexgen.config.offload import TIERS, Kernels, OffloadPolicy
 from h2o_flexgen.config.placement import Placement
+from h2o_flexgen.config.recall import index_packing
 from h2o_flexgen.schedule import workspace
 from h2o_flexgen.schedule.request import BlockShape, PlanRequest
 from h2o_flexgen.schedule.tasks import groups_of, recordable
@@ -84,6 +85,8 @@ def footprint(
     weight buffers    compute tier: room for lookahead + 1 neighbours among the streamed groups and for EXPERT_SLOTS
                       streamed experts, `weight_room`; as much on cpu for staging if any group goes from disk to a gpu
     KV cache          on its tier, per (layer, GPU batch): K and V of (b, kv_heads, C, head_dim), 2 b G C s
+    evicted tokens    with recall, on its tier: all keys and values of each row, in layers that choose by score; their
+                      index, keys of INDEX_BITS, on the compute tier
     states            on its tier, likewise: what mixers of transformers' modules keep of each row
     cache records     where attention is computed, per cache that evicts: position int32 and score float32 of
                       (b, kv_heads, C), where positions roll a rank int32 too, and eight int64 of (b, kv_heads)
@@ -123,6 +126,7 @@ def _block_items(block: BlockShape, placement: Placement, unit_bytes: Mapping[st
     """See `footprint`: all but recorded steps and the process; `placement` may be a part of a model's."""
     yield from _weight_items(block, placement, unit_bytes)
     yield from _cache_items(block, placement)
+    yield from recall_items(block)
     yield from _hidden_items(block, placement)
     yield from _host_items(block, placement)
     yield Item(block.compute_tier, "prompt K and V of one layer", workspace.prompt_keys(block))
@@ -173,6 +177,21 @@ def _cache_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
     yield from (Item(tier, "cache records", nbytes) for tier, nbytes in records.items())
     if block.compute_tier != "cpu" and "cpu" in stays and caches["cpu"]:
         yield Item("cpu", "workspace", workspace.on_cpu_beside_gpu(block))
+
+
+def recall_items(block: BlockShape) -> Iterator[Item]:
+    """What waits of evicted tokens, and the index of it, in all layers that choose by score."""
+    request, spec = block.request, block.spec
+    tier, length = request.eviction.recall, block.prompt + request.workload.gen_len
+    if tier is None:
+        return
+    layers = [layer for layer, budget in enumerate(request.budgets) if budget.scored and request.slots[layer]]
+    rows = block.policy.num_gpu_batches * block.rows
+    tokens = sum(spec.kv_bytes_per_token_and_layer(block.dtype, layer) for layer in layers)
+    yield Item(tier, "evicted tokens", rows * length * tokens)
+    heads = (spec.heads_of(layer) for layer in layers)
+    index = sum(each.keys * index_packing(each.dim).nbytes for each in heads)
+    yield Item(block.compute_tier, "index of evicted tokens", rows * length * index)
 
 
 def _record_bytes(block: BlockShape, layer: int) -> int:

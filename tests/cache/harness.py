@@ -12,6 +12,7 @@ from torch import Tensor
 
 from h2o_flexgen.cache import CacheShape, EvictionPolicy, KVCache, make_policy
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, RankedPolicy
+from h2o_flexgen.cache.recall import Recall
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.model.packing import CacheBits
 from h2o_flexgen.config.splits import SPLITS
@@ -87,6 +88,7 @@ class CacheRun:
         window: int | None = None,
         turning: Turning | None = None,
         bits: CacheBits = 16,
+        recall: Recall | None = None,
     ) -> None:
         self.streams, self.dtype, self.device = list(streams), dtype, device
         self.window, self.turning = window, turning
@@ -97,6 +99,7 @@ class CacheRun:
         ids = range(len(self.streams)) if row_ids is None else row_ids
         self.cache = KVCache(self.shape, budgets, policy, layer=layer, row_ids=ids, device=k.device, window=window)
         self.cache.attach(k, v)
+        self.cache.recall = recall
         self.table: tuple[Tensor, Tensor] | None = None
         if turning is not None:
             cos, sin = turning.table(self.shape.capacity)

@@ -56,11 +56,11 @@ def olmo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 WORKS = (
-    "--hh-ratio 0.5 --eviction h2o --recent 3 --sinks 1 --gpu-batch-size 1 --num-gpu-batches 2 --prefill-chunk 16",
+    "--hh-ratio 0.5 --eviction h2o --recent 3 --sinks 1 --recall cpu --recall-every 2",
     "--kv-budget 20 --recent-ratio 0.1 --budget-split far --seed 3 --eviction h2o --no-overlap --lookahead 2",
     "--keep-prompt --kv-budget 30 --eviction h2o --no-share-prefixes --check-finite --verify always",
     "--spans whitelist --hh-ratio 0.5 --eviction h2o --cache-bits 8 --trace {out}.trace --report {out}.html",
-    "--cache-bits 4 --cache-rotation none",
+    "--cache-bits 4 --cache-rotation none --prefill-chunk 16 --gpu-batch-size 1 --num-gpu-batches 2",
     "--kv-bytes 0.6 --eviction h2o --cache-bits 8 --cache-newest 2",
     "--record-scores {out}.scores --hh-ratio 0.5 --eviction h2o --log-file {out}.log --quiet",
     "--weights-placement cpu=0.5,disk=0.5 --cache-placement disk=1 --hidden-placement cpu=1 --offload-dir {out}.dir",

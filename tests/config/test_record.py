@@ -20,7 +20,7 @@ KEYS = [
     *("bytes_moved", "bandwidth", "flops", "peak_bytes", "kv_bytes", "bound", "predicted", "projected", "warnings"),
 ]
 ADDED = ["computed_prompt_tokens", "least_bytes_moved", "roofline", "version", "date", "host", "prompt_len", "gen_len"]
-ADDED += ["kept", "dependency", "shared", "quantization", "experts", "state_bytes"]
+ADDED += ["kept", "recall", "dependency", "shared", "quantization", "experts", "state_bytes"]
 
 
 def record(**changes: Any) -> RunRecord:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.errors import UsageError
 from tests.engine.compare import History, assert_engine_equals_oracle
+from tests.oracles.policies import RecallOracle
 from tests.policy_matrix import EVICTING, POLICIES, PolicyRow
 from tests.tiny import FAMILIES, WINDOW, prompts_of
 
@@ -106,3 +110,69 @@ def test_left_padding_never_counts(checkpoint) -> None:
         for row, prompt in enumerate((short, long)):
             alone = llm.generate_ids(torch.tensor([prompt]), max_new_tokens=64, ignore_eos=True)
             assert both[row, 33:].tolist() == alone[0, len(prompt) :].tolist()
+
+
+class OftenRecalling(RecallOracle):
+    every = 2
+
+
+RECALLING = PolicyRow("h2o", OftenRecalling, {"budget": 14, "sinks": 2, "recall": "cpu", "recall_every": 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "places", "changes"),
+    [
+        ("llama-gqa", {"policy": {"gpu_batch_size": 3, "prefill_chunk": 16}}, {}),
+        ("gemma2", {}, {"budget": WINDOW - 3, "recent": 3, "sinks": 1}),
+        ("opt", {"emulate_gpu": "1GiB", "policy": {"gpu_batch_size": 2, "num_gpu_batches": 2}}, {"recent": 2}),
+    ],
+)
+def test_recall_equals_the_oracle(
+    name: str, places: dict[str, Any], changes: dict[str, Any], checkpoint, history: History
+) -> None:
+    assert_engine_equals_oracle(checkpoint(name), RECALLING, [36, 26, 9], 7, history, places=places, **changes)
+
+
+def test_what_is_recalled_does_not_depend_on_neighbours(checkpoint) -> None:
+    """More rows than places, so that they come and go, prompts that begin alike; the record has what was planned."""
+    _, folder = checkpoint("llama-gqa")
+    prompts = prompts_of([40, 26, 33, 21])
+    prompts = [*prompts, *(prompts[0][:20] + prompt for prompt in prompts[1:])]
+    eviction = EvictionConfig("snapkv+h2o", budget=14, sinks=2, recall="cpu", recall_every=2)
+    found = []
+    for place in ({"gpu_batch_size": 3}, {"gpu_batch_size": 1}, {"gpu_batch_size": 2, "num_gpu_batches": 2}):
+        alone, gpu = place["gpu_batch_size"] == 1, "1GiB" if len(place) == 2 else None
+        engine = {"dtype": "float32", "policy": place, "share_prefixes": not alone, "emulate_gpu": gpu}
+        with Engine(folder, eviction=eviction, **engine) as llm:
+            outputs = llm.generate(prompts, [SamplingParams(new, ignore_eos=True) for new in (5, 9, 7, 9, 9, 6, 8)])
+            record, spec = llm.last_record, llm.model.spec
+            found.append([output.token_ids for output in outputs])
+        recall = record.recall
+        assert recall["recalled"] > 0.9 * recall["looks"]
+        assert recall["written_bytes"] == recall["planned"]["written"]
+        assert recall["read_bytes"] == pytest.approx(recall["planned"]["read"], rel=0.1)
+        assert recall["read_bytes"] == recall["recalled"] * 2 * spec.head_dim * 4
+        assert 0.5 < recall["hit_rate"] <= 1
+        if gpu:
+            assert record.bytes_moved["gpu->cpu"] >= recall["written_bytes"]
+            assert llm.last_plan.footprint.total("cpu") > recall["written_bytes"] / 4
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("llama-gqa", {"cache_bits": 4}, "and the caches of .* are of 4 bits. .* leave --cache-bits"),
+        ("llama-gqa", {"policy": {"cache": {"disk": 1.0}}}, "with caches on disk. needed them on cpu"),
+        (
+            "llama-gqa",
+            {"emulate_gpu": "1GiB", "policy": {"cpu_cache_compute": True}},
+            "--recall cpu is given with --cpu-cache-compute",
+        ),
+    ],
+)
+def test_what_recall_does_not_go_with(name: str, settings: dict[str, Any], message: str, checkpoint) -> None:
+    """What the eviction's config refuses by itself: tests/config/test_eviction.py."""
+    eviction = EvictionConfig("h2o", ratio=0.3, recall="cpu")
+    with pytest.raises(UsageError, match=message):
+        Engine(checkpoint(name)[1], dtype="float32", eviction=eviction, **settings)

@@ -9,6 +9,7 @@ from functools import cache
 from operator import mul
 
 from tests.oracles.eviction import EvictionOracle, H2OOracle, RankedOracle, Vector, softmax, uniform
+from tests.oracles.packed import rounded
 
 
 def dot(a: Vector, b: Vector) -> float:
@@ -400,3 +401,65 @@ def then_h2o(oracle: type[PromptOracle]) -> type[EvictionOracle]:
             self.scores[position] += probability
 
     return Then
+
+
+class RecallOracle(H2OOracle):
+    """H2O, from which nothing is lost: in every fourth step, the first included, what the new query would pay most by
+    keys of 4 bits comes back, at most a quarter as many as are heavy, in place of what it would pay least."""
+
+    same_number_ties = True
+    every = 4
+
+    def prompt(
+        self, queries: Sequence[Sequence[Vector]], keys: Sequence[Vector], values: Sequence[Vector]
+    ) -> list[list[list[float]]]:
+        self.shelf = {p: token for p, token in enumerate(zip(keys, rounded(keys, 4), values, strict=True))}
+        self.taken = 0
+        self.looked: list[tuple[int, float, float]] = []
+        return super().prompt(queries, keys, values)
+
+    def step(self, queries: Sequence[Vector], key: Vector, value: Vector) -> list[list[float]]:
+        self.shelf[self.length] = key, rounded([key], 4)[0], value
+        if self.taken % self.every == 0 and self.budget.scored:
+            self.look(queries, self.length)
+        self.taken += 1
+        return super().step(queries, key, value)
+
+    def look(self, queries: Sequence[Vector], now: int) -> None:
+        seen = [p for p in sorted(self.shelf) if self.visible(p, now)]
+        paid = []
+        for query in queries:
+            logits = [self.scale * sum(map(mul, query, self.shelf[p][1])) for p in seen]
+            paid.append(dict(zip(seen, softmax(self.capped(logits)), strict=True)))
+        worth = {p: max(each[p] for each in paid) for p in seen}
+        near = {p: max(worth[other] for other in range(p - 3, p + 4) if other in worth) for p in seen}
+        # The newest token is here all the same.
+        away = sorted((p for p in seen if p != now and p not in self.keys), key=lambda p: (-near[p], p))
+        stay = self.protected(now) | self.pinned(now)
+        leaves = sorted((p for p in seen if p in self.keys and p not in stay), key=lambda p: (near[p], -p))
+        most = min(64, max(1, self.budget.heavy // 4))
+        pairs = list(zip(away[:most], leaves[:most], strict=False))
+        swaps = [(back, gone) for back, gone in pairs if near[back] > near[gone]]
+        self._close(near, swaps, away, leaves, pairs)
+        best = max((self.scores[gone] for _, gone in swaps), default=0.0)
+        for back, gone in swaps:
+            del self.keys[gone], self.values[gone], self.scores[gone]
+            self.keys[back], self.values[back], self.scores[back] = self.shelf[back][0], self.shelf[back][2], best
+        mean = {p: sum(each[p] for each in paid) / len(paid) for p in seen}
+        held = [mean[p] for p in seen if p in self.keys or p == now]
+        self.looked.append((len(swaps), sum(held), sum(sorted(mean.values())[-len(held) :])))
+
+    def _close(
+        self,
+        near: dict[int, float],
+        swaps: list[tuple[int, int]],
+        away: list[int],
+        leaves: list[int],
+        pairs: list[tuple[int, int]],
+    ) -> None:
+        """Notes what the choice has hung on, but for ties, which are of one number."""
+        gaps = [abs(near[back] - near[gone]) for back, gone in pairs]
+        for order in (away, leaves):
+            if 0 < len(swaps) < len(order):
+                gaps.append(abs(near[order[len(swaps) - 1]] - near[order[len(swaps)]]))
+        self.closest = min([self.closest, *(gap for gap in gaps if gap)])

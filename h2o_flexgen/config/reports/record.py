@@ -27,7 +27,7 @@ _NESTED: dict[str, tuple[str, ...]] = {
     "bound": ("phase", "resource", "seconds"),
 }
 """Keys that a nested object must have; it may have more."""
-_LATER = {"kept", "dependency", "shared", "quantization", "experts"}
+_LATER = {"kept", "recall", "dependency", "shared", "quantization", "experts"}
 """Keys that records of earlier versions lack."""
 
 
@@ -182,6 +182,11 @@ class RunRecord(Throughput):
     kept: dict[str, dict[str, float]] | None = None
     """By the name of a span of prompts its `tokens`, and how many of these caches held at the end of `prefill` and of
     `decode`: the mean over sequences, layers and KV heads. None: no prompt had spans."""
+    recall: dict[str, Any] | None = None
+    """With `--recall`: the `tier` behind caches; `recalled`, tokens that came back over all layers and KV heads, of
+    `looks` through what waits, in every `every`th step of a row; `written_bytes` of keys and values to the tier and
+    `read_bytes` from it, and both `planned`; `hit_rate`, the attention that kept tokens have, by the index, of what as
+    many could have at most. None: what was evicted was lost."""
     dependency: float | None = None
     """LightThinker's "Dep" (arXiv 2502.15589): over all tokens generated or scored the sum of the tokens held for the
     query that each comes from, itself included, the mean over layers. None where no engine of ours counted."""

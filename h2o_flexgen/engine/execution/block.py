@@ -11,6 +11,7 @@ import torch
 
 from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.prefix_store import PrefixStore
+from h2o_flexgen.cache.recall import Recall, RecallCounts
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
@@ -27,7 +28,9 @@ from h2o_flexgen.engine.sampling.sampler import Sampler
 from h2o_flexgen.engine.state.kv_store import CacheMaker, Place
 from h2o_flexgen.engine.state.loader import LoadedStage
 from h2o_flexgen.models.decoder import Decoder
+from h2o_flexgen.schedule.footprint import recall_items
 from h2o_flexgen.schedule.pipeline import pipeline
+from h2o_flexgen.schedule.request import BlockShape
 from h2o_flexgen.schedule.tasks import ScheduleShape, Tick, groups_of
 from h2o_flexgen.schedule.workspace import prompt_bytes
 from h2o_flexgen.schedule.zigzag import zigzag
@@ -66,7 +69,7 @@ class BlockRunner:
         waiting = WaitingQueue() if waiting is None else waiting
         device, chunk, rolling = self.stages[0].device, plan.policy.chunk, plan.request.eviction.rolling_positions
         gpu_batches = [GpuBatch(index, chunk, device, rolling) for index in range(len(rows))]
-        maker = self._maker(plan, rows, waiting)
+        maker = self._maker(plan, rows, waiting, totals.recall)
         steps = waiting.steps + max(row.steps for gpu_batch in rows for row in gpu_batch)
         groups = groups_of(len(rows), len(self.stages))
         together = [[gpu_batches[i] for i in group] for group in groups]
@@ -166,7 +169,9 @@ class BlockRunner:
             stages=tuple(stage.loaded.units for stage in stages),
         )
 
-    def _maker(self, plan: Plan, rows: list[list[Sequence]], waiting: WaitingQueue) -> CacheMaker:
+    def _maker(
+        self, plan: Plan, rows: list[list[Sequence]], waiting: WaitingQueue, counts: RecallCounts
+    ) -> CacheMaker:
         """Makes the caches of each (layer, GPU batch), with room for all rows that may come into it."""
         spec = self.decoder.spec
         units = [(spec.units[unit], stage) for stage in self.stages for unit in stage.units]
@@ -184,7 +189,9 @@ class BlockRunner:
                 on_cpu = plan.policy.cpu_cache_compute and plan.placement.cache[layer, gpu_batch] == "cpu"
                 devices[layer, gpu_batch] = torch.device("cpu") if on_cpu else at[layer]
         watch = None if self.scores is None else self.scores.filled
-        return CacheMaker(spec, self.eviction, shapes, devices, watch)
+        asked = plan.request.eviction
+        recall = None if asked.recall is None else partial(Recall, every=asked.recall_every, counts=counts)
+        return CacheMaker(spec, self.eviction, shapes, devices, watch, recall)
 
     def _open_stages(
         self,
@@ -197,6 +204,7 @@ class BlockRunner:
         stack: ExitStack,
     ) -> list[Stage]:
         spec, dtype, places = self.decoder.spec, plan.request.dtype, len(rows[0])
+        self._charge_shelves(plan, len(rows), stack)
         # Of a GPU batch in any later step, and in the first.
         tokens = max(waiting.longest_prompt * places, *(gpu_batch.prompt_tokens for gpu_batch in gpu_batches))
         longest, prompt_room = max(waiting.longest_prompt, *(len(row.pass_ids) for each in rows for row in each)), 0
@@ -217,6 +225,15 @@ class BlockRunner:
             attends=len(rows) > 1 and not self.check_finite,
             stack=stack,
         )
+
+    def _charge_shelves(self, plan: Plan, batches: int, stack: ExitStack) -> None:
+        """Counts what recall takes beside caches, which is made row by row; `stack` gives it back."""
+        policy = replace(plan.policy, num_gpu_batches=batches)
+        tiers = self.stages[0].tiers
+        for item in recall_items(BlockShape(plan.request, policy)):
+            tier = tiers.disk if item.tier == "disk" else tiers.memory(item.tier)
+            tier.charge(item.nbytes, item.what)
+            stack.callback(tier.refund, item.nbytes, item.what)
 
     def _slots(self, maker: CacheMaker) -> dict[tuple[int, int | None], int]:
         """Those that every cache of a layer has, by layer and window."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -11,9 +12,11 @@ from itertools import zip_longest
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from h2o_flexgen.cache.recall import RecallCounts
 from h2o_flexgen.config.budget import Budget
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.model.packing import CachePacking
+from h2o_flexgen.config.recall import shelved_tokens
 from h2o_flexgen.config.reports.record import RunRecord, eviction_entry, host_facts
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cores import CoreCount, sharing_warning
@@ -26,7 +29,8 @@ from h2o_flexgen.engine.state.loader import Loaded
 from h2o_flexgen.kernels import triton_available
 from h2o_flexgen.kernels.native import what_computes
 from h2o_flexgen.openmp import spin_warning
-from h2o_flexgen.schedule.traffic import io_lower_bound
+from h2o_flexgen.schedule.request import PlanRequest
+from h2o_flexgen.schedule.traffic import io_lower_bound, links
 from h2o_flexgen.schedule.work import CountedWork, rooflines
 from h2o_flexgen.units import format_bytes
 
@@ -52,6 +56,7 @@ class BlockTotals:
     """Experts computed with, each once per layer and pass over a block."""
     experts_of: int = 0
     """How many they would have been if tokens had chosen all of them."""
+    recall: RecallCounts = field(default_factory=RecallCounts)
     work: CountedWork = field(default_factory=CountedWork)
     """Counted step by step; of sequences that a failed block left unfinished without what decode read from caches."""
 
@@ -84,8 +89,8 @@ class RunMetrics:
 
     def __init__(self, trace: Trace) -> None:
         self.totals = BlockTotals()
-        self.lengths = dict[RowLengths, None]()
-        """Of all finished rows, each that there is once."""
+        self.lengths = Counter[RowLengths]()
+        """Of all finished rows, how many there are of each."""
         self.kept: dict[str, list[dict[str, float]]] = {}
         """Of the spans of finished rows, by their names: see `Kept`."""
         self.load_seconds = self.total_seconds = 0.0
@@ -98,7 +103,7 @@ class RunMetrics:
 
     def finished(self, row: Sequence) -> None:
         """Notes what a record says of `row`, which need not be held any longer."""
-        self.lengths[RowLengths.of(row)] = None
+        self.lengths[RowLengths.of(row)] += 1
         for name, counts in (kept_of_spans(row) or {}).items():
             self.kept.setdefault(name, []).append(counts)
 
@@ -171,7 +176,7 @@ def make_record(
         prefill_s=totals.prefill_seconds,
         decode_s=totals.decode_seconds,
         total_s=metrics.total_seconds,
-        bytes_moved=metrics.bytes_moved,
+        bytes_moved=_moved(plan.request, metrics),
         bandwidth=bandwidth,
         flops=totals.work.flops(model.spec),
         peak_bytes={"gpu": None, "cpu": None, "disk": None, **peaks},
@@ -188,6 +193,7 @@ def make_record(
         predicted=None if first.predicted is None else dict(first.predicted),
         least_bytes_moved=_least_moved(plan, rows) if len(plans) == 1 and plan.request.num_gpus == 1 else None,
         kept=_kept(metrics.kept),
+        recall=_recall(plan.request, metrics),
         dependency=totals.work.dependency,
         shared=metrics.cores.shared,
         warnings=[warning for warning in said if warning is not None],
@@ -286,6 +292,39 @@ def _eviction(config: EngineConfig, rows: SequenceOf[RowLengths]) -> dict[str, A
     entry["share_of_prompt"] = _span(row.budget.total / row.prompt for row in rows)
     entry["share_of_sequence"] = _span(row.budget.total / (row.prompt + row.most_new) for row in rows)
     return entry
+
+
+def _recall(request: PlanRequest, metrics: RunMetrics) -> dict[str, Any] | None:
+    """The `recall` of a record."""
+    counts, asked, spec = metrics.totals.recall, request.eviction, request.spec
+    if asked.recall is None:
+        return None
+    planned = {"written": 0, "read": 0}
+    for row, times in metrics.lengths.items():
+        for layer, window in enumerate(spec.windows):
+            budget, token = row.budget_in(layer, window), spec.kv_bytes_per_token_and_layer(request.dtype, layer)
+            tokens = shelved_tokens(budget, window, row.prompt, row.new, asked.recall_every)
+            for way, count in zip(planned, tokens, strict=True):
+                planned[way] += times * token * count
+    return {
+        "tier": asked.recall,
+        "every": asked.recall_every,
+        "recalled": counts.recalled,
+        "looks": counts.looks,
+        "written_bytes": counts.written,
+        "read_bytes": counts.read,
+        "planned": planned,
+        "hit_rate": counts.held / counts.best if counts.best else None,
+    }
+
+
+def _moved(request: PlanRequest, metrics: RunMetrics) -> dict[str, int]:
+    """Bytes by link, those of recall included, which the computing thread moves."""
+    found, counts, tier = Counter(metrics.bytes_moved), metrics.totals.recall, request.eviction.recall
+    for inward, nbytes in ((False, counts.written), (True, counts.read)):
+        for link in () if tier is None else links(tier, request.compute_tier, inward=inward):
+            found[link] += nbytes
+    return dict(found)
 
 
 def _kept(found: Mapping[str, list[dict[str, float]]]) -> dict[str, dict[str, float]] | None:

@@ -3,7 +3,7 @@ store."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -19,6 +19,7 @@ from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.kv_cache import KVCache, PromptWatch
 from h2o_flexgen.cache.lengths import CacheLengths, chooses
 from h2o_flexgen.cache.packing import LAST
+from h2o_flexgen.cache.recall import Recall
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.model.packing import scales_keys
@@ -115,6 +116,8 @@ class CacheMaker:
     shapes: Mapping[Place, CacheShape]
     devices: Mapping[Place, torch.device]
     watch: PromptWatch | None = None
+    recall: Callable[[SequenceOf[int]], Recall] | None = None
+    """Of rows that are to have so many tokens; None: what is evicted is lost."""
     _lengths: dict[tuple[object, ...], tuple[SequenceOf[Sequence], CacheLengths]] = field(default_factory=dict)
     """By GPU batch, window, capacity, device and budgets of a layer's own: the last rows, and what their caches have in
     common."""
@@ -139,6 +142,8 @@ class CacheMaker:
             cache = ChunkedCache(shape, budgets, self.eviction, **made)
             cache.chunk = chunk
         cache.watch = self.watch
+        if self.recall is not None:
+            cache.recall = self.recall([len(row.prompt_ids) + row.steps - 1 for row in rows])
         if known is not rows:
             self._lengths[alike] = rows, cache.lengths_for_another_layer()
         return cache

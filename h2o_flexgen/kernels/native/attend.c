@@ -119,21 +119,6 @@ INLINE __m512 products_of(const char *q, const char *k, int64_t left, int64_t di
     return sums_of(sums);
 }
 
-/* Logits become the exponentials of their distance to the largest; returns the sum, that of `sink` included, if there
-   is one. `n` is padded with -inf. */
-static float exponentials(float *x, int64_t n, const float *sink) {
-    __m512 largest = _mm512_loadu_ps(x), sum = _mm512_setzero_ps();
-    for (int64_t i = LANES; i < n; i += LANES) largest = _mm512_max_ps(largest, _mm512_loadu_ps(x + i));
-    largest = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
-    for (int64_t i = 0; i < n; i += LANES) {
-        __m512 y = exp_of(_mm512_sub_ps(_mm512_loadu_ps(x + i), largest));
-        _mm512_storeu_ps(x + i, y);
-        sum = _mm512_add_ps(sum, y);
-    }
-    const float rest = sink ? expf(*sink - _mm512_reduce_max_ps(largest)) : 0;
-    return _mm512_reduce_add_ps(sum) + rest;
-}
-
 /* ---- values */
 
 /* mixed (heads, accs vectors) += the values of `n` slots times p (heads, `pitch` apart). Of bfloat16 numbers, those in

@@ -2,6 +2,8 @@
 #ifndef VECTORS_H
 #define VECTORS_H
 
+#include <math.h>
+
 #include "simd.h"
 
 enum { VECTOR = 64 };
@@ -28,6 +30,21 @@ INLINE __m512 sums_of(__m512 *x) {
             x[i] = _mm512_add_ps(_mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0x88),
                                  _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0xDD));
     return x[0];
+}
+
+/* Logits become the exponentials of their distance to the largest; returns the sum, that of `sink` included, if there
+   is one. `n` is padded with -inf. */
+INLINE float exponentials(float *x, int64_t n, const float *sink) {
+    __m512 largest = _mm512_loadu_ps(x), sum = _mm512_setzero_ps();
+    for (int64_t i = LANES; i < n; i += LANES) largest = _mm512_max_ps(largest, _mm512_loadu_ps(x + i));
+    largest = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
+    for (int64_t i = 0; i < n; i += LANES) {
+        __m512 y = exp_of(_mm512_sub_ps(_mm512_loadu_ps(x + i), largest));
+        _mm512_storeu_ps(x + i, y);
+        sum = _mm512_add_ps(sum, y);
+    }
+    const float rest = sink ? expf(*sink - _mm512_reduce_max_ps(largest)) : 0;
+    return _mm512_reduce_add_ps(sum) + rest;
 }
 
 #endif

@@ -1,0 +1,243 @@
+"""Recall: what leaves a cache waits a tier lower, and comes back when a query looks for it.
+
+All keys and values of a row are written to a shelf when they come in, by position: what is evicted is there already. An
+index of its keys, rotated, in 4 bits, lies where attention is computed. In the first of every `EVERY` steps of a row,
+before its newest query attends, the index says what each token is worth to that query; the best of those that are away
+take the slots of the least of those that are kept. How many are kept never changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from h2o_flexgen.cache.lengths import CacheLengths
+from h2o_flexgen.cache.packing import expand, pack
+from h2o_flexgen.cache.ring_slots import Asked, CacheSlots
+from h2o_flexgen.cache.slots import ScoredSlots
+from h2o_flexgen.config.budget import Budget
+from h2o_flexgen.config.recall import NEAR, index_packing, most_moved
+from h2o_flexgen.kernels.ranks import NativeRecall, Recalled, ShelvedKeys
+from h2o_flexgen.kernels.types import KeysValues, PackedPrompts
+
+
+@dataclass
+class RecallCounts:
+    """What recall has done in one run; tokens are counted for each layer and KV head."""
+
+    recalled: int = 0
+    """Tokens that came back."""
+    looks: int = 0
+    """Times that a row and KV head was looked through."""
+    written: int = 0
+    """Bytes of keys and values written to shelves."""
+    read: int = 0
+    """And read from them."""
+    held: float = 0.0
+    """Over all looks, the attention by the index that the kept tokens have once the best have come back."""
+    best: float = 0.0
+    """And what as many tokens could have at most."""
+
+    def add(self, found: Recalled, nbytes: int) -> None:
+        """What a step has done, with keys, and values, of so many bytes."""
+        self.written += 2 * nbytes * found.written
+        self.read += 2 * nbytes * found.recalled
+        self.recalled += found.recalled
+        self.looks += found.looks
+        self.held += found.held
+        self.best += found.best
+
+
+class Shelf:
+    """Keys and values of one row in one layer, (kv_heads, length, d), in host memory."""
+
+    def __init__(self, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        """device: where the cache is."""
+        self.k, self.v = torch.empty(2, *size, dtype=dtype).unbind(0)
+        self._device = device
+
+    def write(self, start: int, k: Tensor, v: Tensor) -> None:
+        """Those (kv_heads, n, d) of the positions from `start` on."""
+        stop = start + k.shape[1]
+        self.k[:, start:stop], self.v[:, start:stop] = k, v
+
+    def read(self, heads: Tensor, positions: Tensor) -> KeysValues:
+        """Those (n, d) of these KV heads and positions, (n,) each, where the cache is."""
+        heads, positions = heads.cpu(), positions.cpu()
+        return KeysValues(*(x[heads, positions].to(self._device) for x in (self.k, self.v)))
+
+
+@dataclass
+class _ShelvedRow:
+    shelf: Shelf
+    index: Tensor
+    """Its keys, rotated and packed: (kv_heads, length, bytes) uint8."""
+    recent: int
+    """Last tokens that do not leave."""
+    most: int
+    """Tokens that come back at a look, at most."""
+
+
+class _HeldSlots(NamedTuple):
+    """What one row holds: keys and values (kv_heads, capacity, d), their scores and positions (kv_heads, capacity), and
+    the slot that the next token takes (kv_heads,)."""
+
+    k: Tensor
+    v: Tensor
+    score: Tensor
+    pos: Tensor
+    free: Tensor
+
+    def slots(self, first: int, stop: int) -> Tensor:
+        """Of the positions from `first` to `stop`, (kv_heads, stop - first) int64, -1 of those that are not here."""
+        heads, capacity = self.pos.shape
+        places = (self.pos - first).long().scatter(1, self.free.unsqueeze(1), -1)
+        places = torch.where((places >= 0) & (places < stop - first), places, stop - first)
+        found = torch.full((heads, stop - first + 1), -1, dtype=torch.int64, device=self.pos.device)
+        return found.scatter_(1, places, torch.arange(capacity, device=self.pos.device).expand(heads, -1))[:, :-1]
+
+
+class Recall:
+    """The shelves of the rows of one cache, and what they are looked through by. Used by the cache's thread."""
+
+    def __init__(self, lengths: Sequence[int], every: int, counts: RecallCounts) -> None:
+        """lengths: tokens of each row, the last that may come included."""
+        self._lengths, self._every, self._counts = list(lengths), every, counts
+        self._rows: list[_ShelvedRow | None] = [None] * len(lengths)
+        self._native: NativeRecall | None = None
+        self._begun: CacheLengths | None = None  # of the steps that `_native` is for
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[Recall | None, Sequence[int]]]) -> Recall | None:
+        """The given rows, in this order; None of caches without."""
+        found = [(part, rows) for part, rows in parts if part is not None]
+        if not found:
+            return None
+        first, lengths = found[0][0], [part._lengths[row] for part, rows in found for row in rows]
+        made = cls(lengths, first._every, first._counts)
+        made._rows = [part._rows[row] for part, rows in found for row in rows]
+        return made
+
+    def fill(
+        self,
+        rows: Sequence[int],
+        budgets: Sequence[Budget],
+        k: Tensor,
+        v: Tensor,
+        past: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """The prompts of `rows`, k, v (n, kv_heads, S, d), which follow those of `past`, (kv_heads, P, d). budgets: of
+        all rows; one that chooses nothing by score has no shelf."""
+        for row, *own in zip(rows, k, v, strict=True):
+            if budgets[row].scored:
+                self._rows[row] = self._shelved(row, budgets[row], KeysValues(*own), past)
+
+    def fill_packed(self, prompts: PackedPrompts, budgets: Sequence[Budget], k: Tensor, v: Tensor) -> None:
+        """As `fill`, from k, v (T, kv_heads, d) of packed tokens."""
+        for row in prompts.rows:
+            tokens = slice(row.first, row.first + row.length)
+            own = [x[tokens].transpose(0, 1).unsqueeze(0) for x in (k, v)]
+            self.fill([row.place], budgets, own[0], own[1])
+
+    def _shelved(self, row: int, budget: Budget, own: KeysValues, past: tuple[Tensor, Tensor] | None) -> _ShelvedRow:
+        heads, count, dim = own.k.shape
+        before, packing = 0 if past is None else past[0].shape[1], index_packing(dim)
+        length = max(self._lengths[row], before + count)
+        index = torch.zeros(heads, length, packing.nbytes, dtype=torch.uint8, device=own.k.device)
+        shelf = Shelf((heads, length, dim), own.k.dtype, own.k.device)
+        for start, part in ((0, past), (before, own)):
+            if part is not None:
+                shelf.write(start, *part)
+                index[:, start : start + part[0].shape[1]] = pack(part[0], packing)
+        self._counts.written += 2 * heads * (before + count) * dim * own.k.itemsize
+        return _ShelvedRow(shelf, index, budget.recent, most_moved(budget))
+
+    def step(self, asked: Asked, new: KeysValues, lengths: CacheLengths, slots: CacheSlots, held: KeysValues) -> None:
+        """A step begins, with the tokens `new` (b, kv_heads, d): they go to the shelves, and the rows whose turn it is
+        look through what is away; what comes back goes into the slots of `held`."""
+        if not isinstance(slots, ScoredSlots):
+            return
+        if self._begun is not lengths:
+            self._begun, self._native = lengths, self._native_of(lengths, held.k)
+        if self._native is not None:
+            q, scale, soft_cap = asked
+            found = self._native.step(lengths.step, (q, *new), scale, soft_cap, held, slots.ranking)
+            self._counts.add(found, held.k.shape[-1] * held.k.itemsize)
+            return
+        free = slots.free()
+        for place, (row, now, before) in enumerate(zip(self._rows, lengths.next_pos, lengths.before, strict=True)):
+            if row is None or now >= row.index.shape[1]:  # it is done, and its neighbours are not
+                continue
+            k, v = (x[place].unsqueeze(1) for x in new)
+            row.shelf.write(now, k, v)
+            row.index[:, now : now + 1] = pack(k, index_packing(k.shape[-1]))
+            self._counts.written += 2 * k.nbytes
+            if (before + lengths.step) % self._every == 0:
+                first = 0 if lengths.window is None else max(0, now + 1 - lengths.window)
+                worth = _worth(row.index[:, first : now + 1], asked[0][place], asked)
+                own = _HeldSlots(held.k[place], held.v[place], slots.score[place], slots.table[1][place], free[place])
+                self._look(row, worth, own, first, now)
+
+    def _native_of(self, lengths: CacheLengths, like: Tensor) -> NativeRecall | None:
+        """For steps of these lengths and a cache as `like`; None where no kernel takes that."""
+        if not NativeRecall.serves(like):
+            return None
+        shelved = list[ShelvedKeys | None]()
+        for row, now, before in zip(self._rows, lengths.next_pos, lengths.before, strict=True):
+            if row is not None:
+                k, v = row.shelf.k, row.shelf.v
+                how = row.recent, row.most, now - lengths.step, before
+            shelved.append(None if row is None else ShelvedKeys(k, v, row.index, *how))
+        block = index_packing(like.shape[-1]).block
+        return NativeRecall(shelved, every=self._every, near=NEAR, block=block, window=lengths.window)
+
+    def _look(self, row: _ShelvedRow, worth: Tensor, own: _HeldSlots, first: int, now: int) -> None:
+        """Of the query at `now`, whose attention to the tokens from `first` on is `worth` (kv_heads, group, T)."""
+        near = functional.max_pool1d(worth.amax(1), 2 * NEAR + 1, 1, NEAR)
+        slot = own.slots(first, now + 1)
+        kept = slot >= 0
+        leaves = kept & own.score.gather(1, slot.clamp(min=0)).isfinite()  # what is static has the score +inf
+        leaves[:, max(0, now + 1 - row.recent - first) :] = False
+        kept[:, -1] = True  # the newest
+        wanted, least = near.masked_fill(kept, -1.0), near.masked_fill(~leaves, 2.0)
+        back, leaving = _ordered(wanted, row.most), _ordered(-least, row.most, late=True)
+        heads, places = (wanted.gather(1, back) > least.gather(1, leaving)).nonzero(as_tuple=True)
+        positions, gone = back[heads, places], leaving[heads, places]
+        if len(heads):
+            targets = slot[heads, gone]
+            own.k[heads, targets], own.v[heads, targets] = row.shelf.read(heads, positions + first)
+            own.pos[heads, targets] = (positions + first).int()
+            # Nothing of this goes before the next look: it has the best score of what leaves.
+            best = own.score.new_zeros(len(own.score)).scatter_reduce_(0, heads, own.score[heads, targets], "amax")
+            own.score[heads, targets] = best[heads]
+        kept[heads, gone], kept[heads, positions] = False, True
+        self._count(worth.mean(1), kept, len(heads), own.k)
+
+    def _count(self, worth: Tensor, kept: Tensor, moved: int, keys: Tensor) -> None:
+        best = worth.sort(-1, descending=True).values.cumsum(-1).gather(-1, kept.sum(-1, keepdim=True) - 1)
+        found = Recalled(0, len(worth), moved, float((worth * kept).sum()), float(best.sum()))
+        self._counts.add(found, keys.shape[-1] * keys.itemsize)
+
+
+def _worth(index: Tensor, q: Tensor, asked: Asked) -> Tensor:
+    """What tokens with the keys of `index` (kv_heads, T, bytes) are worth to q (heads, d), by their products: softmax
+    probabilities (kv_heads, group, T) float32."""
+    _, scale, soft_cap = asked
+    keys = expand(index, index_packing(q.shape[-1]), torch.float32)
+    logits = (q.float().view(len(keys), -1, q.shape[-1]) @ keys.transpose(1, 2)) * scale
+    if soft_cap is not None:
+        logits = (logits / soft_cap).tanh() * soft_cap
+    return logits.softmax(-1)
+
+
+def _ordered(values: Tensor, count: int, late: bool = False) -> Tensor:
+    """The places of the `count` largest of each row (n, T), fewer where there are no more; of equal ones the first ones
+    come first, or the last ones."""
+    flipped = values.flip(1) if late else values
+    order = flipped.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    return values.shape[1] - 1 - order if late else order

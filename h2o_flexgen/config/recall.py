@@ -1,0 +1,90 @@
+"""Recall in numbers: where evicted tokens wait, how often and how many of them come back. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from h2o_flexgen.config.budget import Budget
+from h2o_flexgen.config.model.packing import CachePacking
+from h2o_flexgen.errors import UsageError
+
+if TYPE_CHECKING:
+    from h2o_flexgen.config.model.spec import ModelSpec
+
+RecallTier = Literal["cpu", "disk"]
+RECALL_TIERS: tuple[RecallTier, ...] = ("cpu",)
+EVERY = 4
+"""Steps of a row from one look through what is away to the next, unless asked for."""
+STATIC = 4
+"""First tokens that never leave, unless asked for."""
+INDEX_BITS = 4
+"""Of a number of a key in the index."""
+NEAR = 3
+"""Tokens before and after one that is wanted which are wanted as much."""
+_MOST = 64
+
+
+def most_moved(budget: Budget) -> int:
+    """Tokens that come back at one look, at most: a quarter of those chosen by score."""
+    return min(_MOST, max(1, budget.heavy // 4))
+
+
+def index_packing(dim: int) -> CachePacking:
+    """How the index keeps a key of `dim` numbers."""
+    return CachePacking(INDEX_BITS, dim)
+
+
+def coming_back(budget: Budget, window: int | None, before: int) -> int:
+    """Tokens that one look of a row and KV head brings back, as planned: as many as may, while so many are away.
+
+    before: tokens before the newest, whose query sees those of the `window`."""
+    seen = before if window is None else min(before, window - 1)
+    return min(most_moved(budget), max(0, seen - budget.total)) if budget.scored else 0
+
+
+def shelved_tokens(budget: Budget, window: int | None, prompt: int, new: int, every: int) -> tuple[int, int]:
+    """Of a sequence of `new` tokens after a prompt those that each KV head writes to its shelf, and those that it reads
+    from there, as planned. The last token goes nowhere."""
+    if not budget.scored:
+        return 0, 0
+    return prompt + new - 1, sum(coming_back(budget, window, prompt + step) for step in range(0, new - 1, every))
+
+
+def check_recall(spec: ModelSpec, tier: str | None) -> None:
+    """UsageError where what is evicted from caches of `spec` is to wait on `tier`, and cannot."""
+    if tier is None:
+        return
+    layers = [layer for layer in range(spec.num_layers) if spec.attends(layer)]
+    kinds = {
+        f"the caches of {spec.name} are of {spec.cache_bits} bits": spec.cache_bits != 16,
+        f"the keys of {spec.name} are its values as well": any(spec.heads_of(layer).joint for layer in layers),
+        f"layers of {spec.name} attend by chunks": spec.arch.chunked,
+        f"layers of {spec.name} read the caches of others": any(spec.source_of(layer) != layer for layer in layers),
+        f"heads of {spec.name} have {spec.head_dim} numbers, no multiple of 4": bool(spec.head_dim % 4),
+        f"{spec.name} runs row by row": not spec.keeps_caches,
+    }
+    for found, given in kinds.items():
+        if given:
+            raise UsageError(
+                f"--recall {tier} is given, and {found}",
+                "needed caches of 16 bits for each layer, with keys and values of their own",
+                "leave --recall out" if spec.cache_bits == 16 else "leave --cache-bits or --kv-bytes out",
+            )
+
+
+def with_caches_near(fixed: Mapping[str, Any], tier: str | None, compute_tier: str) -> dict[str, Any]:
+    """The `fixed` fields of a policy where evicted tokens are to wait on `tier`: caches stay where they are computed
+    with. UsageError where they were to be elsewhere, or the tier is not behind them."""
+    if tier is None:
+        return dict(fixed)
+    away = [each for each, share in fixed.get("cache", {}).items() if share and each not in (compute_tier, "gpu")]
+    if away:
+        raise UsageError(
+            f"--recall {tier} is given with caches on {', '.join(away)}",
+            f"needed them on {compute_tier}, with which they are computed",
+            "leave --cache-placement out",
+        )
+    if fixed.get("cpu_cache_compute") and compute_tier != "cpu":
+        raise UsageError(f"--recall {tier} is given with --cpu-cache-compute", "needed one of them")
+    return {**fixed, "cache": {compute_tier: 1.0}, "cpu_cache_compute": False}

@@ -1,0 +1,92 @@
+"""Recall: what is evicted comes back when a query looks for it, as the oracle says, step by step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from h2o_flexgen.cache import make_policy
+from h2o_flexgen.cache.recall import Recall, RecallCounts
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.kernels.ranks import NativeRecall
+from tests.cache.conftest import by_torch
+from tests.cache.harness import CLOSE, CacheRun, OracleRun, make_stream
+from tests.oracles.policies import RecallOracle
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "d", "window", "sinks"),
+    [(2, 1, 4, None, 4), (1, 3, 8, None, 0), (1, 2, 64, 24, 2), (1, 2, 96, 24, 1), (1, 1, 136, None, 1)],
+)
+def test_recall_equals_the_oracle(
+    kernel: str,
+    kv_heads: int,
+    group: int,
+    d: int,
+    window: int | None,
+    sinks: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if kernel == "torch":
+        monkeypatch.setattr(NativeRecall, "serves", lambda like: False)
+    steps = 26
+    # The second row has a budget that leaves nothing to choose, the third one begins with fewer tokens than its budget.
+    streams = [make_stream(prompt, steps, kv_heads, group, d, seed=prompt) for prompt in (40, 9, 11)]
+    config = EvictionConfig("h2o", budget=18, sinks=sinks)
+    budgets = [config.resolve(stream.prompt, steps).within(window) for stream in streams]
+    budgets[1] = EvictionConfig().resolve(9, steps).within(window)
+    counts = RecallCounts()
+    recall = Recall([stream.prompt + steps for stream in streams], 4, counts)
+    run = CacheRun(streams, budgets, make_policy(config), window=window, recall=recall)
+    oracles = [
+        OracleRun(stream, budget, RecallOracle, layer=0, row_id=row, seed=0, window=window)
+        for row, (stream, budget) in enumerate(zip(streams, budgets, strict=True))
+    ]
+    compared = 0
+    for step in range(steps):
+        out, wanted = run.step(), torch.stack([oracle.step() for oracle in oracles])
+        error, kept = (out - wanted).abs().unflatten(1, (kv_heads, group)).amax((-1, -2)), run.kept()
+        for row, each in enumerate(oracles):
+            for head, oracle in enumerate(each.oracles):
+                if oracle.closest > CLOSE:
+                    assert kept[row][head] == sorted(oracle.kept), f"row {row} head {head} step {step}"
+                    assert error[row, head] < 1e-5
+                    compared += 1
+    assert compared > 0.9 * steps * 3 * kv_heads
+    looked = [look for each in oracles for oracle in each.oracles for look in oracle.looked]
+    if compared == steps * 3 * kv_heads:
+        assert counts.recalled == sum(moved for moved, *_ in looked) > 10
+        assert counts.looks == len(looked)
+        assert counts.held == pytest.approx(sum(held for _, held, _ in looked), rel=1e-4)
+        assert counts.best == pytest.approx(sum(best for *_, best in looked), rel=1e-4)
+    tokens = sum(stream.prompt + steps for stream, budget in zip(streams, budgets, strict=True) if budget.scored)
+    assert counts.written == tokens * kv_heads * 2 * d * 4
+    assert counts.read == counts.recalled * 2 * d * 4
+
+
+@by_torch
+@pytest.mark.parametrize("d", [64, 96, 256])
+def test_both_kernels_bring_back_the_same(d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tokens than a vector's lanes, bfloat16, a soft cap, rows that differ in length."""
+    steps, found = 12, []
+    streams = [make_stream(prompt, steps, 2, 2, d, seed=prompt) for prompt in (150, 333)]
+    config = EvictionConfig("h2o", budget=60, sinks=2)
+    budgets = [config.resolve(stream.prompt, steps) for stream in streams]
+    for native in (True, False):
+        if not native:
+            monkeypatch.setattr(NativeRecall, "serves", lambda like: False)
+        counts = RecallCounts()
+        recall = Recall([stream.prompt + steps for stream in streams], 2, counts)
+        run = CacheRun(streams, budgets, make_policy(config), dtype=torch.bfloat16, recall=recall)
+        run.cache.soft_cap = 5.0
+        run.steps(1)
+        found.append((run.kept(), run.cache.k, run.cache.v, counts))
+    (kept, *held, counts), (others, *theirs, expected) = found
+    assert counts.recalled == expected.recalled > 20
+    assert counts.held == pytest.approx(expected.held, abs=1e-3)
+    assert counts.best == pytest.approx(expected.best, abs=1e-3)
+    for row, other in zip(kept, others, strict=True):
+        for own, its in zip(row, other, strict=True):
+            assert len(set(own) ^ set(its)) <= 2, "two that are wanted alike may change places"
+    if kept == others:
+        assert all(torch.equal(x.sort(2).values, y.sort(2).values) for x, y in zip(held, theirs, strict=True))
