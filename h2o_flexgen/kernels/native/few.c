@@ -1,9 +1,9 @@
-/* Products of a few rows in whole numbers, bound by how fast the codes come from memory: outputs one after another, each
-   in the order its codes lie.
+/* Products of a few rows in whole numbers, bound by how fast the codes come from memory: several outputs at a time, from
+   as many stretches of memory, each in the order its codes lie.
 
    A vector of 64 bytes holds 128 codes of 4 bits, or 64 of 8; of 4 bits each byte is an even input's and an odd one's.
-   Its sums are in 16 lanes, four for each of its units, and are multiplied by the units' scales before they are added
-   up: x's scales and what sums start at are spread over lanes once, weights' scales by a permutation. */
+   Its sums are in 16 lanes, four for each of its units, and are multiplied by the products of both scales before they are
+   added up. Those are made for all spans of an output beforehand, with what its lows and the offset of its codes add. */
 
 #include "whole.h"
 
@@ -11,185 +11,236 @@
 #include "team.h"
 
 enum {
-    PIECE = 48,      /* outputs that are finished together, */
-    TURNS = 4,       /* and pieces that a thread takes, at least */
-    AHEAD = 4096,    /* bytes of codes that are asked for before they are used, */
+    PIECE = 384,      /* outputs that a thread takes at a time, less where it would take */
+    TURNS = 4,        /* fewer times than this */
+    AHEAD = 4096,     /* bytes of codes that are asked for before they are used, */
     SCALES_AHEAD = 4, /* and outputs whose scales are */
+#ifdef NARROW
+    MOST_SUMS = 4, /* vectors that stay in registers */
+#else
+    MOST_SUMS = 16,
+#endif
+    TOGETHER = 4, /* outputs at most */
 };
 
 /* What threads share. */
 typedef struct {
     const Whole *all;
-    int64_t blocks, groups;
-    __m512i which;  /* of the scales from a block's first on: each lane's */
-    float *scale;   /* (rows, blocks, LANES) of x */
-    int32_t *start; /* the same, in the first lane of each span */
-    float *sum;     /* (rows, groups up to whole vectors) of x */
-    int64_t next;   /* output that no thread has taken */
+    int64_t blocks, spans, groups; /* spans up to whole vectors */
+    int shift;                     /* of a span to its group */
+    __m512i which, within;         /* of the spans from a block's first on each lane's; of the groups from a span's on */
+    float *scale, *start;          /* (rows, spans) of x, in steps of the weights; what whole sums begin at */
+    float *sum;                    /* (rows, groups up to whole vectors) of x */
+    int64_t next;                  /* output that no thread has taken */
     int64_t piece;
     int failed;
 } Few;
 
-static void spread(const Few *f) {
+static void describe(Few *f) {
     const Whole *all = f->all;
-    const int64_t lanes = all->span / all->unit * 4, padded = up(f->groups, LANES);
+    const int64_t padded = up(f->groups, LANES);
+    const float step = whole_step(all->p.packed);
     for (int64_t r = 0; r < all->p.rows; r++) {
         const int64_t from = r * all->spans;
-        for (int64_t s = 0; s < all->spans; s++)
-            for (int64_t lane = 0; lane < lanes; lane++) {
-                const int64_t to = r * f->blocks * LANES + s * lanes + lane;
-                f->scale[to] = all->scale[from + s];
-                f->start[to] = lane ? 0 : all->start[from + s];
-            }
+        for (int64_t s = 0; s < f->spans; s++) {
+            f->scale[r * f->spans + s] = s < all->spans ? step * all->scale[from + s] : 0;
+            f->start[r * f->spans + s] = s < all->spans ? (float)all->start[from + s] : 0;
+        }
         for (int64_t g = 0; g < padded; g++) f->sum[r * padded + g] = 0;
-        for (int64_t s = 0; s < all->spans && s / all->each < f->groups; s++) f->sum[r * padded + s / all->each] += all->sum[from + s];
+        for (int64_t s = 0; s < all->spans && s >> f->shift < f->groups; s++)
+            f->sum[r * padded + (s >> f->shift)] += all->sum[from + s];
     }
 }
 
-/* Which of the scales from a block's first on each lane wants. */
-static __m512i lanes_of(const Whole *all) {
-    const int64_t group = all->p.packed->group, lanes = group ? least(group / all->unit * 4, LANES) : LANES;
+/* Lanes of a vector by what they have in common, `lanes` at a time. */
+static __m512i each_of(int lanes) {
     int32_t which[LANES];
-    for (int i = 0; i < LANES; i++) which[i] = i / (int)lanes;
+    for (int i = 0; i < LANES; i++) which[i] = i / lanes;
     return _mm512_loadu_si512(which);
 }
 
 /* Of four numbers each lane's. */
-INLINE __m512 spread_four(__m128 four, __m512i which) {
+INLINE __m512 spread_four(const float *four, __m512i which) {
 #ifdef NARROW
-    const __m256 twice = _mm256_set_m128(four, four);
+    const __m256 twice = _mm256_broadcast_ps((const __m128 *)four);
     return F2(_mm256_permutevar_ps(twice, which.a), _mm256_permutevar_ps(twice, which.b));
 #else
-    return _mm512_permutexvar_ps(which, _mm512_broadcast_f32x4(four));
+    return _mm512_permutexvar_ps(which, _mm512_broadcast_f32x4(_mm_loadu_ps(four)));
 #endif
 }
 
-/* Scales or lows of an output's groups, of a kind that is read where it lies, or else float32. */
+INLINE __m512 spread_eight(__m256 eight, __m512i which) {
+#ifdef NARROW
+    return F2(_mm256_permutevar8x32_ps(eight, which.a), _mm256_permutevar8x32_ps(eight, which.b));
+#else
+    return _mm512_permutexvar_ps(which, _mm512_castps256_ps512(eight));
+#endif
+}
+
+/* Scales or lows of an output's groups, of a kind that is read where it lies, or else float32. There are LANES more. */
 typedef struct {
     const void *at;
     int64_t kind;
 } Numbers;
 
-INLINE __m128 four_of(Numbers n, int64_t i) {
-    if (n.kind == FLOAT32) return _mm_loadu_ps((const float *)n.at + i);
-    const __m128i four = _mm_loadl_epi64((const __m128i *)((const uint16_t *)n.at + i));
-    return n.kind == FLOAT16 ? _mm_cvtph_ps(four) : _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(four), 16));
+INLINE __m256 eight_of(Numbers n, int64_t i) {
+    if (n.kind == FLOAT32) return _mm256_loadu_ps((const float *)n.at + i);
+    const __m128i halves = _mm_loadu_si128((const __m128i *)((const uint16_t *)n.at + i));
+    return n.kind == FLOAT16 ? _mm256_cvtph_ps(halves) : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
 
-/* Of 16 those that a mask leaves. */
-INLINE __m512 sixteen_of(Numbers n, int64_t i, __mmask16 mask) {
-    if (n.kind == FLOAT32) return _mm512_maskz_loadu_ps(mask, (const float *)n.at + i);
-    const uint16_t *at = (const uint16_t *)n.at + i;
-    const __m256i halves = mask == (__mmask16)-1 ? _mm256_loadu_si256((const __m256i *)at) : _mm256_maskz_loadu_epi16(mask, at);
-    if (n.kind == FLOAT16) return _mm512_cvtph_ps(halves);
-    return widened(halves);
+/* The others than the first `count` are 0. */
+INLINE __m512 sixteen_of(Numbers n, int64_t i, int64_t count) {
+    __m512 x;
+    if (n.kind == FLOAT32) {
+        x = _mm512_loadu_ps((const float *)n.at + i);
+    } else {
+        const __m256i halves = _mm256_loadu_si256((const __m256i *)((const uint16_t *)n.at + i));
+        x = n.kind == FLOAT16 ? _mm512_cvtph_ps(halves) : widened(halves);
+    }
+    return count >= LANES ? x : _mm512_mask_mov_ps(_mm512_setzero_ps(), first_lanes(count), x);
 }
 
-/* Output `out`: the sums of all rows to `to`, PIECE apart. */
-INLINE void sum_output(const Few *f, int64_t out, Numbers scales, Numbers lows, const int nibbles, const int tabled,
-                       const int rows, float *to) {
-    const Whole *all = f->all;
-    const int64_t group = all->p.packed->group, row_bytes = nibbles ? all->p.ins / 2 : all->p.ins;
-    const int inputs = nibbles ? 128 : 64;
-    const __m512i table = whole_table(all->p.packed);
-    const uint8_t *codes = all->p.packed->codes + out * row_bytes;
-    const int64_t shift = group ? __builtin_ctzll((uint64_t)group) : 62;
-    __m512 sum[FEW_ROWS];
+/* The products of an output's scales and x's: to `by`, of rows `spans` apart. To `sum` what is known without codes. */
+INLINE void take_scales(const Few *f, Numbers scales, Numbers lows, float *by, __m512 *sum, const int rows) {
     UNROLL for (int r = 0; r < rows; r++) sum[r] = _mm512_setzero_ps();
-    for (int64_t b = 0; b < f->blocks; b++, codes += 64) {
-        const int64_t left = row_bytes - b * 64;
-        const __m512i packed = left >= 64 ? _mm512_loadu_si512(codes) : _mm512_maskz_loadu_epi8((1ull << left) - 1, codes);
-        _mm_prefetch((const char *)codes + AHEAD, _MM_HINT_T0);
-        __m512i w[2];
-        if (nibbles)
-            w[0] = whole_levels(packed, tabled, table), w[1] = whole_levels(_mm512_srli_epi16(packed, 4), tabled, table);
-        else
-            w[0] = whole_bytes(packed);
-        const __m512 scale = spread_four(four_of(scales, b * inputs >> shift), f->which);
+    for (int64_t s = 0; s < f->spans; s += LANES) {
+        const __m512 scale = f->shift ? spread_eight(eight_of(scales, s >> f->shift), f->within)
+                                      : sixteen_of(scales, s, f->groups - s);
         UNROLL for (int r = 0; r < rows; r++) {
-            const int8_t *x = all->x + r * all->padded + b * inputs;
-            const int64_t at = (r * f->blocks + b) * LANES;
-            const __m512i start = _mm512_load_si512(f->start + at), first = _mm512_load_si512(x);
-            const __m512i whole = nibbles ? dot_nibbles_512(start, w[0], first, w[1], _mm512_load_si512(x + 64), tabled == 2)
-                                          : dot_bytes_512(start, w[0], first);
-            const __m512 both = _mm512_mul_ps(scale, _mm512_load_ps(f->scale + at));
-            sum[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), both, sum[r]);
+            const __m512 both = _mm512_mul_ps(scale, _mm512_load_ps(f->scale + r * f->spans + s));
+            _mm512_store_ps(by + r * f->spans + s, both);
+            if (f->all->offset) sum[r] = _mm512_fmadd_ps(both, _mm512_load_ps(f->start + r * f->spans + s), sum[r]);
         }
     }
     const int64_t padded = up(f->groups, LANES);
-    if (tabled) { /* a power of two */
-        const __m512 step = _mm512_set1_ps(whole_step(all->p.packed));
-        UNROLL for (int r = 0; r < rows; r++) sum[r] = _mm512_mul_ps(step, sum[r]);
+    for (int64_t g = 0; f->all->lows && g < f->groups; g += LANES) {
+        const __m512 low = sixteen_of(lows, g, f->groups - g);
+        UNROLL for (int r = 0; r < rows; r++) sum[r] = _mm512_fmadd_ps(low, _mm512_load_ps(f->sum + r * padded + g), sum[r]);
     }
-    for (int64_t g = 0; all->lows && g < f->groups; g += LANES) {
-        const __m512 low = sixteen_of(lows, g, first_lanes(f->groups - g));
-        UNROLL for (int r = 0; r < rows; r++) sum[r] = _mm512_fmadd_ps(low, _mm512_loadu_ps(f->sum + r * padded + g), sum[r]);
-    }
-    UNROLL for (int r = 0; r < rows; r++) to[r * PIECE] = _mm512_reduce_add_ps(sum[r]);
 }
 
-#define OUTPUTS(ROWS) \
-    static void output_##ROWS(const Few *f, int64_t out, Numbers scales, Numbers lows, float *to) { \
-        const int64_t levels = f->all->p.packed->levels; \
-        if (levels == UINT4) \
-            sum_output(f, out, scales, lows, 1, 0, ROWS, to); \
-        else if (has_signed_levels(f->all->p.packed)) \
-            sum_output(f, out, scales, lows, 1, 2, ROWS, to); \
-        else if (levels <= IQ2) \
-            sum_output(f, out, scales, lows, 1, 1, ROWS, to); \
-        else \
-            sum_output(f, out, scales, lows, 0, 0, ROWS, to); \
-    }
-OUTPUTS(1) OUTPUTS(2) OUTPUTS(3) OUTPUTS(4)
-static void (*const outputs[FEW_ROWS])(const Few *, int64_t, Numbers, Numbers, float *) = {output_1, output_2, output_3,
-                                                                                           output_4};
+/* Room of a thread: numbers of one output that have to be made, `by` of TOGETHER outputs, sums (rows, PIECE). */
+typedef struct {
+    float *scales, *lows, *by, *sums;
+} Room;
 
 /* Numbers of 16 bits that mean what they are. */
 static int is_read_in_place(int64_t kind) { return kind == BFLOAT16 || kind == FLOAT16; }
 
-static void take_piece(const Few *f, int64_t first, int64_t last, float *scales, float *lows) {
-    const Product *p = &f->all->p;
-    const Packed *w = p->packed;
-    const int lie = is_read_in_place(w->scale_kind) && (!f->all->lows || is_read_in_place(w->low_kind));
-    float sums[FEW_ROWS * PIECE];
-    for (int64_t block = first; block < last; block += PIECE) {
-        const int64_t end = least(block + PIECE, last);
-        for (int64_t out = block; out < end; out++) {
-            Numbers scale = {(const uint16_t *)w->scale + out * f->groups, w->scale_kind}, low = {NULL, w->low_kind};
-            if (f->all->lows) low.at = (const uint16_t *)w->low + out * f->groups;
-            ask_scales(w, out + SCALES_AHEAD);
-            if (!lie || out + 1 == p->outs) { /* behind the last one's there may be nothing to be read */
-                group_scales(w, out, scales, f->all->lows ? lows : NULL);
-                scale = (Numbers){scales, FLOAT32}, low = (Numbers){lows, FLOAT32};
-            }
-            outputs[p->rows - 1](f, out, scale, low, sums + (out - block));
+/* The scales and lows of output `out`: where they lie, if others lie behind them, or in `room`. */
+static void numbers_of(const Few *f, int64_t out, Room room, Numbers *scale, Numbers *low) {
+    const Packed *w = f->all->p.packed;
+    const int lows = f->all->lows, lie = is_read_in_place(w->scale_kind) && (!lows || is_read_in_place(w->low_kind));
+    *scale = (Numbers){room.scales, FLOAT32}, *low = (Numbers){room.lows, FLOAT32};
+    if (!lie || (f->all->p.outs - out - 1) * f->groups < LANES) {
+        group_scales(w, out, room.scales, lows ? room.lows : NULL);
+        return;
+    }
+    *scale = (Numbers){(const uint16_t *)w->scale + out * f->groups, w->scale_kind};
+    if (lows) *low = (Numbers){(const uint16_t *)w->low + out * f->groups, w->low_kind};
+}
+
+/* Outputs [first, last), as many at a time as there are registers for: room.sums (rows, PIECE). */
+INLINE void sum_outputs(const Few *f, int64_t first, int64_t last, Room room, const int nibbles, const int tabled,
+                        const int rows) {
+    const int count = MOST_SUMS / rows < TOGETHER ? MOST_SUMS / rows : TOGETHER;
+    const Whole *all = f->all;
+    const Packed *packed = all->p.packed;
+    const int64_t row_bytes = nibbles ? all->p.ins / 2 : all->p.ins, per = (nibbles ? 128 : 64) / all->span;
+    const __m512i table = whole_table(packed);
+    const int64_t apart = (last - first + count - 1) / count;
+    for (int64_t i = 0; i < apart; i++) {
+        __m512 sum[TOGETHER][FEW_ROWS];
+        const uint8_t *codes[TOGETHER];
+        UNROLL for (int o = 0; o < count; o++) {
+            const int64_t out = least(first + o * apart + i, last - 1);
+            Numbers scale, low;
+            numbers_of(f, out, room, &scale, &low);
+            take_scales(f, scale, low, room.by + o * rows * f->spans, sum[o], rows);
+            ask_scales(packed, out + SCALES_AHEAD);
+            codes[o] = packed->codes + out * row_bytes;
         }
-        finish(p, sums, PIECE, 0, p->rows, block, end - block);
+        for (int64_t b = 0; b < f->blocks; b++) {
+            const int64_t left = row_bytes - b * 64;
+            const int8_t *x = all->x + b * (nibbles ? 128 : 64);
+            UNROLL for (int o = 0; o < count; o++) {
+                const uint8_t *at = codes[o] + b * 64;
+                const __m512i bytes = left >= 64 ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi8((1ull << left) - 1, at);
+                _mm_prefetch((const char *)at + AHEAD, _MM_HINT_T1);
+                __m512i w[2];
+                if (nibbles) {
+                    w[0] = whole_levels(bytes, tabled, table);
+                    w[1] = whole_levels(_mm512_srli_epi16(bytes, 4), tabled, table);
+                } else {
+                    w[0] = whole_bytes(bytes);
+                }
+                UNROLL for (int r = 0; r < rows; r++) {
+                    const __m512i some = _mm512_load_si512(x + r * all->padded), none = _mm512_setzero_si512();
+                    const __m512i whole = nibbles ? dot_nibbles_512(none, w[0], some, w[1],
+                                                                    _mm512_load_si512(x + r * all->padded + 64), tabled == 2)
+                                                  : dot_bytes_512(none, w[0], some);
+                    const float *by = room.by + (o * rows + r) * f->spans + b * per;
+                    sum[o][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), spread_four(by, f->which), sum[o][r]);
+                }
+            }
+        }
+        UNROLL for (int r = 0; r < rows; r++) {
+            __m256 halves[TOGETHER];
+            float sums[TOGETHER];
+            UNROLL for (int o = 0; o < TOGETHER; o++) halves[o] = o < count ? halved(sum[o][r]) : _mm256_setzero_ps();
+            _mm_storeu_ps(sums, sums_of_four(halves));
+            UNROLL for (int o = 0; o < count; o++) room.sums[r * PIECE + least(o * apart + i, last - first - 1)] = sums[o];
+        }
     }
 }
 
+#define OUTPUTS(ROWS) \
+    static void outputs_##ROWS(const Few *f, int64_t first, int64_t last, Room room) { \
+        const int64_t levels = f->all->p.packed->levels; \
+        if (levels == UINT4) \
+            sum_outputs(f, first, last, room, 1, 0, ROWS); \
+        else if (has_signed_levels(f->all->p.packed)) \
+            sum_outputs(f, first, last, room, 1, 2, ROWS); \
+        else if (levels <= IQ2) \
+            sum_outputs(f, first, last, room, 1, 1, ROWS); \
+        else \
+            sum_outputs(f, first, last, room, 0, 0, ROWS); \
+    }
+OUTPUTS(1) OUTPUTS(2) OUTPUTS(3) OUTPUTS(4)
+static void (*const outputs[FEW_ROWS])(const Few *, int64_t, int64_t, Room) = {outputs_1, outputs_2, outputs_3, outputs_4};
+
 static void take_pieces(void *task, int member) {
     Few *f = task;
+    const Product *p = &f->all->p;
     (void)member;
-    const int64_t outs = f->all->p.outs, room = up(f->groups, LANES) + LANES;
     int64_t first = claim(&f->next, f->piece);
-    if (first >= outs) return;
-    float *held = calloc((size_t)(2 * room), sizeof *held);
+    if (first >= p->outs) return;
+    const int64_t numbers = up(f->groups, LANES) + LANES, by = TOGETHER * p->rows * f->spans;
+    float *held = aligned_alloc(64, (size_t)(2 * numbers + by + p->rows * PIECE) * sizeof *held);
     if (!held) __atomic_store_n(&f->failed, 1, __ATOMIC_RELAXED);
-    for (; held && first < outs; first = claim(&f->next, f->piece))
-        take_piece(f, first, least(first + f->piece, outs), held, held + room);
+    const Room room = {held, held + numbers, held + 2 * numbers, held + 2 * numbers + by};
+    if (held) memset(held, 0, (size_t)(2 * numbers) * sizeof *held);
+    for (; held && first < p->outs; first = claim(&f->next, f->piece)) {
+        const int64_t last = least(first + f->piece, p->outs);
+        outputs[p->rows - 1](f, first, last, room);
+        finish(p, room.sums, PIECE, 0, p->rows, first, last - first);
+    }
     free(held);
 }
 
 int few(const Whole *all, int threads) {
     const Product *p = &all->p;
-    Few f = {.all = all, .blocks = all->padded / all->block, .groups = groups_of(p->packed), .which = lanes_of(all)};
-    const int64_t lanes = p->rows * f.blocks * LANES, share = p->outs / (TURNS * threads) / PIECE;
-    f.scale = aligned_alloc(64, (size_t)(2 * lanes + p->rows * up(f.groups, LANES)) * sizeof(float));
+    const int64_t group = p->packed->group;
+    Few f = {.all = all, .blocks = all->padded / all->block, .groups = groups_of(p->packed), .spans = up(all->spans, LANES)};
+    f.shift = group ? __builtin_ctzll((uint64_t)(group / all->span)) : 62;
+    f.which = each_of((int)(all->span / all->unit * 4)), f.within = each_of(f.shift < 4 ? 1 << f.shift : LANES);
+    const int64_t spans = p->rows * f.spans, share = p->outs / (TURNS * threads) / LANES * LANES;
+    f.scale = aligned_alloc(64, (size_t)(2 * spans + p->rows * up(f.groups, LANES)) * sizeof(float));
     if (!f.scale) return 1;
-    f.start = (int32_t *)(f.scale + lanes), f.sum = f.scale + 2 * lanes;
-    f.piece = most(1, least(share, 8)) * PIECE;
-    spread(&f);
+    f.start = f.scale + spans, f.sum = f.start + spans;
+    f.piece = most(LANES, least(share, PIECE));
+    describe(&f);
     team_run(take_pieces, &f, threads);
     free(f.scale);
     return f.failed;

@@ -323,6 +323,21 @@ INLINE __m512 widened(__m256i numbers) {
 }
 INLINE __m256i rounded(__m512 numbers) { return (__m256i)_mm512_cvtneps_pbh(numbers); } /* to nearest even */
 
+/* The sum of both halves. */
+INLINE __m256 halved(__m512 x) {
+#ifdef __AVX512BF16__
+    return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+#else
+    return _mm256_add_ps(x.a, x.b);
+#endif
+}
+
+/* The sum of the lanes of each of four vectors. */
+INLINE __m128 sums_of_four(const __m256 x[4]) {
+    const __m256 halves = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+    return _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
+}
+
 /* exp of x <= 88 to a relative error below 1e-6, exactly 1 at 0, 0 below -104; NaN stays NaN. */
 INLINE __m512 exp_of(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(-110.0f), x);
