@@ -26,7 +26,11 @@ enum {
     LINE = 64,        /* bytes of a cache line: as many as a step has */
     MAX_SUMS = 24,    /* of a tile: 32 registers, less those of its operands */
     TILE_ROWS = 4,    /* of a tile at most, and */
-    TILE_OUTS = 6,    /* its outputs, where there are several */
+#if VECTORS == 1
+    TILE_OUTS = 3,    /* its outputs, where there are several: sums fill 12 registers of 16 */
+#else
+    TILE_OUTS = 6,
+#endif
     BLOCK_ROWS = 128, /* sums are collected for so many rows and */
     BLOCK_OUTS = 48,  /* outputs, then finished: a multiple of 16 and of the outputs of any tile */
     PIECE = 1 << 19,  /* bytes of weights that a thread takes at a time, less where it would take */
@@ -50,6 +54,34 @@ typedef struct {
     float *sums; /* (rows, BLOCK_OUTS) */
     const char *ahead;
 } Place;
+
+#if VECTORS == 1
+typedef __m256 Sum;
+
+/* One step of a tile: 32 inputs, less where masked. */
+INLINE void step(Sum *sums, const Place *at, long i, __mmask32 mask, const int rows, const int outs) {
+    UNROLL for (int part = 0; part < 4; part++) { /* even terms of either half, then odd ones */
+        const bf16 *from = at->w + i;
+        const float *x = at->x.at + i + 8 * part;
+        /* Compilers that keep weights from the even terms for the odd ones have no registers for sums. */
+        __asm__ volatile("" : "+r"(from));
+        __m256 w[8];
+        UNROLL for (int o = 0; o < outs; o++) {
+            const __m512i all = _mm512_maskz_loadu_epi16(mask, from + o * at->ins);
+            w[o] = part < 2 ? even8(part % 2 ? all.b : all.a) : odd8(part % 2 ? all.b : all.a);
+        }
+        UNROLL for (int r = 0; r < rows; r++) {
+            const __m256 some = _mm256_loadu_ps(x + r * at->x.stride);
+            UNROLL for (int o = 0; o < outs; o++) sums[r * outs + o] = _mm256_fmadd_ps(w[o], some, sums[r * outs + o]);
+        }
+    }
+}
+
+INLINE void fold(const Sum *sums, float *folded, const int count) {
+    UNROLL for (int s = 0; s < count; s += 4) _mm_storeu_ps(folded + s, sums_of_four(sums + s));
+}
+#else
+typedef __m512 Sum;
 
 /* Each of these takes vectors a and b in which every sum is spread over n lanes, and adds halves: n / 2 lanes. */
 INLINE __m512 fold16(__m512 a, __m512 b) {
@@ -107,10 +139,17 @@ INLINE void step(__m512 *sums, const Place *at, long i, __mmask32 mask, const in
 #endif
 }
 
+INLINE void fold(const Sum *sums, float *folded, const int count) {
+    if (count > 8) _mm512_storeu_ps(folded, sums_of_16(sums));
+    if (count > 16) _mm256_storeu_ps(folded + 16, sums_of_8(sums + 16));
+    if (count <= 8) _mm256_storeu_ps(folded, sums_of_8(sums));
+}
+#endif
+
 /* The sums of rows x outs, over all inputs; `lines` are asked for in each step, from at->ahead on. */
 INLINE void tile(const Place *at, const int rows, const int outs, const int lines) {
-    __m512 sums[MAX_SUMS];
-    UNROLL for (int s = 0; s < MAX_SUMS; s++) sums[s] = _mm512_setzero_ps();
+    Sum sums[MAX_SUMS];
+    UNROLL for (int s = 0; s < (int)up(rows * outs, 8); s++) sums[s] = (Sum){0};
     const long whole = at->ins & -STEP;
     const char *ahead = at->ahead;
     for (long i = 0; i < whole; i += STEP) {
@@ -121,9 +160,7 @@ INLINE void tile(const Place *at, const int rows, const int outs, const int line
     if (whole < at->ins) step(sums, at, whole, ((__mmask32)1 << (at->ins - whole)) - 1, rows, outs);
 
     float folded[MAX_SUMS];
-    if (rows * outs > 8) _mm512_storeu_ps(folded, sums_of_16(sums));
-    if (rows * outs > 16) _mm256_storeu_ps(folded + 16, sums_of_8(sums + 16));
-    if (rows * outs <= 8) _mm256_storeu_ps(folded, sums_of_8(sums));
+    fold(sums, folded, rows * outs);
     UNROLL for (int r = 0; r < rows; r++)
         memcpy(at->sums + r * BLOCK_OUTS, folded + r * outs, (size_t)outs * sizeof(float));
 }
@@ -133,20 +170,26 @@ typedef void Tile(const Place *);
 #define MAKE(ROWS, OUTS, LINES) \
     static void tile_##ROWS##x##OUTS##_##LINES(const Place *at) { tile(at, ROWS, OUTS, LINES); }
 
-MAKE(1, 8, 8) MAKE(2, 8, 8) MAKE(3, 8, 8) MAKE(4, 6, 6)
-MAKE(2, 6, 0) MAKE(2, 6, 1) MAKE(2, 6, 2) MAKE(2, 6, 3)
-MAKE(3, 6, 0) MAKE(3, 6, 1) MAKE(3, 6, 2) MAKE(3, 6, 3)
-MAKE(4, 6, 0) MAKE(4, 6, 1) MAKE(4, 6, 2) MAKE(4, 6, 3)
 MAKE(1, 1, 0) MAKE(2, 1, 0) MAKE(3, 1, 0) MAKE(4, 1, 0)
+#define SEVERAL(ROWS, OUTS) MAKE(ROWS, OUTS, 0) MAKE(ROWS, OUTS, 1) MAKE(ROWS, OUTS, 2) MAKE(ROWS, OUTS, 3)
+#define NAMES(ROWS, OUTS) \
+    {tile_##ROWS##x##OUTS##_0, tile_##ROWS##x##OUTS##_1, tile_##ROWS##x##OUTS##_2, tile_##ROWS##x##OUTS##_3}
 
 /* All by rows, from 1 on. The only tile, and how many outputs it has; one of several, that asks for 0 to 3 lines in
    each step; and a single output, for those left over. */
+#if VECTORS == 1
+MAKE(1, 8, 8) MAKE(2, 6, 6) MAKE(3, 4, 4) MAKE(4, 3, 3)
+SEVERAL(2, 3) SEVERAL(3, 3) MAKE(4, 3, 0) MAKE(4, 3, 1) MAKE(4, 3, 2)
+static Tile *const only[TILE_ROWS] = {tile_1x8_8, tile_2x6_6, tile_3x4_4, tile_4x3_3};
+static const int only_outs[TILE_ROWS] = {8, 6, 4, 3};
+static Tile *const several[TILE_ROWS][4] = {{NULL}, NAMES(2, 3), NAMES(3, 3), NAMES(4, 3)};
+#else
+MAKE(1, 8, 8) MAKE(2, 8, 8) MAKE(3, 8, 8) MAKE(4, 6, 6)
+SEVERAL(2, 6) SEVERAL(3, 6) SEVERAL(4, 6)
 static Tile *const only[TILE_ROWS] = {tile_1x8_8, tile_2x8_8, tile_3x8_8, tile_4x6_6};
 static const int only_outs[TILE_ROWS] = {8, 8, 8, 6};
-static Tile *const several[TILE_ROWS][4] = {{NULL},
-                                            {tile_2x6_0, tile_2x6_1, tile_2x6_2, tile_2x6_3},
-                                            {tile_3x6_0, tile_3x6_1, tile_3x6_2, tile_3x6_3},
-                                            {tile_4x6_0, tile_4x6_1, tile_4x6_2, tile_4x6_3}};
+static Tile *const several[TILE_ROWS][4] = {{NULL}, NAMES(2, 6), NAMES(3, 6), NAMES(4, 6)};
+#endif
 static Tile *const single[TILE_ROWS] = {tile_1x1_0, tile_2x1_0, tile_3x1_0, tile_4x1_0};
 
 /* How rows are cut into tiles: the first `taller` of them have a row more. */
