@@ -48,7 +48,7 @@ EXIT_OURS_FAILED = 1
 def main(argv: Sequence[str] | None) -> int:
     """Runs the program; returns its exit code: 1 where this engine itself failed, 0 where a peer did."""
     parser = Parser(prog=called("bench"), description="Compares this engine with others, side by side.")
-    add_arguments(parser, BenchSettings)
+    add_arguments(parser, BenchSettings, title="comparison")
     parser.add_argument(
         "--output-dir",
         metavar="DIR",

@@ -77,7 +77,7 @@ def _parser() -> Parser:
         description="Runs the demo prompts twice, with the full cache and with an evicted one, side by side.",
     )
     parser.add_argument("--gen-len", type=at_least_one, default=32, metavar="N", help="most new tokens (default: 32)")
-    add_arguments(parser, EvictionConfig, title="which tokens stay in the KV cache", defaults=DEFAULTS)
+    add_arguments(parser, EvictionConfig, title="KV cache and eviction", defaults=DEFAULTS)
     add_json(parser)
     # The demo's prompts are text, and random weights give none.
     add_arguments(parser, EngineConfig, title="model and machine", exclude=("weights",))

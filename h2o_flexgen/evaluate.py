@@ -123,7 +123,7 @@ def _parser() -> Parser:
         description="Measures recall and perplexity under eviction policies at several KV budgets, or along a stream. "
         "Plans go by rule, without a search: quality does not depend on them.",
     )
-    add_arguments(parser, EvaluationSettings, title="what is measured")
+    add_arguments(parser, EvaluationSettings, title="measurements")
     add_arguments(parser, StreamSettings, title="streams beyond the context")
     parser.add_argument(
         "--suite", metavar="FILE", help="policies, budgets, models and tasks from a file: configs/eval/demo.json"

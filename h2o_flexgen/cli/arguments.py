@@ -276,12 +276,12 @@ def _run_parser() -> Parser:
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """The flags of an engine, of plans and of sampling, and those known from others."""
-    add_arguments(parser, EvictionConfig, title="which tokens stay in the KV cache")
+    add_arguments(parser, EvictionConfig, title="KV cache and eviction")
     add_arguments(parser, EngineConfig, title="model and machine")
     planned = dict.fromkeys(PLANNED_FIELDS)
-    add_arguments(parser, OffloadPolicy, title="where things live, and the block of sequences", defaults=planned)
-    add_arguments(parser, PlanningConfig, title="what plans and predictions are made from")
-    add_arguments(parser, SamplingParams, title="how tokens are chosen, and when a sequence ends")
+    add_arguments(parser, OffloadPolicy, title="placement and the shape of the block", defaults=planned)
+    add_arguments(parser, PlanningConfig, title="rates for plans and predictions")
+    add_arguments(parser, SamplingParams, title="sampling, and the end of a sequence")
     _add_known(parser)
 
 
@@ -298,7 +298,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
         "per line; - for stdin",
     )
     work.add_argument(
-        "--chat", action="store_true", help="each prompt is what a user says, for the model's chat template"
+        "--chat", action="store_true", help="each prompt is a user message, for the model's chat template"
     )
     work.add_argument("--system", metavar="TEXT", help="with --chat: a system message before each prompt")
     work.add_argument(
@@ -334,7 +334,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--no-log", action="store_true", help="no log file, whatever --log-file says")
     work.add_argument("--trace", metavar="FILE", help="a timeline for ui.perfetto.dev")
     work.add_argument("--report", metavar="FILE", help="an HTML page that shows what the run did")
-    work.add_argument("--record-scores", metavar="FILE", help="what the prompts' tokens scored, for h2o-flexgen report")
+    work.add_argument("--record-scores", metavar="FILE", help="scores of the prompts' tokens, for h2o-flexgen report")
     work.add_argument("--quiet", "-q", action="store_true", help="no progress, no report")
 
 

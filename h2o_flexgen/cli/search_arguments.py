@@ -98,7 +98,7 @@ def search_parser() -> Parser:
     add_arguments(parser, Workload, title="work", exclude={"num_sequences"}, defaults=_LENGTHS)
     count = "how many prompts (default: no end of them)"
     parser.add_argument("--num-prompts", type=int, default=argparse.SUPPRESS, metavar="N", help=count)
-    add_arguments(parser, EvictionConfig, title="which tokens stay in the KV cache")
+    add_arguments(parser, EvictionConfig, title="KV cache and eviction")
     others = {item.name for item in fields(EngineConfig)} - _OF_ENGINE
     add_arguments(parser, EngineConfig, title="model and machine", exclude=others)
     planned = dict.fromkeys(PLANNED_FIELDS)

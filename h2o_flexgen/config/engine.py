@@ -103,12 +103,12 @@ class EngineConfig:
     path: str | None = option(
         None, "--path", help="folder with models by name; _DUMMY_ is --weights dummy", metavar="DIR"
     )
-    revision: str | None = option(None, "--revision", help="of the model on the hub", metavar="REV")
+    revision: str | None = option(None, "--revision", help="revision of the model on the hub", metavar="REV")
     offline: bool | None = option(None, "--offline", help="never use the network", unset="HF_HUB_OFFLINE")
     model_impl: str = option(
         "auto",
         "--model-impl",
-        help="native: a family of this engine; transformers: its modules; auto: these where there is no family",
+        help="native: a family of this engine; transformers: its modules; auto: modules where there is no family",
         metavar="IMPL",
     )
     eviction: EvictionConfig = field(default_factory=EvictionConfig)
@@ -117,8 +117,10 @@ class EngineConfig:
         "checkpoint", "--weights", "--load-format", help="checkpoint, or dummy: random weights", metavar="KIND"
     )
     dtype: str = option("auto", "--dtype", help="auto, float32, bfloat16, float16", metavar="DTYPE")
-    weight_bits: int = option(16, "--weight-bits", help="16, or 8 or 4: weights are packed while loading", metavar="N")
-    weight_group: int = option(64, "--weight-group", help="inputs that share a scale, of packed weights", metavar="N")
+    weight_bits: int = option(
+        16, "--weight-bits", help="bits of weights: 16, or 8 or 4, packed while loading", metavar="N"
+    )
+    weight_group: int = option(64, "--weight-group", help="inputs of a packed weight that share a scale", metavar="N")
     weight_importance: bool = option(
         True, "--weight-importance", help="measure which inputs matter before weights are packed in 4 bits, once"
     )
@@ -126,7 +128,7 @@ class EngineConfig:
     cache_bits: CacheBits = option(
         16,
         "--cache-bits",
-        help="16, or 8 or 4: of keys and values in caches; 8,4: of keys, and of values",
+        help="bits of cached keys and values: 16, 8 or 4; 8,4: keys in 8, values in 4",
         metavar="N",
         parse=_cache_bits,
         show=_shown_bits,
@@ -134,14 +136,14 @@ class EngineConfig:
     cache_rotation: CacheRotation = option(
         "scale",
         "--cache-rotation",
-        help="before packing: rotate spreads outliers over all numbers, scale fits keys to queries first; none",
+        help="before packing: rotate spreads outliers over all numbers, scale also fits keys to queries; or none",
         metavar="HOW",
         parse=str,
     )
     cache_newest: int | None = option(
         None,
         "--cache-newest",
-        help="newest tokens that packed caches keep in 16 bits besides",
+        help="newest tokens that packed caches also keep in 16 bits",
         metavar="N",
         unset="16 with --kv-bytes, else 0",
     )
@@ -169,10 +171,10 @@ class EngineConfig:
     prefix_dir: str | None = option(
         None, "--prefix-dir", help="folder that keeps prefixes for later runs", metavar="DIR", unset="none"
     )
-    prefix_disk: int | None = _size("--prefix-disk", help="disk space for them", unset="16GiB")
+    prefix_disk: int | None = _size("--prefix-disk", help="disk space for these prefixes", unset="16GiB")
     trace: bool = False
     record_scores: bool = False
-    seed: int = option(0, "--seed", help="of sampling, dummy weights and random eviction", metavar="N")
+    seed: int = option(0, "--seed", help="seed of sampling, dummy weights and random eviction", metavar="N")
 
     def __post_init__(self) -> None:
         for name in ("gpu_mem", "cpu_mem", "disk_mem", "emulate_gpu", "prefix_mem", "prefix_disk"):

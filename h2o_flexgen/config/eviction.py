@@ -42,7 +42,7 @@ class EvictionConfig:
     bytes: float | None = option(
         None,
         "--kv-bytes",
-        help="KV budget as a share of the bytes of a full 16-bit cache, in tokens of --cache-bits, which is 4 then",
+        help="KV budget as a share of the bytes of a full 16-bit cache; --cache-bits is 4 unless given",
         metavar="R",
         unset="by ratio",
     )
@@ -72,10 +72,10 @@ class EvictionConfig:
     spans: SpanRule | None = option(
         None,
         "--spans",
-        help="what spans of a prompt are for: whitelist (those with keep stay), fair (each gets its share)",
+        help="spans of a prompt: whitelist (those with keep never go), fair (each has its share)",
         metavar="HOW",
         parse=str,
-        unset="nothing: what stays of them is counted",
+        unset="kept tokens are counted only",
     )
     recall: RecallTier | None = option(
         None,

@@ -268,7 +268,7 @@ def test_help_tells_everything_in_groups(capsys: pytest.CaptureFixture[str], mon
     assert main(["--help"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    for words in ("--hh-ratio R", "which tokens stay in the KV cache", "H2O_FLEXGEN_CPU_MEM=8GiB", "Exit codes: 0"):
+    for words in ("--hh-ratio R", "KV cache and eviction", "H2O_FLEXGEN_CPU_MEM=8GiB", "Exit codes: 0"):
         assert words in " ".join(out.split())
     assert "--hh-long-seq" not in out
     assert out.index("--prompt TEXT  ") < out.index("--hh-ratio R  ") < out.index("--offload-dir")

@@ -146,7 +146,7 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--input-file", "-i", metavar="FILE", help="the requests")
     work.add_argument("--output", "--output-file", "-o", metavar="FILE", help="the results, as JSONL")
     work.add_argument(
-        "--plan", metavar="FILE", help="run nothing: say what these requests would take, time, bytes and memory"
+        "--plan", metavar="FILE", help="run nothing: print the expected time, bytes and memory of these requests"
     )
     work.add_argument(
         "--sample",
@@ -165,34 +165,36 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
     work.add_argument(
         "--prompt-column", default="prompt", metavar="NAME", help="of jsonl and parquet (default: prompt)"
     )
-    work.add_argument("--id-column", metavar="NAME", help="of jsonl and parquet: is written beside the answer")
-    work.add_argument("--chat", action="store_true", help="each prompt is what a user says, not of openai")
+    work.add_argument(
+        "--id-column", metavar="NAME", help="column of jsonl and parquet that is written beside the answer"
+    )
+    work.add_argument("--chat", action="store_true", help="each prompt is a user message; not for openai")
     work.add_argument(
         "--served-model-name",
         nargs="+",
         default=(),
         metavar="NAME",
-        help="of openai: bodies may call the model by these names, too",
+        help="for openai: other names for the model in bodies",
     )
     work.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a sequence; may be repeated")
-    work.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="of every N requests only the I-th")
+    work.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="only the I-th of every N requests")
     work.add_argument(
         "--ray",
         type=int,
         metavar="N",
         help="run by N actors of Ray Data, an engine each, on the cluster of RAY_ADDRESS or one started here",
     )
-    work.add_argument("--resume", action="store_true", help="fail where there is no job to go on with")
+    work.add_argument("--resume", action="store_true", help="fail unless there is a job to resume")
     work.add_argument("--overwrite", action="store_true", help="start anew, whatever was there")
     work.add_argument("--retry-failed", action="store_true", help="run requests again that failed before")
-    work.add_argument("--ordered", action="store_true", help="in the end, results in the order of the requests")
-    work.add_argument("--strict", action="store_true", help="run nothing where any request cannot be run")
+    work.add_argument("--ordered", action="store_true", help="sort the results in the order of the requests at the end")
+    work.add_argument("--strict", action="store_true", help="run no request if any cannot be run")
     work.add_argument(
         "--at-risk",
         type=float,
         metavar="SHARE",
-        help="of the requests that may be under way at once, which a kill costs (default: 0.02, or 32 requests; where "
-        "weights or caches move, as many as the plan takes)",
+        help="share of the requests that may be under way at once, the cost of a kill (default: 0.02, or 32 requests; "
+        "where weights or caches move, as many as the plan takes)",
     )
     add_json(work)
     work.add_argument("--quiet", "-q", action="store_true", help="no progress, no report")

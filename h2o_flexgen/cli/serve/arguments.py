@@ -133,26 +133,31 @@ def _serve_parser() -> Parser:
     )
     work = parser.add_argument_group("work")
     work.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: 127.0.0.1)")
-    work.add_argument("--port", type=_port, default=8000, metavar="PORT", help="0: any that is free (default: 8000)")
+    work.add_argument(
+        "--port", type=_port, default=8000, metavar="PORT", help="port to listen on; 0: any free one (default: 8000)"
+    )
     work.add_argument(
         "--data-dir",
         default="~/.local/share/h2o_flexgen/serve",
         metavar="DIR",
         help="where files and batches are kept (default: %(default)s)",
     )
-    work.add_argument("--api-key", metavar="KEY", help=f"what clients must send; who lists processes sees it: {_KEY}")
+    work.add_argument("--api-key", metavar="KEY", help=f"key of all clients; process lists show it, not {_KEY}")
     work.add_argument(
-        "--max-file", default=MOST_BYTES, metavar="SIZE", help=f"of a file that is uploaded (default: {MOST_BYTES})"
+        "--max-file",
+        default=MOST_BYTES,
+        metavar="SIZE",
+        help=f"largest file that may be uploaded (default: {MOST_BYTES})",
     )
     work.add_argument(
-        "--served-model-name", nargs="+", default=(), metavar="NAME", help="requests may call the model by these, too"
+        "--served-model-name", nargs="+", default=(), metavar="NAME", help="other names for the model in requests"
     )
     work.add_argument(
         "--more-models",
         nargs="+",
         default=(),
         metavar="MODEL",
-        help="batches and requests may name these, too; one is loaded at a time, when its turn comes",
+        help="other models for batches and requests; one is loaded at a time, when its turn comes",
     )
     work.add_argument(
         "--queue",
@@ -162,7 +167,11 @@ def _serve_parser() -> Parser:
         "arrival)",
     )
     work.add_argument(
-        "--sample", type=int, default=0, metavar="N", help="of each batch N requests first, as for batch (default: 0)"
+        "--sample",
+        type=int,
+        default=0,
+        metavar="N",
+        help="run N requests of each batch first, as for batch (default: 0)",
     )
     work.add_argument("--at-risk", type=float, metavar="SHARE", help="as for batch")
     work.add_argument("--quiet", "-q", action="store_true", help="no notes on stderr")

@@ -255,8 +255,8 @@ class PlanningConfig:
         default=None,
         metadata=flag(
             "--calibrate",
-            help="measure this machine first, for about 45 s, unless that was done before; without its rates plans go "
-            "by rule and nothing is predicted",
-            unset="where not everything fits beside the compute",
+            help="measure this machine first, for about 45 s, unless that was done before; without rates plans go by "
+            "rule and predict no time",
+            unset="where weights or caches must move",
         ),
     )
