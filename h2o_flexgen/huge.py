@@ -7,6 +7,7 @@ import logging
 import math
 import mmap
 import weakref
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -57,6 +58,19 @@ class LargeMemory:
         lease = _whole(len(pages)).from_buffer(pages)  # torch holds this, and it the pages
         weakref.finalize(lease, self._free.append, pages).atexit = False
         return torch.frombuffer(lease, dtype=dtype, count=count).view(shape)
+
+    def like(self, x: Tensor) -> Tensor:
+        """An uninitialised contiguous tensor of x's shape and dtype, on its device."""
+        if x.is_cpu:
+            return self.empty(*x.shape, dtype=x.dtype)
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Tensors (n, ...) of one dtype, one after the other."""
+        first, out = parts[0], None
+        if first.is_cpu:
+            out = self.empty(sum(map(len, parts)), *first.shape[1:], dtype=first.dtype)
+        return torch.cat(tuple(parts), out=out)
 
     def trim(self) -> None:
         """Give free pages back to the system."""

@@ -15,6 +15,7 @@ from h2o_flexgen.cache.eviction.base import AttendedPrompts
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.cache.vectors import some_of
 from h2o_flexgen.config.model.packing import CACHE_GROUP, EXPANDED, CachePacking
+from h2o_flexgen.huge import LARGE
 from h2o_flexgen.kernels import pieces, triton_available
 from h2o_flexgen.kernels.layers import rotate_halves
 from h2o_flexgen.kernels.pieces import hadamard
@@ -110,7 +111,7 @@ class KeyScales:
 
     def packed(self, k: Tensor, prompts: PackedPrompts) -> Tensor:
         """Keys (T, kv_heads, d) of the packed `prompts` as they are kept; of tokens of no prompt anything."""
-        kept = torch.empty_like(k)
+        kept = LARGE.like(k)
         for row in prompts.rows:
             tokens = slice(row.first, row.first + row.length)
             torch.mul(k[tokens], self.of[row.place], out=kept[tokens])

@@ -20,6 +20,7 @@ from h2o_flexgen.schedule.footprint import REWRITE_EVERY
 from h2o_flexgen.schedule.request import PlanRequest
 from h2o_flexgen.schedule.tasks import NO_BATCH, ScheduleShape, Task, TaskKind, alone, recordable
 from h2o_flexgen.schedule.traffic import links
+from h2o_flexgen.schedule.weight_room import expert_slots, reads_all
 from h2o_flexgen.schedule.workspace import answer_bytes, query_bytes
 
 
@@ -136,6 +137,10 @@ class CostInputs:
         whole = step == 0 and unit.layer != self.spec.num_layers - 1
         return (sequences or self.sequences) * (self.prompt_len if whole else 1)
 
+    def reads_ahead(self, step: int, unit: UnitSpec) -> bool:
+        """Whether experts of `unit` are read before the tokens of `step` have chosen."""
+        return reads_all(self.spec, self.mixture_tokens(step, unit))
+
     def chosen(self, step: int, unit: UnitSpec) -> list[int]:
         """As many experts as tokens choose if all are equally likely, at random."""
         calls = self.spec.product_calls("experts", self.mixture_tokens(step, unit))
@@ -182,6 +187,7 @@ class CostInputs:
             hidden_moves=frozenset(batch for batch in parked if placed.hidden[batch] != self.compute_tier),
             lookahead=self.policy.lookahead,
             host_attends=frozenset(p for p in self._all_places() if self._attends_beside(p)),
+            expert_slots=expert_slots(self.spec, placed.weights, self.compute_tier, self.policy.block_size),
         )
 
     def attends_beside(self, task: Task) -> bool:

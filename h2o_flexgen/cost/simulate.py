@@ -126,12 +126,11 @@ def _executed(model: CostModel, steps: tuple[int, ...], *, trace: bool) -> Simul
     def chosen(step: int, unit: UnitSpec) -> list[int]:
         return model.chosen(steps[min(step, len(steps) - 1)], unit)
 
-    run.run(
-        takewhile(
-            lambda tick: tick.compute is None or tick.compute.step < len(steps),
-            zigzag(model.shape, last=lambda step: ends and step == len(steps) - 1, chosen=chosen),
-        )
-    )
+    def ahead(step: int, unit: UnitSpec) -> bool:
+        return model.reads_ahead(steps[min(step, len(steps) - 1)], unit)
+
+    ticks = zigzag(model.shape, last=lambda step: ends and step == len(steps) - 1, chosen=chosen, ahead=ahead)
+    run.run(takewhile(lambda tick: tick.compute is None or tick.compute.step < len(steps), ticks))
     return run
 
 

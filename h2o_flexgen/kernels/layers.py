@@ -251,7 +251,7 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     half = cos.shape[-1]
     dim = 2 * half
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = LARGE.like(x)
     pairs, turned = (t[..., :dim].unflatten(-1, (2, half)) for t in (x, out))
     # One product of all and two fused multiply-adds: no temporary, and half the time of other orders.
     torch.mul(pairs, cos.unsqueeze(-2), out=turned)

@@ -21,6 +21,7 @@ from torch import Tensor
 from h2o_flexgen.config.model.arch import ArchSpec, ExpertSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import WeightGroup
+from h2o_flexgen.huge import LARGE
 from h2o_flexgen.kernels import ACTIVATIONS, gated, layer_norm, linear, prefill_attention, rms_norm
 from h2o_flexgen.kernels.experts import PLACE, Choices, Gate, add_experts, expert_place
 from h2o_flexgen.kernels.packed import PackedWeight, Weight, look_up
@@ -183,7 +184,7 @@ class Decoder:
         logits = self._linear(x, w["router.weight"], w.get("router.bias"), wide=True)
         experts, shares = choose(logits, mixture, w.get("choice"))
         if not mixture.shared_size:
-            return Routed(x, experts, shares, torch.zeros_like(x))
+            return Routed(x, experts, shares, LARGE.like(x).zero_())
         shared = self._feed_forward(w, x, None)
         if mixture.shared_gate:
             shared.mul_(torch.sigmoid(self._linear(x, w["shared_gate.weight"])))

@@ -82,7 +82,7 @@ def footprint(
     those of this module.
 
     weights           every group's buffer, on its tier; where experts are on disk and in memory, of all of them on disk
-    weight buffers    compute tier: room for lookahead + 1 neighbours among the streamed groups and for EXPERT_SLOTS
+    weight buffers    compute tier: room for lookahead + 1 neighbours among the streamed groups and `expert_slots`
                       streamed experts, `weight_room`; as much on cpu for staging if any group goes from disk to a gpu
     KV cache          on its tier, per (layer, GPU batch): K and V of (b, kv_heads, C, head_dim), 2 b G C s
     evicted tokens    with recall, on its tier: all keys and values of each row, in layers that choose by score; their
@@ -144,7 +144,9 @@ def _weight_items(block: BlockShape, placement: Placement, unit_bytes: Mapping[s
             totals[each] += nbytes
     yield from (Item(tier, "weights", nbytes) for tier, nbytes in totals.items())
     lookahead = block.policy.lookahead
-    buffers = room_of(spec, placement.weights, block.dtype, block.compute_tier, lookahead, unit_bytes).nbytes
+    sequences = block.policy.block_size
+    room = room_of(spec, placement.weights, block.dtype, block.compute_tier, lookahead, sequences, unit_bytes)
+    buffers = room.nbytes
     yield Item(block.compute_tier, "weight buffers", buffers)
     away = {tier for tier in placement.weights.values() if tier != block.compute_tier}
     yield Item("cpu", "weight staging buffers", buffers if block.staged(away) else 0)

@@ -12,7 +12,8 @@ from h2o_flexgen.config.model.spec import UnitSpec
 
 NO_BATCH = -1  # the batch index of tasks that move weights or compute experts: they serve every GPU batch of a pass
 EXPERT_SLOTS = 4
-"""Streamed experts that are on the compute tier at once, at most: one in use, the others being read."""
+"""Streamed experts that are on the compute tier at once: one in use, the others being read. There are more where a
+layer's are read while its attention is computed, see `weight_room.expert_slots`."""
 
 
 class TaskKind(StrEnum):
@@ -89,6 +90,7 @@ class ScheduleShape:
     stages        the units that each device computes, in order; none given: one device computes all
     host_attends  (layer, batch) of the caches in host memory that decode steps attend to there while other batches are
                   computed, see `schedule.workspace`: the order of tasks does not depend on it, what they do does
+    expert_slots  streamed experts that are on the compute tier at once, at most
     """
 
     units: tuple[UnitSpec, ...]
@@ -100,6 +102,7 @@ class ScheduleShape:
     lookahead: int = 1
     stages: tuple[range, ...] = ()
     host_attends: frozenset[tuple[int, int]] = frozenset()
+    expert_slots: int = EXPERT_SLOTS
 
     def __post_init__(self) -> None:
         kinds = [unit.kind for unit in self.units]
@@ -107,7 +110,7 @@ class ScheduleShape:
             raise ValueError(f"units are {kinds}: needed one embed, first, and one head, last")
         if [unit.index for unit in self.units] != list(range(len(kinds))):
             raise ValueError("unit indices must count from 0 in the order of the units")
-        for name in ("num_steps", "num_batches", "lookahead"):
+        for name in ("num_steps", "num_batches", "lookahead", "expert_slots"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: needed at least 1")
         if unknown := self.streamed - {key for unit in self.units for key in (unit.weights, *unit.experts)}:
@@ -152,6 +155,9 @@ WholeStep: TypeAlias = Callable[[int], bool]
 
 ChosenExperts: TypeAlias = Callable[[int, UnitSpec], Sequence[int]]
 """The experts of a unit that the tokens of a step chose, ascending, once all its GPU batches have been routed."""
+
+ReadsAhead: TypeAlias = Callable[[int, UnitSpec], bool]
+"""Whether the tokens of a step will choose about all experts of a unit, so that these can be read before they do."""
 
 GroupBatches: TypeAlias = Callable[[int, int], Sequence[int]]
 """As ActiveBatches, but of one group: maps a step and the index of a group to its batches that go on."""

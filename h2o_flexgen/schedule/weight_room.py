@@ -11,6 +11,9 @@ from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import PAGE, WeightGroup, round_up
 from h2o_flexgen.schedule.tasks import EXPERT_SLOTS
 
+_ALL = 0.98
+"""Of the experts: what is read in vain then is no more than predictions may be off by."""
+
 
 class Place(NamedTuple):
     """Bytes [start, start + nbytes) of the room, on pages, for one load of the group `key`."""
@@ -28,16 +31,17 @@ class Place(NamedTuple):
 class WeightRoom:
     """The places that loads take one after the other, over and over, and the bytes of the buffer that has them.
 
-    experts: the bytes of each of EXPERT_SLOTS places behind them, of which a streamed expert takes any; 0: none does.
+    experts: the bytes of each of `count` places behind them, of which a streamed expert takes any; 0: none does.
     """
 
     cycle: tuple[Place, ...] = ()
     experts: int = 0
+    count: int = EXPERT_SLOTS
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffer."""
-        return self._cycle_bytes + EXPERT_SLOTS * self.experts
+        return self._cycle_bytes + self.count * self.experts
 
     @property
     def _cycle_bytes(self) -> int:
@@ -47,7 +51,7 @@ class WeightRoom:
     def slots(self) -> tuple[Place, ...]:
         """The places of experts, whichever takes them."""
         first = self._cycle_bytes
-        count = EXPERT_SLOTS if self.experts else 0
+        count = self.count if self.experts else 0
         return tuple(Place("", first + number * self.experts, self.experts) for number in range(count))
 
     def first(self, key: str) -> int:
@@ -58,9 +62,11 @@ class WeightRoom:
         raise KeyError(key)
 
 
-def weight_room(sizes: Mapping[str, int], lookahead: int, experts: int = 0) -> WeightRoom:
+def weight_room(
+    sizes: Mapping[str, int], lookahead: int, experts: int = 0, count: int = EXPERT_SLOTS
+) -> WeightRoom:
     """The smallest room found for groups of `sizes` bytes, loaded in that order in every pass, and behind it that of
-    experts, the largest of which has so many.
+    `count` experts, the largest of which has so many.
 
     A schedule has at most `lookahead` + 1 of them there at once, neighbours in that order, last and first included.
     Attention and MLP in turn thus need the sum of both, not twice the larger. Largest first, each group goes to the
@@ -68,7 +74,7 @@ def weight_room(sizes: Mapping[str, int], lookahead: int, experts: int = 0) -> W
     places otherwise; and over lookahead + 1 passes into as many equal places, which always works.
     """
     room = _room(tuple((key, round_up(nbytes, PAGE)) for key, nbytes in sizes.items()), lookahead)
-    return replace(room, experts=round_up(experts, PAGE)) if experts else room
+    return replace(room, experts=round_up(experts, PAGE), count=count) if experts else room
 
 
 @lru_cache(maxsize=64)  # a search asks for few different ones again and again
@@ -109,11 +115,13 @@ def room_of(
     dtype: str,
     compute_tier: str,
     lookahead: int,
+    sequences: int,
     known: Mapping[str, int] | None = None,
 ) -> WeightRoom:
-    """The room of the weight groups that stream, and of the largest expert that does.
+    """The room of the weight groups that stream, and of the largest expert that does, as often as `expert_slots` says.
 
-    tiers: that of each group, of a whole model or of some neighbouring units. known: buffer bytes where they are.
+    tiers: that of each group, of a whole model or of some neighbouring units. sequences: of a block. known: buffer
+    bytes where they are.
     """
 
     def streamed(keys: Iterable[str]) -> dict[str, int]:
@@ -121,7 +129,25 @@ def room_of(
         return {key: group_bytes(spec.groups_by_key[key], dtype, tiers[key], known) for key in away}
 
     experts = streamed(key for unit in spec.units for key in unit.experts)
-    return weight_room(streamed(unit.weights for unit in spec.units), lookahead, max(experts.values(), default=0))
+    largest, count = max(experts.values(), default=0), expert_slots(spec, tiers, compute_tier, sequences)
+    return weight_room(streamed(unit.weights for unit in spec.units), lookahead, largest, count)
+
+
+def reads_all(spec: ModelSpec, tokens: int) -> bool:
+    """Whether so many tokens choose about all experts of a layer, so that these are read before they have chosen."""
+    return spec.arch.experts is not None and spec.chosen_share(tokens) >= _ALL
+
+
+def expert_slots(spec: ModelSpec, tiers: Mapping[str, str], compute_tier: str, sequences: int) -> int:
+    """Streamed experts that are on the compute tier at once in a block of `sequences`: half of a layer's where all of
+    them are read in every pass, so that reads go on while attention is computed; else EXPERT_SLOTS.
+
+    On two cores and 3 GB/s the attention of 256 rows takes as long as a third of a layer's experts does to arrive.
+    """
+    if not reads_all(spec, sequences):
+        return EXPERT_SLOTS
+    away = (sum(tiers.get(key, compute_tier) != compute_tier for key in unit.experts) for unit in spec.units)
+    return max(EXPERT_SLOTS, -(-max(away, default=0) // 2))
 
 
 def experts_swap(spec: ModelSpec, tiers: Mapping[str, str], compute_tier: str) -> bool:

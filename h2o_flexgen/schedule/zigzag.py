@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
 from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.schedule.tasks import (
-    EXPERT_SLOTS,
     NO_BATCH,
     ActiveBatches,
     ChosenExperts,
     LastStep,
+    ReadsAhead,
     ScheduleShape,
     Task,
     TaskKind,
@@ -34,6 +35,7 @@ def zigzag(
     whole: WholeStep | None = None,
     chosen: ChosenExperts | None = None,
     streams: Callable[[str], bool] | None = None,
+    ahead: ReadsAhead | None = None,
 ) -> Iterator[Tick]:
     """Yield the ticks of a block: for each step, for each unit, one tick per active GPU batch.
 
@@ -50,9 +52,10 @@ def zigzag(
 
     Ticks of a unit with experts route tokens; ticks of its experts follow. `chosen(step, unit)`, called behind the last
     of the former, says which experts there are any tokens for. None means all. `streams`, asked then, says which groups
-    have to be loaded, where experts change places; None means those of `shape`.
+    have to be loaded, where experts change places; None means those of `shape`. Where `ahead(step, unit)` says so, the
+    unit's experts are read ahead of that, see `ExpertStream`; None means nowhere.
     """
-    stage = StageTicks(shape, range(len(shape.units)), whole=whole, chosen=chosen, streams=streams)
+    stage = StageTicks(shape, range(len(shape.units)), whole=whole, chosen=chosen, streams=streams, ahead=ahead)
     batches: Sequence[int] = range(shape.num_batches)
     for step in range(shape.num_steps):
         batches = batches if active is None else still_active(active(step), batches, step)
@@ -86,12 +89,14 @@ class StageTicks:
         whole: WholeStep | None = None,
         chosen: ChosenExperts | None = None,
         streams: Callable[[str], bool] | None = None,
+        ahead: ReadsAhead | None = None,
     ) -> None:
         """`units`: those that stage `number` computes."""
         self._shape, self._number, self._index = shape, number, 0
         self._units = [shape.units[index] for index in units]
-        self._whole, self._chosen, self._streams = whole, chosen, streams or shape.streamed.__contains__
+        self._whole, self._chosen = whole, chosen
         self._weights = WeightStream(shape, self._units)
+        self._experts = ExpertStream(shape, self._units, streams or shape.streamed.__contains__, ahead)
         self._stores: tuple[Task, ...] = ()  # owed by the compute of the tick before
 
     def walk(
@@ -101,6 +106,7 @@ class StageTicks:
         whenever it comes, None where none can; `idled`: there was none before it for a while."""
         shape, first, last = self._shape, self._units[0], self._units[-1]
         self._weights.start_pass(now.step if next_step is None else next_step, goes_on=next_step is not None)
+        self._experts.start_pass(now.step, next_step)
         order = [(unit, batch) for unit in self._units for batch in now.batches]
         targets = [(now, *target) for target in order[1:]]
         ahead = [*targets, None if following is None else (following, first, following.batches[0])]
@@ -111,8 +117,9 @@ class StageTicks:
             loads = self._loads(now, *order[0]) if number == 0 and idled else ()
             loads += () if target is None else self._loads(*target)
             if batch == now.batches[0]:
-                loads = self._weights.loads(unit, loads)
+                loads = (*self._weights.loads(unit, loads), *self._experts.loads())
             frees = self._weights.frees(now.step, unit) if batch == now.batches[-1] else ()
+            frees = (*frees, *self._experts.unwanted())
             compute = Task(TaskKind.COMPUTE, now.step, unit.index, batch)
             passed = unit is last and unit is not shape.units[-1]
             passes = (Task(TaskKind.PASS_HIDDEN, now.step, unit.index, batch),) if passed else ()
@@ -124,7 +131,7 @@ class StageTicks:
 
     def drain(self) -> Iterator[Tick]:
         """The stores and frees that are left."""
-        frees = self._weights.drain()
+        frees = (*self._weights.drain(), *self._experts.drain())
         if self._stores or frees:
             yield Tick(self._index, (), None, self._stores, frees, self._number)
 
@@ -133,24 +140,16 @@ class StageTicks:
 
     def _expert_ticks(self, step: int, unit: UnitSpec) -> Iterator[Tick]:
         """The ticks of the experts of `unit` that tokens chose: in their order, so that sums are always made in the
-        same one; each one that streams in a tick of its own, neighbours among the others together.
-
-        Those that stream are read ahead into EXPERT_SLOTS places.
-        """
-
-        def task(kind: TaskKind, *experts: int) -> Task:
-            return Task(kind, step, unit.index, NO_BATCH, experts)
-
+        same one; each one that streams in a tick of its own, neighbours among the others together."""
         chosen = range(len(unit.experts)) if self._chosen is None else self._chosen(step, unit)
-        away = frozenset(expert for expert in chosen if self._streams(unit.experts[expert]))
-        waiting = deque(expert for expert in chosen if expert in away)
-        free = EXPERT_SLOTS
+        away = self._experts.begin(step, unit, chosen)
         for streams, members in groupby(chosen, key=lambda expert: expert in away):
             for experts in ((expert,) for expert in members) if streams else (tuple(members),):
-                loads = [task(TaskKind.LOAD_WEIGHTS, waiting.popleft()) for _ in range(min(free, len(waiting)))]
-                free += streams - len(loads)
-                frees = (task(TaskKind.FREE_WEIGHTS, *experts),) if streams else ()
-                yield Tick(self._index, tuple(loads), task(TaskKind.COMPUTE, *experts), self._stores, frees)
+                loads = self._experts.loads()
+                used = (self._experts.used(unit, expert) for expert in experts if streams)
+                frees = (*used, *self._experts.unwanted())
+                compute = Task(TaskKind.COMPUTE, step, unit.index, NO_BATCH, experts)
+                yield Tick(self._index, loads, compute, self._stores, frees, self._number)
                 self._index, self._stores = self._index + 1, ()
 
 
@@ -274,3 +273,91 @@ class WeightStream:
         shared = self._wraps and not first  # the first run of this pass still has the last run's copy
         runs = [run for run in self._runs if not (shared and run is self._first_run)]
         return [Task(TaskKind.LOAD_WEIGHTS, step, run.first, NO_BATCH) for run in runs]
+
+
+class ExpertStream:
+    """Reads streamed experts ahead, in order of use, into `expert_slots` places.
+
+    Those of a unit once its tokens have chosen; and where tokens are going to choose about all of them (`ahead`), the
+    next unit's as soon as places are free, while attention is computed: those that nobody chose after all are freed
+    behind the next tick. One place is left for an expert that was not read ahead, as all others may hold such ones.
+    """
+
+    def __init__(
+        self,
+        shape: ScheduleShape,
+        stage: Sequence[UnitSpec],
+        streams: Callable[[str], bool],
+        ahead: ReadsAhead | None,
+    ) -> None:
+        """`stage`: the units that a pass computes."""
+        self._slots, self._streams, self._ahead = shape.expert_slots, streams, ahead
+        self._units = [unit for unit in stage if not shape.streamed.isdisjoint(unit.experts)]
+        self._next_step: int | None = None
+        self._alive: dict[tuple[int, int], Task] = {}
+        """The loads of what is there, by unit and expert."""
+        self._waiting: deque[Task] = deque()  # loads of experts that were chosen, not yet issued
+        self._early: deque[Task] = deque()  # of the unit after
+        self._unwanted: list[Task] = []
+
+    def start_pass(self, step: int, next_step: int | None) -> None:
+        """Begin a pass; `next_step`: of the pass after it, None where there can be none."""
+        self._next_step = next_step
+        if self._units and not (self._alive or self._early):
+            self._aim(step, self._units[0])
+
+    def begin(self, step: int, unit: UnitSpec, chosen: Sequence[int]) -> frozenset[int]:
+        """The tokens of `unit` have chosen: those experts among them that stream."""
+        here = [expert for index, expert in self._alive if index == unit.index]
+        self._unwanted += [self._alive[unit.index, expert] for expert in here if expert not in chosen]
+        away = frozenset(
+            expert for expert in chosen if (unit.index, expert) in self._alive or self._streams(unit.experts[expert])
+        )
+        self._waiting.extend(_load(step, unit, expert) for expert in chosen if expert in away.difference(here))
+        self._early.clear()
+        after = [each for each in self._units if each.index > unit.index]
+        if after:
+            self._aim(step, after[0])
+        elif self._next_step is not None and self._units and self._units[0] is not unit:
+            self._aim(self._next_step, self._units[0])
+        return away
+
+    def loads(self) -> tuple[Task, ...]:
+        """As many as there are places for."""
+        found: list[Task] = []
+        while (self._waiting and len(self._alive) < self._slots) or (
+            self._early and not self._waiting and len(self._alive) < self._slots - 1
+        ):
+            task = (self._waiting or self._early).popleft()
+            self._alive[task.unit, task.experts[0]] = task
+            found.append(task)
+        return tuple(found)
+
+    def used(self, unit: UnitSpec, expert: int) -> Task:
+        """The free of an expert whose tick this is."""
+        return self._free(self._alive[unit.index, expert])
+
+    def unwanted(self) -> tuple[Task, ...]:
+        """Frees of what was read ahead and not chosen."""
+        found, self._unwanted = self._unwanted, []
+        return tuple(self._free(task) for task in found)
+
+    def drain(self) -> tuple[Task, ...]:
+        """Free everything: what was read ahead for a pass that did not come."""
+        self._unwanted.clear()
+        return tuple(self._free(task) for task in list(self._alive.values()))
+
+    def _free(self, load: Task) -> Task:
+        del self._alive[load.unit, load.experts[0]]
+        return replace(load, kind=TaskKind.FREE_WEIGHTS)
+
+    def _aim(self, step: int, unit: UnitSpec) -> None:
+        """The experts of `unit` are read next, if all of them are going to be needed."""
+        if self._ahead is not None and self._ahead(step, unit):
+            away = [expert for expert, key in enumerate(unit.experts) if self._streams(key)]
+            away = [expert for expert in away if (unit.index, expert) not in self._alive]
+            self._early = deque(_load(step, unit, expert) for expert in away)
+
+
+def _load(step: int, unit: UnitSpec, expert: int) -> Task:
+    return Task(TaskKind.LOAD_WEIGHTS, step, unit.index, NO_BATCH, (expert,))

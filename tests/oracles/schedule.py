@@ -12,7 +12,6 @@ from itertools import groupby, product
 from typing import NamedTuple
 
 from h2o_flexgen.schedule.tasks import (
-    EXPERT_SLOTS,
     NO_BATCH,
     ActiveBatches,
     LastStep,
@@ -119,43 +118,61 @@ def _tasks(tick: Tick) -> Iterator[Task]:
 def _check_experts(ticks: Sequence[Tick], shape: ScheduleShape) -> Counter[str]:
     """Check the ticks of experts, and count the loads of streamed ones.
 
-    The experts of a unit are computed once in a step, ascending, for all GPU batches; a streamed one is loaded no later
-    than in the first tick of its unit's experts or two places ahead of its own, alone in its tick, and freed in that.
+    The experts of a unit are computed once in a step, ascending, for all GPU batches. A streamed one is loaded no
+    earlier than behind the last tick of the unit with streamed experts before, no later than in the tick before its
+    own, or the first of its unit's experts; it is alone in its tick, and freed in that. What nobody chose is freed once
+    that is known, and the tick after may be late. At most `expert_slots` are there.
     """
-    loads, before, here, past = Counter[str](), None, dict[int, int](), -1
+    loads, before, here, past = Counter[str](), None, dict[tuple[int, int], Task](), -1
+    at, unwanted = dict[tuple[int, int], int](), -2
+    with_experts = [unit.index for unit in shape.units if shape.streamed.intersection(unit.experts)]
     for tick in ticks:
         compute = tick.compute
-        tasks = [task for task in (*tick.loads, *tick.frees, *([compute] if compute else [])) if task.experts]
-        if compute is None or not compute.experts:
-            require(not tasks, tick.index, "experts: {} stands in a tick that computes none", tasks)
-            require(not here, tick.index, "experts: {} are loaded and never used", sorted(here))
+        now = (shape.num_steps, 0) if compute is None else (compute.step, compute.unit)
+        for load in (task for task in tick.loads if task.experts):
+            place, (expert,) = (load.unit, *load.experts), load.experts
+            require(load.batch == NO_BATCH and now <= (load.step, load.unit), tick.index, "experts: {} is late", load)
+            between = [unit for unit in with_experts if now[1] < unit < load.unit and now[0] == load.step]
+            require(not between and load.step <= now[0] + 1, tick.index, "experts: {} is early", load)
+            key = shape.units[load.unit].experts[expert]
+            require(key in shape.streamed and place not in here, tick.index, "experts: {}", load)
+            here[place], at[place] = load, tick.index
+            loads[key] += 1
+        require(len(here) <= shape.expert_slots, tick.index, "experts: {} copies are there", len(here))
+        streams: list[int] = []
+        if compute is not None and compute.experts:
+            follows = before is not None and (before.step, before.unit, NO_BATCH) == (*now, compute.batch)
+            require(follows, tick.index, "experts: {} follows {}", compute, before)
+            unit = shape.units[compute.unit]
+            streams = [expert for expert in compute.experts if unit.experts[expert] in shape.streamed]
+            require(not streams or len(compute.experts) == 1, tick.index, "experts: {} streams with others", streams)
+            for expert in streams:
+                place = (compute.unit, expert)
+                require(place in here, tick.index, "experts: {} is not there", expert)
+                late = past >= 0 and unwanted < tick.index - 1 and at[place] == tick.index
+                require(not late, tick.index, "experts: the load of {} only starts", expert)
+            for expert in compute.experts:
+                require(past < expert, tick.index, "experts: {} is computed after {}", expert, past)
+                past = expert
+        else:
             before, past = compute, -1
-            continue
-        unit = shape.units[compute.unit]
-        follows = before is not None and (before.step, before.unit) == (compute.step, compute.unit)
-        require(follows, tick.index, "experts: {} follows {}", compute, before)
-        for task in tasks:
-            same = (task.step, task.unit, task.batch) == (compute.step, compute.unit, NO_BATCH)
-            require(same, tick.index, "experts: {} stands beside {}", task, compute)
-        first = past < 0
-        for load in tick.loads:
-            (expert,) = load.experts
-            require(unit.experts[expert] in shape.streamed and expert not in here, tick.index, "experts: {}", load)
-            here[expert] = tick.index
-            loads[unit.experts[expert]] += 1
-        require(len(here) <= EXPERT_SLOTS, tick.index, "experts: {} copies are there", len(here))
-        streams = [expert for expert in compute.experts if unit.experts[expert] in shape.streamed]
-        require(not streams or len(compute.experts) == 1, tick.index, "experts: {} streams with others", streams)
+        for free in (task for task in tick.frees if task.experts):
+            place = (free.unit, *free.experts)
+            require(place in here and here[place].step == free.step, tick.index, "experts: {} is not there", free)
+            used = (free.step, free.unit) == now and free.experts[0] in streams
+            chosen = any(
+                each.compute is not None
+                and (each.compute.step, each.compute.unit) == (free.step, free.unit)
+                and free.experts[0] in each.compute.experts
+                for each in ticks
+            )
+            known = (free.step, free.unit) <= now
+            require(used or (known and not chosen), tick.index, "experts: {} is early or late", free)
+            unwanted = unwanted if used else tick.index
+            del here[place]
         for expert in streams:
-            require(expert in here, tick.index, "experts: {} is not there", expert)
-            require(first or here[expert] < tick.index, tick.index, "experts: the load of {} only starts", expert)
-        for expert in compute.experts:
-            require(past < expert, tick.index, "experts: {} is computed after {}", expert, past)
-            past = expert
-        freed = [expert for task in tick.frees for expert in task.experts]
-        require(freed == streams, tick.index, "experts: {} are freed, {} were used", freed, streams)
-        for expert in freed:
-            del here[expert]
+            require((now[1], expert) not in here, tick.index, "experts: {} is not freed", expert)
+    require(not here, len(ticks), "experts: {} are loaded and never freed", sorted(here))
     return loads
 
 
@@ -166,7 +183,10 @@ def _without_experts(ticks: Sequence[Tick]) -> list[Tick]:
         if tick.compute is not None and tick.compute.experts:
             owed, left_out = (*owed, *tick.stores), left_out + 1
             continue
-        kept.append(replace(tick, index=tick.index - left_out, stores=(*owed, *tick.stores)))
+        loads, frees = (tuple(task for task in tasks if not task.experts) for tasks in (tick.loads, tick.frees))
+        stores, index = (*owed, *tick.stores), tick.index - left_out
+        if tick.compute is not None or stores or frees:
+            kept.append(replace(tick, index=index, stores=stores, loads=loads, frees=frees))
         owed = ()
     return kept
 

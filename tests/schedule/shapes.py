@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from h2o_flexgen.config.model.spec import UnitSpec
-from h2o_flexgen.schedule.tasks import ScheduleShape
+from h2o_flexgen.schedule.tasks import EXPERT_SLOTS, ScheduleShape
 
 
 def make_units(layers: int, tied: bool = True, experts: int = 0) -> tuple[UnitSpec, ...]:
@@ -75,6 +75,7 @@ def shapes(draw: st.DrawFn, experts: int = 0) -> ScheduleShape:
         cache_moves=subset(caches),
         hidden_moves=subset(range(batches)),
         lookahead=draw(st.integers(1, 3)),
+        expert_slots=draw(st.integers(2, 9)) if experts else EXPERT_SLOTS,
     )
 
 

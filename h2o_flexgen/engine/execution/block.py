@@ -116,8 +116,8 @@ class BlockRunner:
                 totals.prefill_seconds += executor.prefill_seconds
                 totals.decode_seconds += executor.decode_seconds
                 totals.graph_launches += executor.graph_launches
-                totals.experts_read += executor.experts_read
-                totals.experts_of += executor.experts_of
+                totals.experts_read += executor.mixture.read
+                totals.experts_of += executor.mixture.of
                 totals.not_recorded = totals.not_recorded or executor.not_recorded
 
     def _queries(self, maker: CacheMaker, row: Sequence) -> int:
@@ -148,12 +148,14 @@ class BlockRunner:
             if step == 0:
                 self._tell_prompts()
             indices = schedulers[group].active(step)
+            executor.mixture.step = step
             if indices:
                 counter.step([gpu_batches[index] for index in indices])
             return indices
 
         if len(shape.stages) == 1:
-            return zigzag(shape, active, schedulers[0].last, executor.whole, executor.chosen, executor.streams)
+            last, chosen, ahead = schedulers[0].last, executor.chosen, executor.mixture.reads_ahead
+            return zigzag(shape, active, last, executor.whole, chosen, executor.streams, ahead)
         return pipeline(shape, active, lambda step, group: schedulers[group].last(step))
 
     def _shape(self, plan: Plan, steps: int, stages: list[Stage], batches: int) -> ScheduleShape:
@@ -167,6 +169,7 @@ class BlockRunner:
             lookahead=plan.policy.lookahead,
             host_attends=frozenset().union(*(stage.host.places for stage in stages if stage.host is not None)),
             stages=tuple(stage.loaded.units for stage in stages),
+            expert_slots=min(stage.loaded.weights.expert_slots for stage in stages),
         )
 
     def _maker(
@@ -250,6 +253,8 @@ class BlockRunner:
         if unit.layer is not None:
             self.prompt_halves += sum(len(row.prompt_ids) for row in gpu_batch.fresh)
         self._tell_prompts()
+        if unit.kind == "mlp" and gpu_batch.index == 0 and gpu_batch.device.type == "cpu":
+            return_free_pages(large=False)  # with many GPU batches the heap grows in every layer
         if unit.kind != "head":
             return
         for row in gpu_batch.fresh:

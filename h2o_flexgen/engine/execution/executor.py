@@ -112,7 +112,7 @@ class Executor:
         self._sources = [spec.source_of(layer) for layer in range(spec.num_layers)]
         self._windows = [spec.arch.window_of(layer) for layer in range(spec.num_layers)]
         self._tables: dict[tuple[Rotary, torch.device], Angles] = {}
-        self._mixture = Mixture(decoder)
+        self.mixture = Mixture(decoder, self._gpu_batches)
         self._graphs = self._make_graphs()
         self._launched: dict[int, Launched] = {}  # of GPU batches whose step was launched as a whole
         self._issue = {
@@ -125,7 +125,6 @@ class Executor:
             TaskKind.PASS_HIDDEN: lambda t: self._stages[t.unit].leave(self._gpu_batches[t.batch]),
         }
         self.prefill_seconds = self.decode_seconds = 0.0
-        self.experts_read = self.experts_of = 0
 
     @property
     def graph_launches(self) -> int:
@@ -154,7 +153,7 @@ class Executor:
                     self._do((*tick.stores, *tick.loads))
                     if tick.compute is not None and tick.compute.experts:
                         self._experts(tick.compute)
-                        clock = self._count(self._mixture.prompt_share, clock)
+                        clock = self._count(self.mixture.prompt_share, clock)
                     elif tick.compute is not None:
                         gpu_batch = self._gpu_batches[tick.compute.batch]
                         # Decode rows and prompts go through a tick together: its time is divided by their tokens.
@@ -180,9 +179,7 @@ class Executor:
 
     def chosen(self, step: int, unit: UnitSpec) -> list[int]:
         """The experts of `unit` that the tokens of `step` chose, once all its GPU batches have been routed."""
-        chosen = self._mixture.chosen()
-        self.experts_read += len(chosen)
-        self.experts_of += len(unit.experts)
+        chosen = self.mixture.chosen(unit)
         self._stages[unit.index].loaded.weights.choose([unit.experts[expert] for expert in chosen])
         return chosen
 
@@ -199,8 +196,8 @@ class Executor:
         unit, stage = self._units[task.unit], self._stages[task.unit]
         weights = [stage.loaded.weights.get(unit.experts[expert]) for expert in task.experts]
         what = f" experts {task.experts[0]} to {task.experts[-1]}"
-        with self._trace.record(task, unit, self._mixture.prompt_share, what, stage.number):
-            self._mixture.compute(task.experts, weights)
+        with self._trace.record(task, unit, self.mixture.prompt_share, what, stage.number):
+            self.mixture.compute(task.experts, weights)
 
     def _do(self, tasks: Iterable[Task]) -> None:
         for task in tasks:
@@ -278,9 +275,9 @@ class Executor:
         else:
             stage.hidden.wait(gpu_batch)
             if self._passes is None:
-                self._mixture.finish(gpu_batch)
+                self.mixture.finish(gpu_batch)
             else:
-                self._passes.give(gpu_batch, self._mixture.made(gpu_batch))
+                self._passes.give(gpu_batch, self.mixture.made(gpu_batch))
         cache = None
         if unit.kind == "attn":
             cache = stage.caches.wait(self._sources[self._layer[task.unit]], gpu_batch.index)
@@ -294,7 +291,7 @@ class Executor:
             elif cache is not None:
                 self._attend(self._layer[task.unit], gpu_batch, weights, cache, task)
             elif unit.experts:
-                self._mixture.route(gpu_batch, weights)
+                self.mixture.route(gpu_batch, weights)
             elif unit.kind == "mlp":
                 self._mlp(gpu_batch, weights)
             else:
@@ -328,7 +325,7 @@ class Executor:
             passes.attend(gpu_batch, unit, weights, attention, states)
             self._end_attention(gpu_batch, cache, self._decoder.spec.last_readers[self._sources[layer]] == layer)
         elif unit.experts:
-            self._mixture.add(gpu_batch, passes.route(gpu_batch, unit, weights))
+            self.mixture.add(gpu_batch, passes.route(gpu_batch, unit, weights))
         else:
             passes.go_on(gpu_batch, unit, weights)
         if self._finite is not None:

@@ -163,13 +163,15 @@ def peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def return_free_pages() -> None:
-    """Gives pages of host memory that was freed back to the system, some milliseconds' work.
+def return_free_pages(large: bool = True) -> None:
+    """Gives pages of host memory that was freed back to the system, some milliseconds' work. large: those of large
+    intermediate results, too, which have to be made anew then.
 
     glibc keeps activations that were freed below others that were not, and what comes later may not fit between: after
     prompts of many lengths a process held 120 MiB more than it used. Nothing happens with another C library.
     """
-    LARGE.trim()
+    if large:
+        LARGE.trim()
     trim = _malloc_trim()
     if trim is not None:
         trim(0)

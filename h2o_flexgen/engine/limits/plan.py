@@ -17,6 +17,7 @@ from h2o_flexgen.config.placement import KINDS, Placement
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.schedule.footprint import Footprint, footprint
 from h2o_flexgen.schedule.request import PlanRequest
+from h2o_flexgen.schedule.weight_room import expert_slots
 from h2o_flexgen.units import format_bytes, size_at_least
 
 DEFAULT_BATCH = 32
@@ -44,6 +45,12 @@ class Plan:
     def moves(self) -> bool:
         """Whether anything lives elsewhere than where it is computed on."""
         return self.placement.tiers != {self.request.compute_tier}
+
+    @property
+    def expert_slots(self) -> int:
+        """Places for streamed experts."""
+        request = self.request
+        return expert_slots(request.spec, self.placement.weights, request.compute_tier, self.policy.block_size)
 
     def shortage(self) -> tuple[str, int, int] | None:
         """(tier, needed, cap) of the tier that is exceeded most, None where everything fits."""

@@ -32,6 +32,7 @@ from h2o_flexgen.memory.pinned import PinnedPool
 from h2o_flexgen.memory.rundir import OffloadDir
 from h2o_flexgen.memory.tiers import Ledger, Tier, Tiers, another_gpu, make_tiers
 from h2o_flexgen.memory.transfers import TraceCallback
+from h2o_flexgen.schedule.tasks import EXPERT_SLOTS
 from h2o_flexgen.schedule.timeline import on_stage
 from h2o_flexgen.schedule.weight_room import experts_swap, group_bytes, room_of
 
@@ -72,12 +73,14 @@ class Loaded:
     resources: ExitStack
     seconds: float = 0.0
     """That loading took."""
+    expert_slots: int = EXPERT_SLOTS
 
     def serves(self, plan: Plan) -> bool:
         """Whether `plan` wants the weights where they are, and all of them can be used; caches and hidden states are
         placed per block anyway."""
         used = {*plan.placement.cache.values(), *plan.placement.hidden.values()}
         same = plan.placement.weights == self.placement.weights and plan.policy.lookahead == self.lookahead
+        same = same and plan.expert_slots == self.expert_slots
         whole = not any(stage.weights.damaged for stage in self.stages)
         return same and whole and ("disk" not in used or self.folder is not None)
 
@@ -165,8 +168,9 @@ def load(
                 # From here on a file that changes under the run is an error, not other weights.
                 copies.watch((extent.path for extent in unit.extents), ours=unit.checksum is not None)
             groups = {key: location.tier for key, location in own.items()}
-            request, lookahead = plan.request, plan.policy.lookahead
-            room = room_of(request.spec, groups, request.dtype, each.compute.name, lookahead)
+            request, policy = plan.request, plan.policy
+            name, lookahead = each.compute.name, policy.lookahead
+            room = room_of(request.spec, groups, request.dtype, name, lookahead, policy.block_size)
             weights = WeightStore(own, each, copies, room, config.verify)
             stack.callback(weights.close)
             stages.append(LoadedStage(units, each, copies, weights))
@@ -176,6 +180,7 @@ def load(
         if pins is not None:
             pins.warn()
         loaded = Loaded(placement, plan.policy.lookahead, tuple(stages), folder, stack.pop_all())
+        loaded.expert_slots = plan.expert_slots
         note_tiers(loaded, (tier for each in tiers for tier in (each.cpu, each.compute)))
         return loaded
 

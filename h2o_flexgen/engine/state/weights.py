@@ -60,6 +60,8 @@ class WeightStore:
         for key, nbytes in planned.items():
             if locations[key].layout.nbytes > nbytes:
                 raise RuntimeError(f"{key} takes more than the {nbytes} bytes that were planned")
+        self.expert_slots = room.count
+        """Streamed experts that have places at one time."""
         self._cycle = room.cycle
         self._first = {place.key: room.first(place.key) for place in room.cycle}
         self._places = (*room.cycle, *room.slots)
