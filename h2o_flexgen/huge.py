@@ -59,17 +59,16 @@ class LargeMemory:
         weakref.finalize(lease, self._free.append, pages).atexit = False
         return torch.frombuffer(lease, dtype=dtype, count=count).view(shape)
 
-    def like(self, x: Tensor) -> Tensor:
-        """An uninitialised contiguous tensor of x's shape and dtype, on its device."""
-        if x.is_cpu:
-            return self.empty(*x.shape, dtype=x.dtype)
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    def like(self, x: Tensor, count: int | None = None) -> Tensor:
+        """An uninitialised contiguous tensor (n, ...) like x, on its device; with a `count` of (count, ...)."""
+        shape = (len(x) if count is None else count, *x.shape[1:])
+        return self.empty(*shape, dtype=x.dtype) if x.is_cpu else x.new_empty(shape)
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Tensors (n, ...) of one dtype, one after the other."""
-        first, out = parts[0], None
-        if first.is_cpu:
-            out = self.empty(sum(map(len, parts)), *first.shape[1:], dtype=first.dtype)
+        """Tensors (n, ...) of one dtype, one after the other; a single one as it is."""
+        if len(parts) == 1:
+            return parts[0]
+        out = self.like(parts[0], sum(map(len, parts)))
         return torch.cat(tuple(parts), out=out)
 
     def trim(self) -> None:

@@ -26,7 +26,7 @@ from h2o_flexgen.kernels.experts import Choices
 from h2o_flexgen.kernels.packed import PackedWeight
 from h2o_flexgen.memory.handle import packed_layout, views
 from h2o_flexgen.memory.pages import Allocation, HostMemory
-from h2o_flexgen.models.decoder import Decoder, Routed, bind
+from h2o_flexgen.models.decoder import Decoder, bind
 from h2o_flexgen.units import MIB
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -156,8 +156,8 @@ def _expert_call(bench: Bench, weights: list[Mapping[str, Any]], rows: int) -> C
     tokens = tokens.sort(1).values.flatten().to(bench.device)
     shares = torch.ones(count * rows, device=bench.device)
     choices = Choices(tokens, shares, list(range(count)), [rows * i for i in range(count + 1)])
-    routed = Routed(x, tokens, shares, torch.zeros_like(x))
-    return lambda: decoder.add_experts(routed, choices, range(count), weights, bench.chunk)
+    out = torch.zeros_like(x)
+    return lambda: decoder.add_experts(x, out, choices, range(count), weights, bench.chunk)
 
 
 def general_rate(shapes: tuple[GemmShape, ...], layers: tuple[Product, ...]) -> Curve:

@@ -21,7 +21,6 @@ from torch import Tensor
 from h2o_flexgen.config.model.arch import ArchSpec, ExpertSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import WeightGroup
-from h2o_flexgen.huge import LARGE
 from h2o_flexgen.kernels import ACTIVATIONS, gated, layer_norm, linear, prefill_attention, rms_norm
 from h2o_flexgen.kernels.experts import PLACE, Choices, Gate, add_experts, expert_place
 from h2o_flexgen.kernels.packed import PackedWeight, Weight, look_up
@@ -42,13 +41,13 @@ After = Callable[[Weights, Tensor, Inner], None]
 
 class Routed(NamedTuple):
     """Tokens that a mixture's router has seen: `x` (T, H) is what experts compute from, `experts` (T, k) int64 those
-    that each token chose, `shares` (T, k) float32 their weights, and `out` (T, H) is what their results are added to.
+    that each token chose, `shares` (T, k) float32 their weights, and `shared` (T, H) what a shared expert has made.
     """
 
     x: Tensor
     experts: Tensor
     shares: Tensor
-    out: Tensor
+    shared: Tensor | None = None
 
 
 _GPT_OSS_SLOPE = 1.702
@@ -184,17 +183,17 @@ class Decoder:
         logits = self._linear(x, w["router.weight"], w.get("router.bias"), wide=True)
         experts, shares = choose(logits, mixture, w.get("choice"))
         if not mixture.shared_size:
-            return Routed(x, experts, shares, LARGE.like(x).zero_())
+            return Routed(x, experts, shares)
         shared = self._feed_forward(w, x, None)
         if mixture.shared_gate:
             shared.mul_(torch.sigmoid(self._linear(x, w["shared_gate.weight"])))
         return Routed(x, experts, shares, shared)
 
     def add_experts(
-        self, routed: Routed, choices: Choices, experts: range, weights: Sequence[Weights], most: int
+        self, x: Tensor, out: Tensor, choices: Choices, experts: range, weights: Sequence[Weights], most: int
     ) -> None:
-        """The part that `experts`, places in `choices`, have in `routed.out`, at most `most` tokens at a time."""
-        add_experts(routed.x, routed.out, choices, experts, weights, self._gate, most, self._expert)
+        """Adds to `out` (T, H) what `experts`, places in `choices`, make of x (T, H), `most` tokens at a time."""
+        add_experts(x, out, choices, experts, weights, self._gate, most, self._expert)
 
     def add_mixture(self, hidden: Tensor, out: Tensor) -> None:
         """Ends the MLP half of a layer with experts: adds what they made to hidden (T, hidden_width), in place."""

@@ -110,14 +110,15 @@ def _looked_at(block: BlockShape) -> int:
 
 
 def _mixture(block: BlockShape, routed: int, tokens: int) -> int:
-    """Bytes of a mixture of experts. For the n `routed` tokens of a block: the experts' inputs, twice while GPU batches
-    come together, and their outputs, (n, H) each; 56 bytes for the expert, weight and rank of each choice. For the t
-    tokens that go through an expert, or the shared one, at once: two (t, H) and the (t, F)."""
+    """Bytes of a mixture of experts. For the n `routed` tokens of a block: inputs and outputs of experts, and what a
+    shared one made, GPU batch by GPU batch, (n, H) each; 56 bytes for the expert, weight and rank of each choice. For
+    the t tokens that go through an expert, or the shared one, at once: two (t, H) and the (t, F)."""
     spec, experts = block.spec, block.spec.arch.experts
     if experts is None:
         return 0
     wide = 3 * max(experts.ffn_size, experts.shared_size)
-    many = routed * (3 * spec.hidden_size * block.size + 56 * experts.active + 8 * experts.count)
+    states = 3 if experts.shared_size else 2
+    many = routed * (states * spec.hidden_size * block.size + 56 * experts.active + 8 * experts.count)
     return many + tokens * (3 * spec.hidden_size + wide) * block.size
 
 

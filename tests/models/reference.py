@@ -77,11 +77,12 @@ class Reference:
             decoder.mlp(w, hidden)
             return
         routed = decoder.route(w, hidden)
+        out = torch.zeros_like(hidden) if routed.shared is None else routed.shared
         choices = Choices.of(routed.experts, routed.shares)
         for place, number in enumerate(choices.numbers):
             w = self.weights(unit.experts[number], fused)
-            decoder.add_experts(routed, choices, range(place, place + 1), [w], most=2)
-        decoder.add_mixture(hidden, routed.out)
+            decoder.add_experts(routed.x, out, choices, range(place, place + 1), [w], most=2)
+        decoder.add_mixture(hidden, out)
 
     def _tensor(self, canonical: str) -> Tensor:
         place = self.stored(canonical)

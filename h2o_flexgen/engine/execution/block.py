@@ -253,8 +253,8 @@ class BlockRunner:
         if unit.layer is not None:
             self.prompt_halves += sum(len(row.prompt_ids) for row in gpu_batch.fresh)
         self._tell_prompts()
-        if unit.kind == "mlp" and gpu_batch.index == 0 and gpu_batch.device.type == "cpu":
-            return_free_pages(large=False)  # with many GPU batches the heap grows in every layer
+        if unit.kind == "mlp" and gpu_batch.index == 1 and gpu_batch.device.type == "cpu":
+            return_free_pages(large=False)  # with several GPU batches the heap grows in every layer
         if unit.kind != "head":
             return
         for row in gpu_batch.fresh:

@@ -32,8 +32,9 @@ class Mixture:
         self.read = self.of = 0
         """Experts that were chosen, and those that there were to choose among."""
         self._few = set[int]()  # the units whose tokens chose few experts the last time
-        self._parts: list[tuple[GpuBatch, Routed]] = []
-        self._routed: Routed | None = None
+        self._parts: list[tuple[GpuBatch, int, Tensor, Tensor, Tensor | None]] = []  # tokens, and `Routed` without x
+        self._x: Tensor | None = None  # of the parts together, or of all that there will be
+        self._out: Tensor | None = None
         self._choices = Choices(torch.empty(0), torch.empty(0), [], [])
         self._pending: dict[int, Tensor] = {}
         self._most = 1  # tokens that go through an expert at once
@@ -42,38 +43,54 @@ class Mixture:
 
     def route(self, gpu_batch: GpuBatch, w: Weights) -> None:
         """Routes the tokens of a GPU batch, whose hidden states stay as they are until `finish`."""
-        self._routed, self._most = None, gpu_batch.chunk
         for part in gpu_batch.take_hidden().split(gpu_batch.chunk):
-            self._parts.append((gpu_batch, self._decoder.route(w, part)))
+            self.add(gpu_batch, [self._decoder.route(w, part)])
 
     def add(self, gpu_batch: GpuBatch, routed: Sequence[Routed]) -> None:
         """Tokens of a GPU batch that were routed elsewhere; `made` has what becomes of them."""
-        self._routed, self._most = None, gpu_batch.chunk
-        self._parts.extend((gpu_batch, each) for each in routed)
+        self._out, self._most = None, gpu_batch.chunk
+        for each in routed:
+            self._gather(each.x)
+            self._parts.append((gpu_batch, len(each.x), each.experts, each.shares, each.shared))
+
+    def _gather(self, x: Tensor) -> None:
+        """Puts x (T, H) behind that of the parts before: tokens of a large block are in memory once, not twice."""
+        first, there = sum(count for _, count, *_ in self._parts), self._x
+        if first == 0:
+            wanted = max(len(x), self._tokens())
+            self._x = there = x if wanted == len(x) else LARGE.like(x, wanted)
+        elif there is not None and first + len(x) > len(there):
+            self._x = LARGE.like(x, first + len(x))
+            self._x[:first] = there[:first]
+        if self._x is not None and self._x is not x:
+            self._x[first : first + len(x)] = x
+
+    def _tokens(self, *, now: bool = True) -> int:
+        """Of the GPU batches that go on, in this step or else in the next."""
+        going = [gpu_batch for gpu_batch in self._gpu_batches if not gpu_batch.finished]
+        return sum(each.decoding + each.prompt_tokens if now else len(each.rows) for each in going)
 
     def reads_ahead(self, step: int, unit: UnitSpec) -> bool:
         """Whether tokens of `step`, this one or the next, are going to choose about all experts of `unit`: there are
         enough of them, and they did so before."""
-        tokens = (
-            gpu_batch.decoding + gpu_batch.prompt_tokens if step == self.step else len(gpu_batch.rows)
-            for gpu_batch in self._gpu_batches
-            if not gpu_batch.finished
-        )
-        return unit.index not in self._few and reads_all(self._decoder.spec, sum(tokens))
+        tokens = self._tokens(now=step == self.step)
+        return unit.index not in self._few and reads_all(self._decoder.spec, tokens)
 
     def chosen(self, unit: UnitSpec) -> list[int]:
         """The experts of `unit` that any token of the pass chose, ascending."""
-        parts = [routed for _, routed in self._parts]
-        whole = parts[0] if len(parts) == 1 else Routed(*(LARGE.joined(each) for each in zip(*parts, strict=True)))
-        tokens = Counter[int]()
-        for gpu_batch, routed in self._parts:
-            tokens[gpu_batch.index] += len(routed.x)
-        outs = whole.out.split(list(tokens.values()))
-        self._pending = dict(zip(tokens, outs, strict=True))
-        prompts = {gpu_batch.index: gpu_batch.prompt_share for gpu_batch, _ in self._parts}
-        self.prompt_share = sum(tokens[index] * share for index, share in prompts.items()) / len(whole.x)
+        if self._x is None:
+            raise RuntimeError("no tokens have been routed")
+        batches, counts, experts, shares, shared = zip(*self._parts, strict=True)
+        tokens, prompts = Counter[int](), {each.index: each.prompt_share for each in batches}
+        for gpu_batch, count in zip(batches, counts, strict=True):
+            tokens[gpu_batch.index] += count
+        total = sum(counts)
+        self.prompt_share = sum(tokens[index] * share for index, share in prompts.items()) / total
         self._parts.clear()
-        self._routed, self._choices = whole, Choices.of(whole.experts, whole.shares)
+        self._x = self._x[:total]
+        self._out = LARGE.like(self._x).zero_() if shared[0] is None else LARGE.joined(shared)
+        self._pending = dict(zip(tokens, self._out.split(list(tokens.values())), strict=True))
+        self._choices = Choices.of(LARGE.joined(experts), LARGE.joined(shares))
         numbers = self._choices.numbers
         self.read += len(numbers)
         self.of += len(unit.experts)
@@ -82,17 +99,17 @@ class Mixture:
 
     def compute(self, experts: Sequence[int], weights: Sequence[Weights]) -> None:
         """The results of some experts that follow one another among those chosen, for the tokens of all GPU batches."""
-        if self._routed is None:
+        if self._x is None or self._out is None:
             raise RuntimeError("no tokens have been routed")
         first = self._choices.numbers.index(experts[0])
         places = range(first, first + len(experts))
-        self._decoder.add_experts(self._routed, self._choices, places, weights, self._most)
+        self._decoder.add_experts(self._x, self._out, self._choices, places, weights, self._most)
 
     def made(self, gpu_batch: GpuBatch) -> Tensor | None:
         """What experts have made of the GPU batch's tokens (T, H), once; None: nothing new."""
         out = self._pending.pop(gpu_batch.index, None)
         if out is not None:
-            self._routed = None
+            self._x = self._out = None
         return out
 
     def finish(self, gpu_batch: GpuBatch) -> None:

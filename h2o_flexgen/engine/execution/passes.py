@@ -69,8 +69,7 @@ class Passes:
                 routing = forward.step(unit.index)
                 if not isinstance(routing, Routing):
                     raise ModelError(f"{self._decoder.spec.name} did not ask for experts in unit {unit.index}")
-                x = routing.x
-                found.append(Routed(x, routing.experts.long(), routing.shares.float(), torch.zeros_like(x)))
+                found.append(Routed(routing.x, routing.experts.long(), routing.shares.float()))
         return found
 
     def give(self, gpu_batch: GpuBatch, made: Tensor | None) -> None:
