@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.engine.execution.mixture import Mixture
 from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.memory.pages import Allocation, HostMemory
 from h2o_flexgen.memory.pinned import PinnedPool
 from tests.memory.fake_cuda import FakeDevice
-from tests.tiny import prompts_of
+from tests.tiny import config_of, prompts_of
 
 LENGTH, NEW = 24, 6
 
@@ -69,3 +71,25 @@ def test_later_blocks_lock_no_memory_anew(checkpoint: Any, monkeypatch: pytest.M
         counts.append(Counter(locks))
     assert counts[0] == counts[1]
     assert sum(counts[0].values()) > 4
+
+
+def test_prompts_of_many_gpu_batches_stay_within_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither does the heap grow in every layer, nor are the tokens of a mixture there more often than planned."""
+    experts = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64}
+    sizes = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8}
+    config_of("olmoe", **experts, **sizes).save_pretrained(tmp_path)
+    seen, compute = list[int](), Mixture.compute
+
+    def looked(mixture: Mixture, *arguments: Any) -> None:
+        seen.append(devices.rss())
+        compute(mixture, *arguments)
+
+    monkeypatch.setattr(Mixture, "compute", looked)
+    policy = {"gpu_batch_size": 16, "num_gpu_batches": 12, "weights": {"cpu": 1.0}}
+    eviction = EvictionConfig("h2o", ratio=0.2)
+    devices.return_free_pages()
+    with Engine(str(tmp_path), weights="dummy", dtype="bfloat16", policy=policy, eviction=eviction) as llm:
+        llm.generate(prompts_of([40] * 192), max_new_tokens=2, ignore_eos=True)
+        plan = llm.last_plan
+    assert plan is not None
+    assert max(seen) <= plan.footprint.total("cpu")
