@@ -31,7 +31,7 @@ _MOST = 8
 
 def pack(x: Tensor, packing: CachePacking) -> Tensor:
     """Keys or values x (..., dim) in their pieces, (..., nbytes) uint8. What torch takes for that is bounded."""
-    if triton_available.serves(x.device):
+    if triton_available.serves(x.device) and packing.bits != 3:
         from h2o_flexgen.kernels import triton_quant  # imports Triton, which is not there on every machine
 
         return _in_one(triton_quant.quantise(hadamard(x.float(), packing.block), packing.bits, CACHE_GROUP))
@@ -57,7 +57,7 @@ def parts_of(packed: Tensor, packing: CachePacking) -> Quantised:
 def expand(packed: Tensor, packing: CachePacking, dtype: torch.dtype) -> Tensor:
     """The numbers that `packed` (..., nbytes) was made of, (..., dim) in `dtype`."""
     exact = torch.float32 if packing.block else dtype
-    if triton_available.serves(packed.device):
+    if triton_available.serves(packed.device) and packing.bits != 3:
         from h2o_flexgen.kernels import triton_quant
 
         apart = Quantised(*(part.contiguous() for part in parts_of(packed, packing)))

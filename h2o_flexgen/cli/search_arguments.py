@@ -111,9 +111,7 @@ def _request(args: argparse.Namespace) -> PlanRequest:
     eviction = eviction_of(args)
     engine = replace(from_namespace(EngineConfig, args), eviction=eviction)
     named = None if args.hardware is None else find_profile(args.hardware)
-    kept = engine.cache_bits, engine.cache_rotation, engine.newest
-    stored = _spec(engine.model, engine.model_impl).with_cache_bits(*kept)
-    spec = engine.kept(stored)
+    spec = engine.kept(engine.caching(_spec(engine.model, engine.model_impl)))
     profile = named or kept_profile(spec, engine.dtype, engine.device)
     tier = _compute_tier(engine, profile)
     eviction = counted_in_bytes(eviction, spec)

@@ -26,6 +26,8 @@ BITS = (16, 8, 4)
 LARGEST_GROUP = 1024
 NEWEST = 16
 """Tokens that a cache whose budget is in bytes keeps in 16 bits besides: queries look at what is near most of all."""
+FEW = (4, 3)
+"""Bits of its keys and values, unless asked for, where heads allow that: values bear more rounding than keys do."""
 VERIFY = ("first", "always", "never")
 POLICY_FIELDS = frozenset(item.name for item in dataclasses.fields(OffloadPolicy))
 PLANNED_FIELDS = frozenset(
@@ -49,7 +51,7 @@ def _cache_bits(text: str) -> CacheBits:
     try:
         bits = tuple(int(word) for word in between_commas(text))
     except ValueError:
-        raise UsageError(f"{text!r} is not a number of bits", "needed 16, 8, 4, or two of 8 and 4") from None
+        raise UsageError(f"{text!r} is not a number of bits", "needed 16, 8, 4, or two: 8,4") from None
     return bits[0] if len(bits) == 1 else bits  # type: ignore[return-value]
 
 
@@ -128,7 +130,7 @@ class EngineConfig:
     cache_bits: CacheBits = option(
         16,
         "--cache-bits",
-        help="bits of cached keys and values: 16, 8 or 4; 8,4: keys in 8, values in 4",
+        help="bits of cached keys and values: 16, 8 or 4; 8,4: keys in 8, values in 4, which may have 3",
         metavar="N",
         parse=_cache_bits,
         show=_shown_bits,
@@ -200,12 +202,11 @@ class EngineConfig:
             raise UsageError(f"weight_bits is {self.weight_bits!r}", f"needed one of {', '.join(map(str, BITS))}")
         if isinstance(self.cache_bits, list):  # as JSON has pairs
             object.__setattr__(self, "cache_bits", tuple(self.cache_bits))
-        if isinstance(self.eviction, EvictionConfig) and self.eviction.bytes is not None and self.cache_bits == 16:
-            object.__setattr__(self, "cache_bits", 4)  # 16 bits by bytes are the same as by tokens
         if self.cache_newest is not None:
             object.__setattr__(self, "cache_newest", whole(self.cache_newest, "cache_newest", 0))
-        if self.cache_bits not in (*BITS, *product(BITS[1:], repeat=2)):
-            raise UsageError(f"cache_bits is {self.cache_bits!r}", "needed 16, 8, 4, or two of 8 and 4: keys, values")
+        if self.cache_bits not in (*BITS, *product(BITS[1:], (*BITS[1:], 3))):
+            needed = "needed 16, 8, 4, or two: of keys 8 or 4, of values 8, 4 or 3"
+            raise UsageError(f"cache_bits is {self.cache_bits!r}", needed)
         group = whole(self.weight_group, "weight_group", 32)
         if group & (group - 1) or group > LARGEST_GROUP:
             raise UsageError(f"weight_group is {group}", f"needed a power of two from 32 to {LARGEST_GROUP}")
@@ -255,10 +256,13 @@ class EngineConfig:
             return {}
         return {bits: replace(self, allow_compress=False, weight_bits=bits).kept(stored) for bits in BITS}
 
-    @property
-    def newest(self) -> int:
-        """Tokens that packed caches keep in 16 bits besides."""
-        return (NEWEST if self.eviction.bytes is not None else 0) if self.cache_newest is None else self.cache_newest
+    def caching(self, spec: ModelSpec) -> ModelSpec:
+        """`spec`, as caches keep its keys and values. UsageError where they cannot."""
+        by_bytes, bits = self.eviction.bytes is not None, self.cache_bits
+        newest = (NEWEST if by_bytes else 0) if self.cache_newest is None else self.cache_newest
+        if by_bytes and bits == 16:  # which by bytes are the same as by tokens
+            bits = FEW if spec.takes_cache_bits(FEW) else FEW[0]
+        return spec.with_cache_bits(bits, self.cache_rotation, newest)
 
     @property
     def keeps_prefixes(self) -> bool:

@@ -42,7 +42,7 @@ class EvictionConfig:
     bytes: float | None = option(
         None,
         "--kv-bytes",
-        help="KV budget as a share of the bytes of a full 16-bit cache; --cache-bits is 4 unless given",
+        help="KV budget as a share of the bytes of a full 16-bit cache; --cache-bits is 4,3 unless given",
         metavar="R",
         unset="by ratio",
     )

@@ -133,7 +133,7 @@ def _opened(found: ResolvedModel, config: EngineConfig, device: torch.device, ma
     for said in spec_warnings(spec, config.eviction):
         log.warning(said)
     spec = _with_generation_eos(spec, found.folder)
-    spec = spec.with_cache_bits(config.cache_bits, config.cache_rotation, config.newest)
+    spec = config.caching(spec)
     if dummy:
         spec = replace(spec, packings=tuple(packings_of_config(found.config, spec).items()))
     source: WeightSource = DummySource(spec, spec.dtype, config.seed) if dummy else open_stored(found, spec)

@@ -2,8 +2,9 @@
 
 Layout. Neighbours along the last dimension form groups of 64; the last group may be shorter. A group is kept as whole
 numbers ("codes") from 0 to 2 ** bits - 1 and two bfloat16 numbers: x is about low + code * scale. With 4 bits byte j
-holds element 2 j in its lower and element 2 j + 1 in its upper half; with 8 bits byte j is element j. Codes, scales and
-lows are three tensors, each contiguous. Bits per number: 4.5 and 8.5.
+holds element 2 j in its lower and element 2 j + 1 in its upper half; with 8 bits byte j is element j. With 3 bits the
+lower two of all elements come first, from element 4 j on in byte j, the first lowest, then the upper ones, from element
+8 j on. Codes, scales and lows are three tensors, each contiguous. Bits per number: 3.5, 4.5 and 8.5.
 
 `low` is the smallest number of the group rounded down and `scale` its range over the largest code rounded up, so that
 every number of the group lies between the least and the greatest that can be expressed, and the error is at most half a
@@ -35,15 +36,16 @@ class GroupFormat:
     group: int = 64
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
-            raise ValueError(f"{self.bits} bits per number: needed 4 or 8")
+        if self.bits not in (3, 4, 8):
+            raise ValueError(f"{self.bits} bits per number: needed 3, 4 or 8")
         if self.group < 2 or self.group & (self.group - 1):
             raise ValueError(f"groups of {self.group}: needed a power of two, 2 or more")
 
     def code_bytes(self, size: int) -> int:
         """Bytes of the codes of `size` numbers; ValueError if they do not end with a byte."""
-        if size * self.bits % 8:
-            raise ValueError(f"{size} numbers of {self.bits} bits do not fill their last byte: needed an even count")
+        if size % 8 if self.bits == 3 else size * self.bits % 8:
+            needed = "a multiple of 8" if self.bits == 3 else "an even count"
+            raise ValueError(f"{size} numbers of {self.bits} bits do not fill their last byte: needed {needed}")
         return size * self.bits // 8
 
     def groups(self, size: int) -> int:
@@ -79,6 +81,8 @@ def quantise(x: Tensor, form: GroupFormat = DEFAULT) -> Quantised:
     codes = codes.flatten(-2)[..., :size]
     if form.bits == 4:
         codes = codes[..., 0::2] | codes[..., 1::2] << 4
+    elif form.bits == 3:
+        codes = torch.cat([_side_by_side(codes & 3, 2), _side_by_side(codes >> 2, 1)], dim=-1)
     return Quantised(codes.contiguous(), scale.bfloat16(), low.bfloat16())
 
 
@@ -87,12 +91,27 @@ def dequantise(packed: Quantised, dtype: torch.dtype, form: GroupFormat = DEFAUL
     codes = packed.codes
     if form.bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+    elif form.bits == 3:
+        lower, upper = codes.split([codes.shape[-1] // 3 * 2, codes.shape[-1] // 3], dim=-1)
+        codes = _apart(lower, 2) | _apart(upper, 1) << 2
     size, groups = codes.shape[-1], packed.scale.shape[-1]
     if groups != form.groups(size):
         raise ValueError(f"{groups} scales for {size} numbers: needed one per {form.group}")
     codes = functional.pad(codes, (0, groups * form.group - size)).unflatten(-1, (groups, form.group))
     values = packed.low.float().unsqueeze(-1) + codes.float() * packed.scale.float().unsqueeze(-1)
     return values.flatten(-2)[..., :size].to(dtype)
+
+
+def _side_by_side(x: Tensor, bits: int) -> Tensor:
+    """Numbers of so many bits, uint8 (..., d), as bytes (..., d bits / 8), the first lowest."""
+    each = x.unflatten(-1, (-1, 8 // bits))
+    return (each << torch.arange(0, 8, bits, dtype=torch.uint8, device=x.device)).sum(-1, dtype=torch.uint8)
+
+
+def _apart(x: Tensor, bits: int) -> Tensor:
+    """The numbers of `_side_by_side`."""
+    each = x.unsqueeze(-1) >> torch.arange(0, 8, bits, dtype=torch.uint8, device=x.device)
+    return (each & (1 << bits) - 1).flatten(-2)
 
 
 def _to_bfloat16(x: Tensor, *, up: bool) -> Tensor:

@@ -19,12 +19,12 @@ from tests.seeds import torch_generator
 
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
 WAYS = {"absolute": (None, None), "windowed": (11, None), "rolling": (None, Turning(2))}
-KINDS: tuple[CacheBits, ...] = (4, 8, (8, 4), (4, 8))
+KINDS: tuple[CacheBits, ...] = (4, 8, (8, 4), (4, 8), (4, 3), (8, 3))
 CASES = [
     pytest.param(row, bits, *WAYS[way], id=f"{row.name}-{way}-{bits}")
     for i, row in enumerate(POLICIES)
     for j, way in enumerate(WAYS)
-    for bits in (KINDS[(i + 3 * j) % 4],)
+    for bits in (KINDS[(i + 5 * j) % 6],)
     if not (row.name == "full" and way == "windowed")
 ]
 """Every policy in every way; policies and ways with both kinds of bits."""
@@ -35,7 +35,8 @@ def test_every_policy_equals_its_oracle(
     policy: PolicyRow, bits: CacheBits, window: int | None, turning: Turning | None
 ) -> None:
     steps, config = 26, policy.eviction()
-    streams = [make_stream(prompt, steps, group=2, d=8, seed=prompt) for prompt in (3, 17, 17, 30)]
+    d = 16 if bits in KINDS[4:] else 8
+    streams = [make_stream(prompt, steps, group=2, d=d, seed=prompt) for prompt in (3, 17, 17, 30)]
     totals = (8, 9, 11, 10)
     budgets = [
         budget_of(policy, total, stream.prompt, steps, sinks=1).within(window)
@@ -59,6 +60,7 @@ def test_heads_of_any_size(
     policy: PolicyRow, prompts: list[int], kv_heads: int, group: int, d: int, bits: CacheBits, seed: int
 ) -> None:
     """Groups that are short, and last groups that are; the cache beside one that attends to numbers rounded by hand."""
+    d = -(-d // 16) * 16 if bits in KINDS[4:] else d
     streams = [make_stream(prompt, 6, kv_heads, group, d, seed + row) for row, prompt in enumerate(prompts)]
     budgets = [budget_of(policy, max(2, prompt // 2), prompt, 6) for prompt in prompts]
     run, packings = CacheRun(streams, budgets, make_policy(policy.eviction()), bits=bits), cache_packings(bits, d)
@@ -107,6 +109,8 @@ def test_bytes_of_a_cache() -> None:
     assert both.nbytes(torch.bfloat16) == sum(part.nbytes for part in both.buffers(torch.bfloat16)) == 60 * (88 + 48)
     with pytest.raises(ValueError, match="a multiple of 4"):
         CachePacking(4, 6)
+    with pytest.raises(ValueError, match="a multiple of 16"):
+        cache_packings((4, 3), 12)
 
 
 @by_torch

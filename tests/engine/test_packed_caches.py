@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import UsageError
 from tests.engine.compare import History, assert_engine_equals_oracle
 from tests.policy_matrix import POLICIES, PolicyRow
-from tests.tiny import prompts_of
+from tests.tiny import make_model, prompts_of, save
 
 pytestmark = pytest.mark.usefixtures("rewriting")
 
@@ -125,8 +126,21 @@ def test_weights_and_caches_of_fewer_bits(checkpoint) -> None:
         assert llm.last_record.quantization["cache"]["bits"] == 8
 
 
+def test_values_of_three_bits(tmp_path: Path, history: History) -> None:
+    """What a budget in bytes takes where heads are of 16 numbers."""
+    model = make_model("llama-head-dim", head_dim=16)
+    made, places = (model, str(save(model, tmp_path))), {**PLACES["disk"], "cache_newest": 4}
+    assert_engine_equals_oracle(made, POLICIES[1], LENGTHS, NEW, history, (4, 3), places)
+    with Engine(made[1], eviction=EvictionConfig("h2o", bytes=0.5)) as llm:
+        llm.generate(prompts_of([30]), **SETTINGS)
+        assert llm.model.spec.cache_bits == (4, 3)
+        assert llm.last_record.quantization["cache"]["bits"] == [4, 3]
+        plain, lost = 2 * 16 * 2, 16 * 2 * 16 * 2
+        assert llm.last_record.eviction["budget"] == int((0.5 * 39 * plain - 2 * 16 - lost) / (8 + 4 + 6 + 4))
+
+
 def test_bits_that_there_are_not(checkpoint) -> None:
-    for bits in (2, (8, 16), (4, 8, 4), "8,4"):
+    for bits in (3, (8, 16), (3, 4), (4, 8, 4), "8,4"):
         with pytest.raises(UsageError, match=re.escape(f"cache_bits is {bits!r}")):
             Engine(checkpoint("opt")[1], cache_bits=bits)
 
@@ -139,8 +153,8 @@ def test_a_share_of_bytes_is_filled_with_packed_tokens(checkpoint) -> None:
         settings = {"cache_bits": bits, "cache_newest": newest, "eviction": EvictionConfig("h2o", bytes=share)}
         with Engine(checkpoint("llama-gqa")[1], **settings) as llm:
             found[name] = [output.token_ids for output in llm.generate(prompts, **SETTINGS)], llm.last_record
-            assert llm.config.cache_bits == (4 if bits == 16 else bits)
             spec = llm.model.spec
+            assert spec.cache_bits == (4 if bits == 16 else bits), "heads of 8 numbers take no 3 bits"
     lengths, plain = [30 + NEW, 41 + NEW], 2 * spec.head_dim * 2
     for name, token in (("bytes", spec.head_dim + 8), ("bytes, 8 and 4", spec.head_dim * 12 // 8 + 8)):
         totals = [int((0.3 * length * plain - 2 * spec.head_dim) / token) for length in lengths]  # less the scales

@@ -24,9 +24,10 @@ def numbers(kind: str, dim: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["normal", "far", "tiny", "positive", "one"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", [4, 12, 32, 36, 64, 68, 80, 96, 128, 200, 256])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize("rotation", [True, False])
 def test_packs_and_expands_as_the_reference(rotation: bool, bits: int, dim: int, dtype: torch.dtype, kind: str) -> None:
+    dim = -(-dim // 16) * 16 if bits == 3 else dim
     x, packing, form = numbers(kind, dim, dtype), CachePacking(bits, dim, rotation), GroupFormat(bits, 64)
     packed = pieces.pack(x, packing)
     expected = quantise(hadamard(x.float(), packing.block), form)

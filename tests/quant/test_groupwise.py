@@ -13,7 +13,7 @@ from h2o_flexgen.quant import GroupFormat, Quantised, dequantise, quantise
 from tests.pairs import pairs
 from tests.seeds import torch_generator
 
-FORMATS = [GroupFormat(4), GroupFormat(8), GroupFormat(4, 16), GroupFormat(8, 128)]
+FORMATS = [GroupFormat(4), GroupFormat(8), GroupFormat(4, 16), GroupFormat(8, 128), GroupFormat(3)]
 
 
 def by_hand(packed: Quantised, form: GroupFormat, size: int) -> list[list[Fraction]]:
@@ -22,7 +22,10 @@ def by_hand(packed: Quantised, form: GroupFormat, size: int) -> list[list[Fracti
     for codes, scale, low in zip(*(part.flatten(0, -2).tolist() for part in packed), strict=True):
         row = []
         for i in range(size):
-            code = codes[i] if form.bits == 8 else codes[i // 2] >> 4 * (i % 2) & 15
+            if form.bits == 3:
+                code = (codes[i // 4] >> 2 * (i % 4) & 3) + 4 * (codes[size // 4 + i // 8] >> i % 8 & 1)
+            else:
+                code = codes[i] if form.bits == 8 else codes[i // 2] >> 4 * (i % 2) & 15
             group = i // form.group
             row.append(Fraction(low[group]) + code * Fraction(scale[group]))
         rows.append(row)
@@ -40,6 +43,7 @@ def numbers(kind: str, size: int) -> Tensor:
     ids=str,
 )
 def test_every_number_comes_back_within_half_a_step(form: GroupFormat, size: int, kind: str) -> None:
+    size = -(-size // 8) * 8 if form.bits == 3 else size
     x = numbers(kind, size)
     packed = quantise(x, form)
     assert packed.codes.shape == (2, 3, form.code_bytes(size))
@@ -67,7 +71,7 @@ def test_the_step_is_hardly_wider_than_the_range_needs(form: GroupFormat) -> Non
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -1.5, math.pi, -1e-20])
 def test_equal_numbers(form: GroupFormat, value: float) -> None:
-    x = torch.full((1, 70), value)
+    x = torch.full((1, 72), value)
     back = dequantise(quantise(x, form), torch.float32, form)
     torch.testing.assert_close(back, x, rtol=2**-11, atol=0)
 
@@ -96,8 +100,10 @@ def test_a_view_that_is_not_contiguous() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="3 bits"):
-        GroupFormat(3)
+    with pytest.raises(ValueError, match="5 bits"):
+        GroupFormat(5)
+    with pytest.raises(ValueError, match="12 numbers of 3 bits do not fill their last byte: needed a multiple of 8"):
+        quantise(torch.randn(2, 12), GroupFormat(3))
     with pytest.raises(ValueError, match="groups of 48"):
         GroupFormat(4, 48)
     with pytest.raises(ValueError, match="even count"):

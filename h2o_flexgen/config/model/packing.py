@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from math import gcd
 from typing import Literal, NamedTuple, get_args
 
 
@@ -133,7 +134,8 @@ def _parts(packing: Packing, shape: tuple[int, ...]) -> tuple[Part, ...]:
 
 
 CacheBits = int | tuple[int, int]
-"""Of keys and values in caches, or of keys and of values: 8 or 4; 16 of both for numbers of the computation's dtype."""
+"""Of keys and values in caches, or of keys and of values: 8 or 4, of values 3 too; 16 of both for numbers of the
+computation's dtype."""
 
 
 CacheRotation = Literal["scale", "rotate", "none"]
@@ -161,7 +163,7 @@ def scales_keys(bits: CacheBits, rotation: CacheRotation) -> bool:
 class CachePacking:
     """How a key or a value of `dim` numbers is kept in `bits` for each, in one piece of `nbytes` bytes.
 
-    The codes, with 4 bits two in a byte, the first in its lower half; then a scale for each group of neighbours; then
+    The codes, as `quant.groupwise` has them: with 4 bits two in a byte, with 3 their lower bits first; then a scale for each group of neighbours; then
     a low for each, all bfloat16. A number is code * scale + low. Slots and eviction move the pieces as they are.
 
     With `rotation` the numbers are those of a Hadamard transform (`kernels.pieces.hadamard`) of each `block`, which
@@ -173,10 +175,11 @@ class CachePacking:
     rotation: bool = True
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
-            raise ValueError(f"keys and values of {self.bits} bits: needed 4 or 8")
+        if self.bits not in (3, 4, 8):
+            raise ValueError(f"keys and values of {self.bits} bits: needed 4 or 8, or 3 for values")
         if self.dim * self.bits % 16:
-            raise ValueError(f"{self.dim} numbers of {self.bits} bits: needed a multiple of {16 // self.bits} numbers")
+            multiple = 16 // gcd(16, self.bits)
+            raise ValueError(f"{self.dim} numbers of {self.bits} bits: needed a multiple of {multiple} numbers")
 
     @property
     def block(self) -> int:

@@ -5,6 +5,8 @@
    with a query is scale * (q c) + low * (sum of q), lane by lane, in float32: nothing is rounded on the way. Queries and
    results are brought into this order and back once per head.
 
+   Of 3 bits a unit is 64 numbers too, in 16 bytes and 8 (pieces.c), and becomes 4 vectors as one of 8 bits does.
+
    Of 4 bits and up to 64 numbers, which fill half a unit, two pieces share one: `paired`. The second has the upper
    lanes. */
 #ifndef PACKED_ATTEND_H
@@ -23,7 +25,7 @@ typedef struct {
 #endif
 } Order;
 
-INLINE int vectors_of(const int bits) { return 32 / bits; } /* of a unit */
+INLINE int vectors_of(const int bits) { return bits == 4 ? 8 : 4; } /* of a unit */
 /* Vectors of a query or of a mixture in the order of lanes: its numbers, and what goes with the lows of each unit. */
 INLINE int width_of(const int bits, const int units) { return units * (vectors_of(bits) + 1); }
 
@@ -123,8 +125,30 @@ INLINE void lines_of(const Order *o, const uint8_t *piece, const int bits, const
 #endif
 }
 
+/* Of 3 bits: each of 16 words has the lower two of four codes in its first byte, their upper ones in the next. */
+INLINE __m512i threes(const Order *o, const uint8_t *piece, int u) {
+    const int64_t dim = o->codes / 3 * 8, left = least(UNIT, dim - UNIT * u);
+    const uint8_t *lower = piece + 16 * u, *upper = piece + dim / 4 + 8 * u;
+    uint8_t some[24] = {0};
+    if (left < UNIT) {
+        memcpy(some, lower, (size_t)most(0, left / 4)), memcpy(some + 16, upper, (size_t)most(0, left / 8));
+        lower = some, upper = some + 16;
+    }
+    const __m128i pairs = _mm_loadl_epi64((const __m128i *)upper), half = _mm_set1_epi8(15);
+    const __m128i tops = _mm_unpacklo_epi8(_mm_and_si128(pairs, half), _mm_and_si128(_mm_srli_epi16(pairs, 4), half));
+    return _mm512_or_si512(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)lower)),
+                           _mm512_slli_epi32(_mm512_cvtepu8_epi32(tops), 8));
+}
+
 /* The codes of a unit as numbers. */
 INLINE void codes_of(const Order *o, const uint8_t *piece, int u, const int bits, __m512 *x) {
+    if (bits == 3) {
+        const __m512i words = threes(o, piece, u), two = _mm512_set1_epi32(3), top = _mm512_set1_epi32(4);
+        UNROLL for (int m = 0; m < 4; m++)
+            x[m] = _mm512_cvtepi32_ps(_mm512_or_si512(_mm512_and_si512(_mm512_srli_epi32(words, 2 * m), two),
+                                                      _mm512_and_si512(_mm512_srli_epi32(words, 6 + m), top)));
+        return;
+    }
     const __m512i raw = _mm512_maskz_loadu_epi8(o->mask[u], piece + UNIT * u);
 #ifdef __AVX512BF16__
     const __m512 levels = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -140,7 +164,7 @@ INLINE void codes_of(const Order *o, const uint8_t *piece, int u, const int bits
 
 /* Where number d is, of a query or mixture in the order of lanes. */
 INLINE int64_t place_of(int64_t d, const int bits) {
-    const int64_t unit = d / (8 * UNIT / bits), within = d % (8 * UNIT / bits), vectors = vectors_of(bits);
+    const int64_t vectors = vectors_of(bits), unit = d / (vectors * LANES), within = d % (vectors * LANES);
     return (unit * vectors + within % vectors) * LANES + within / vectors;
 }
 

@@ -2,6 +2,7 @@
    transform of kernels/pieces.py.
 
    A group's `low` is its least number rounded down to bfloat16, its scale the range over the largest code rounded up.
+   Of 3 bits the lower two of all codes come first, four in a byte, then the upper ones, eight in a byte.
    To expand 4 bits, a group's sixteen possible values are computed, and every code picks one of them. */
 
 #include "pieces.h"
@@ -59,12 +60,19 @@ static void pack(const Pieces *p, float *x, uint8_t *to) {
     for (int64_t i = p->dim; i < padded; i++) x[i] = x[p->dim - 1];
     for (int64_t g = 0; g < groups; g++) {
         const int64_t first = g * PIECE_GROUP, n = least(PIECE_GROUP, padded - first);
-        codes_of(x + first, n, p->bits == 4 ? 15 : 255, codes + first, scale + g, low + g);
+        codes_of(x + first, n, (float)((1 << p->bits) - 1), codes + first, scale + g, low + g);
     }
-    if (p->bits == 8)
+    if (p->bits == 8) {
         for (int64_t i = 0; i < p->dim; i++) to[i] = (uint8_t)codes[i];
-    else
+    } else if (p->bits == 4) {
         for (int64_t i = 0; i < p->dim / 2; i++) to[i] = (uint8_t)(codes[2 * i] | codes[2 * i + 1] << 4);
+    } else {
+        memset(to, 0, (size_t)lines);
+        for (int64_t i = 0; i < p->dim; i++) {
+            to[i / 4] |= (uint8_t)((codes[i] & 3) << 2 * (i % 4));
+            to[p->dim / 4 + i / 8] |= (uint8_t)((codes[i] >> 2) << i % 8);
+        }
+    }
     memcpy(to + lines, scale, (size_t)groups * sizeof *scale);
     memcpy(to + lines + groups * (int64_t)sizeof *scale, low, (size_t)groups * sizeof *low);
 }
@@ -122,7 +130,9 @@ void keep_vector(const Pieces *p, const void *from, uint8_t *to) {
 static void expand_plain(const Pieces *p, const uint8_t *codes, const bf16 *scale, const bf16 *low, int64_t first,
                          void *to) {
     for (int64_t i = first; i < p->dim; i++) {
-        const int code = p->bits == 8 ? codes[i] : codes[i / 2] >> (i & 1) * 4 & 15;
+        const int code = p->bits == 8   ? codes[i]
+                         : p->bits == 4 ? codes[i / 2] >> (i & 1) * 4 & 15
+                                        : (codes[i / 4] >> 2 * (i & 3) & 3) | (codes[p->dim / 4 + i / 8] >> (i & 7) & 1) << 2;
         const float x = from_bf16(low[i / PIECE_GROUP]) + (float)code * from_bf16(scale[i / PIECE_GROUP]);
         if (p->wide)
             ((float *)to)[i] = x;
@@ -210,12 +220,13 @@ INLINE void expand_all(const Pieces *p, const uint8_t *from, int64_t count, char
     const int64_t groups = piece_groups(p), piece = kept_bytes(p), bytes = p->dim * (wide ? 4 : 2);
     for (int64_t j = 0; j < count; j++, from += piece, to += bytes) {
         const bf16 *scale = (const bf16 *)(const void *)(from + p->dim * bits / 8), *low = scale + groups;
-        const int64_t done = expand_most(p, from, scale, low, bits, wide, to);
+        const int64_t done = bits == 3 ? 0 : expand_most(p, from, scale, low, bits, wide, to);
         if (done < p->dim) expand_plain(p, from, scale, low, done, to);
     }
 }
 
 void expand_pieces(const Pieces *p, const uint8_t *from, int64_t count, void *to) {
+    if (p->bits == 3) expand_all(p, from, count, to, 3, p->wide);
     if (p->bits == 4 && p->wide) expand_all(p, from, count, to, 4, 1);
     if (p->bits == 4 && !p->wide) expand_all(p, from, count, to, 4, 0);
     if (p->bits == 8 && p->wide) expand_all(p, from, count, to, 8, 1);
