@@ -163,8 +163,9 @@ def scales_keys(bits: CacheBits, rotation: CacheRotation) -> bool:
 class CachePacking:
     """How a key or a value of `dim` numbers is kept in `bits` for each, in one piece of `nbytes` bytes.
 
-    The codes, as `quant.groupwise` has them: with 4 bits two in a byte, with 3 their lower bits first; then a scale for each group of neighbours; then
-    a low for each, all bfloat16. A number is code * scale + low. Slots and eviction move the pieces as they are.
+    The codes, as `quant.groupwise` has them: with 4 bits two in a byte, the first in its lower half, with 3 the lower
+    two of all first; then a scale for each group of neighbours; then a low for each, all bfloat16. A number is code *
+    scale + low. Slots and eviction move the pieces as they are.
 
     With `rotation` the numbers are those of a Hadamard transform (`kernels.pieces.hadamard`) of each `block`, which
     spreads outliers over all of a group: queries are transformed alike, and what attention mixes is transformed back.
