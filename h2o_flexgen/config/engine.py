@@ -261,7 +261,8 @@ class EngineConfig:
         by_bytes, bits = self.eviction.bytes is not None, self.cache_bits
         newest = (NEWEST if by_bytes else 0) if self.cache_newest is None else self.cache_newest
         if by_bytes and bits == 16:  # which by bytes are the same as by tokens
-            bits = FEW if spec.takes_cache_bits(FEW) else FEW[0]
+            dims = [spec.heads_of(layer).dim for layer in range(spec.num_layers) if spec.attends(layer)]
+            bits = FEW[0] if any(dim % 16 for dim in dims) else FEW
         return spec.with_cache_bits(bits, self.cache_rotation, newest)
 
     @property

@@ -254,14 +254,6 @@ class ModelSpec:
             raise UsageError(f"cache_bits is {bits} for {self.name}: {error}", "leave it out") from None
         return made
 
-    def takes_cache_bits(self, bits: CacheBits) -> bool:
-        """Whether keys and values of all layers can have so many bits."""
-        made = replace(self, cache_bits=bits)
-        try:
-            return all(made.packings_of(layer) for layer in range(self.num_layers) if self.attends(layer))
-        except ValueError:
-            return False
-
     @property
     def cache_packings(self) -> tuple[CachePacking, CachePacking] | None:
         """How caches keep a key, and a value; None: as numbers of the computation's dtype."""
