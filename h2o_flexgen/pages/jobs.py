@@ -3,6 +3,7 @@ runs no script, and asks for itself again every few seconds."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,10 +25,19 @@ p, caption { color: var(--faint); margin: 0 0 .75rem; text-align: left; }
   padding: .5rem; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
-td.name { overflow-wrap: anywhere; }
-progress { width: 8rem; accent-color: var(--accent); }
+td.name { overflow-wrap: anywhere; min-width: 9rem; }
+td.whole { white-space: nowrap; }
+code { font-size: .75rem; color: var(--faint); }
+progress { display: block; width: 8rem; accent-color: var(--accent); }
 a { color: var(--accent); }
 .bad { color: var(--bad); }
+@media (max-width: 48rem) {
+  thead { display: none; }
+  tr, td { display: block; }
+  tr { border-bottom: 1px solid var(--line); padding: .4rem 0; }
+  td { border: 0; padding: .1rem .4rem; }
+  td:empty { display: none; }
+}
 """
 
 
@@ -73,6 +83,7 @@ def _row(batch: Mapping[str, Any], left: str, files: Mapping[str, Mapping[str, A
         "done": counts["completed"] + counts["failed"],
         "total": counts["total"],
         "failed": counts["failed"],
+        "created": time.strftime("%Y-%m-%d %H:%M", time.localtime(batch["created_at"])),
         "left": left,
         "results": [(word, name) for word, name in names if name in files],
         "errors": [error["message"] for error in errors[:3]],

@@ -351,6 +351,10 @@ def test_a_browser_opens_the_page(hostile: str, browser: Any, tmp_path: Path) ->
     page.on("request", lambda asked: None if asked.url == f"{hostile}/" else seen.append(asked.url))
     page.goto(f"{hostile}/")
     assert page.locator("h1").inner_text() == "model"
+    for width in (360, 1100):
+        page.set_viewport_size({"width": width, "height": 700})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, "nobody scrolls sideways"
+        assert page.locator(".scroll").evaluate("each => each.scrollWidth - each.clientWidth") <= 0
     row = page.locator("tr", has_text="completed").first
     assert "1 of 1" in row.inner_text()
     with page.expect_download() as download:
@@ -358,5 +362,3 @@ def test_a_browser_opens_the_page(hostile: str, browser: Any, tmp_path: Path) ->
     assert json.loads(Path(download.value.path()).read_text())["custom_id"] == "r"
     context.close()
     assert [each for each in seen if "/content" not in each] == []
-
-
