@@ -12,8 +12,9 @@ from typing import Any
 
 import openai
 import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
-# What a service imports is imported before processes fork.
+# What a service imports, those two as well, is imported before processes fork.
 import h2o_flexgen.cli.serve.service  # noqa: F401
 from h2o_flexgen.serve import main
 from tests.programs import Child, until, write_talker

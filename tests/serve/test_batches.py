@@ -61,7 +61,7 @@ def got(client: openai.OpenAI, folder: Path, ended: Any) -> tuple[dict[Any, Any]
 
 
 @pytest.mark.parametrize(
-    ("count", "rows", "lengths"), [(80, 4, (2, 20, 60)), pytest.param(1000, 16, (2, 9, 16), marks=pytest.mark.slow)]
+    ("count", "rows", "lengths"), [(80, 4, (2, 9, 30)), pytest.param(1000, 32, (2, 6, 12), marks=pytest.mark.slow)]
 )
 def test_the_life_of_a_batch(
     tmp_path: Path, talker: Path, serve: Serve, count: int, rows: int, lengths: tuple[int, ...]
