@@ -211,7 +211,7 @@ def test_slow_clients_hold_nobody_up(serve: Serve) -> None:
             assert silent.recv(20).startswith(b"HTTP/1.1 408")
 
 
-@pytest.mark.parametrize("mib", [40, pytest.param(640, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mib", [40, pytest.param(256, marks=pytest.mark.slow)])
 def test_large_files_take_no_memory(serve: Serve, mib: int) -> None:
     """Uploaded and read again, while somebody asks for something else."""
     line = (request("r", {"prompt": "abc", "max_tokens": 1}) + " " * (1 << 20))[: (1 << 20) - 1].encode() + b"\n"
