@@ -14,8 +14,9 @@ enum { FEW = 128, FEW_PACKED = 63 };
    48. Packed weights: not measured. */
 enum { FEW = 40, FEW_PACKED = 40 };
 #else
-/* The same with AVX2 alone: 106 beside 104 to 110 at 16 rows, 107 beside 130 at 48. */
-enum { FEW = 16, FEW_PACKED = 16 };
+/* The same with AVX2 alone, on two cores of a Zen 4: 165 to 183 beside 108 to 125 at 24 rows, 146 to 176 beside 134 to 157 at 32, as fast
+   at 48, slower from 128 on. Packed weights: 131 beside 122 at 32. */
+enum { FEW = 48, FEW_PACKED = 32 };
 #endif
 
 /* Whether all of x is read again for every few outputs from beyond the second cache, as linear.c's tiles would have it: on
