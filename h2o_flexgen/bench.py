@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None) -> int:
     parser.add_argument(
         "--output-dir",
         metavar="DIR",
-        help="folder for records; what it has already is not measured again (default: a dated one in results/local)",
+        help="folder for records; existing ones are not measured again (default: a dated one in results/local)",
     )
     add_json(parser)
     with parser.parsed(argv) as args:

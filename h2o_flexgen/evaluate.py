@@ -133,7 +133,9 @@ def _parser() -> Parser:
     out = parser.add_argument_group("output")
     out.add_argument("--output", "-o", metavar="FILE", help="the JSON object in a file too")
     out.add_argument(
-        "--output-dir", metavar="DIR", help="of a suite: its records; cells that have some are not measured again"
+        "--output-dir",
+        metavar="DIR",
+        help="folder for the records of a suite; cells with records are not measured again",
     )
     out.add_argument("--plot", metavar="FILE", help="a picture (.png, .svg, .pdf); needs matplotlib")
     out.add_argument("--overwrite", action="store_true", help="replace existing --output and --plot files")

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None) -> int:
     parser.add_argument("records", nargs="+", type=Path, metavar="RECORDS", help="files of records, or folders of them")
     parser.add_argument("--output", "-o", default="report.html", metavar="FILE", help="the page (default: report.html)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing FILE")
-    parser.add_argument("--title", default="", metavar="TEXT", help="of the page (default: the models)")
+    parser.add_argument("--title", default="", metavar="TEXT", help="title of the page (default: the models)")
     add_json(parser)
     with parser.parsed(argv) as args:
         output = output_file("--output", args.output, keep=not args.overwrite)

@@ -184,7 +184,7 @@ class BenchSettings:
     systems: tuple[str, ...] = option(
         ("h2o", "full", "transformers"),
         "--systems",
-        help=f"what to run, with commas: {', '.join(NAMES)}",
+        help=f"systems to run, with commas: {', '.join(NAMES)}",
         metavar="NAMES",
         parse=between_commas,
         show=with_commas,
@@ -192,7 +192,7 @@ class BenchSettings:
     llamacpp_types: tuple[str, ...] = option(
         ("q4_0", "q4_k", "f16"),
         "--llamacpp-types",
-        help=f"what {LLAMACPP} runs with, a system each: {', '.join(LLAMACPP_TYPES)}",
+        help=f"formats that {LLAMACPP} runs with, a system each: {', '.join(LLAMACPP_TYPES)}",
         metavar="TYPES",
         parse=between_commas,
         show=with_commas,
@@ -209,7 +209,7 @@ class BenchSettings:
         AUTO,
         "--weights",
         "--load-format",
-        help="dummy: random, for speed; checkpoint: the same for all, text compared too; auto: what there is",
+        help="dummy: random, for speed; checkpoint: the same for all, text compared too; auto: whichever is there",
         metavar="KIND",
     )
     batch_sizes: tuple[int, ...] = option(
@@ -242,17 +242,20 @@ class BenchSettings:
         16, "--weight-bits", help="16, or 8 or 4: our own systems pack their weights while loading", metavar="N"
     )
     model_impl: str = option(
-        "auto", "--model-impl", help=f"of our own systems: {', '.join(MODEL_IMPLS)}, as of run", metavar="IMPL"
+        "auto",
+        "--model-impl",
+        help=f"implementation in our own systems: {', '.join(MODEL_IMPLS)}, as of run",
+        metavar="IMPL",
     )
     device: str = option("auto", "--device", help=", ".join(DEVICES), metavar="DEVICE")
     hh_ratio: float = option(0.2, "--hh-ratio", help="KV budget of h2o as a share of the sequence", metavar="R")
     cpu_mem: int | None = _capacity("--cpu-mem", "host memory of every system")
     gpu_mem: int | None = _capacity("--gpu-mem", "GPU memory of every system")
     repetitions: int = option(
-        3, "--repetitions", "-r", help="of all systems in turn, those that are in the folder included", metavar="N"
+        3, "--repetitions", "-r", help="runs of all systems in turn, with the runs already in the folder", metavar="N"
     )
     threads: int = option(usable_threads, "--threads", help="compute threads of each system", metavar="N")
-    seed: int = option(0, "--seed", help="of prompts and random weights", metavar="N")
+    seed: int = option(0, "--seed", help="seed of prompts and random weights", metavar="N")
     timeout: float = option(3600.0, "--timeout", help="seconds after which a run is given up", metavar="S")
     search_tokens: int = option(
         8, "--search-tokens", help="new tokens of a run that tries a batch; the rest is projected", metavar="N"
@@ -261,7 +264,7 @@ class BenchSettings:
         900.0, "--search-time", help="seconds after which a system's batch grows no more", metavar="S"
     )
     only_best: bool = option(
-        False, "--only-best", help="of several batch sizes: each system at its best, and no common one"
+        False, "--only-best", help="run each system at its best of several batch sizes, and no common one"
     )
     peers: str = option(
         str(PEERS),

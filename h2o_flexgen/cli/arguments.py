@@ -308,7 +308,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
         "--num-prompts",
         type=at_least_one,
         metavar="N",
-        help="how many random prompts (default: one block), or the first N of the prompts given",
+        help="number of random prompts (default: one block), or only the first N given prompts",
     )
     work.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="ends a sequence; may be given several times"
@@ -333,7 +333,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--log-file", metavar="FILE", help="append figures in FlexGen's five-line log format")
     work.add_argument("--no-log", action="store_true", help="no log file, whatever --log-file says")
     work.add_argument("--trace", metavar="FILE", help="a timeline for ui.perfetto.dev")
-    work.add_argument("--report", metavar="FILE", help="an HTML page that shows what the run did")
+    work.add_argument("--report", metavar="FILE", help="an HTML page of the run")
     work.add_argument("--record-scores", metavar="FILE", help="scores of the prompts' tokens, for h2o-flexgen report")
     work.add_argument("--quiet", "-q", action="store_true", help="no progress, no report")
 

@@ -92,8 +92,10 @@ def search_parser() -> Parser:
     work.add_argument("--output", "-o", metavar="FILE", help="the policy, for run --policy FILE")
     work.add_argument("--simulate", metavar="FILE", help="a timeline of the simulated run, for ui.perfetto.dev")
     work.add_argument("--overwrite", action="store_true", help="replace an existing --output or --simulate FILE")
-    work.add_argument("--solver", choices=SOLVERS, default=SOLVERS[0], help="of the linear programs (default: highs)")
-    work.add_argument("--quiet", "-q", action="store_true", help="nothing but the JSON object")
+    work.add_argument(
+        "--solver", choices=SOLVERS, default=SOLVERS[0], help="solver of the linear programs (default: highs)"
+    )
+    work.add_argument("--quiet", "-q", action="store_true", help="print the JSON object alone")
     add_json(work)
     add_arguments(parser, Workload, title="work", exclude={"num_sequences"}, defaults=_LENGTHS)
     count = "how many prompts (default: no end of them)"

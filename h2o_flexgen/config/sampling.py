@@ -40,12 +40,22 @@ class SamplingParams:
     min_new_tokens: int = option(0, "--min-new-tokens", help="new tokens before which no eos is taken", metavar="N")
     do_sample: bool = option(False, "--do-sample", help="draw tokens instead of taking the likeliest")
     temperature: float = option(
-        1.0, "--temperature", help="with --do-sample: flatness of the distribution", metavar="T"
+        1.0,
+        "--temperature",
+        help="with --do-sample: above 1 flattens the distribution, below 1 sharpens it",
+        metavar="T",
     )
-    top_k: int = option(50, "--top-k", help="with --do-sample: among the K likeliest, 0 for all", metavar="K")
-    top_p: float = option(1.0, "--top-p", help="with --do-sample: among the likeliest of this mass", metavar="P")
+    top_k: int = option(
+        50, "--top-k", help="with --do-sample: draw among the K likeliest tokens, 0 for all", metavar="K"
+    )
+    top_p: float = option(
+        1.0, "--top-p", help="with --do-sample: draw among the likeliest tokens of this total probability", metavar="P"
+    )
     min_p: float = option(
-        0.0, "--min-p", help="with --do-sample: only tokens at least P times the likeliest", metavar="P"
+        0.0,
+        "--min-p",
+        help="with --do-sample: draw only tokens of P times the likeliest one's probability or more",
+        metavar="P",
     )
     repetition_penalty: float = option(
         1.0, "--repetition-penalty", help="above 1 discourages tokens already there", metavar="X"

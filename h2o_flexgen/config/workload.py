@@ -20,7 +20,7 @@ class Workload:
 
     prompt_len: int = field(metadata=flag("--prompt-len", "--input-len", help="tokens per prompt", metavar="N"))
     gen_len: int = field(metadata=flag("--gen-len", "--output-len", help="tokens to generate per prompt", metavar="N"))
-    num_sequences: int = field(default=1, metadata=flag("--num-prompts", help="how many prompts", metavar="N"))
+    num_sequences: int = field(default=1, metadata=flag("--num-prompts", help="number of prompts", metavar="N"))
 
     def __post_init__(self) -> None:
         labels = {"prompt_len": "--prompt-len", "gen_len": "--gen-len", "num_sequences": "--num-prompts"}

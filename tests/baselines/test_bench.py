@@ -158,7 +158,7 @@ def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> 
 
 def test_help_names_the_systems(capsys) -> None:
     assert main(["--help"]) == 0
-    assert f"what to run, with commas: {', '.join(NAMES)}" in " ".join(capsys.readouterr().out.split())
+    assert f"systems to run, with commas: {', '.join(NAMES)}" in " ".join(capsys.readouterr().out.split())
     assert {*NAMES} - {"llamacpp"} == {name for name in SYSTEMS.names() if not name.startswith("llamacpp-")}
     assert "static" in SYSTEMS
     assert "static" not in BenchSettings().systems

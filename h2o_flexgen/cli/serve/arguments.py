@@ -132,7 +132,9 @@ def _serve_parser() -> Parser:
         "flags, 4 model or checkpoint, 6 disk, 7 another process serves this folder.",
     )
     work = parser.add_argument_group("work")
-    work.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: 127.0.0.1)")
+    work.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)"
+    )
     work.add_argument(
         "--port", type=_port, default=8000, metavar="PORT", help="port to listen on; 0: any free one (default: 8000)"
     )
@@ -140,7 +142,7 @@ def _serve_parser() -> Parser:
         "--data-dir",
         default="~/.local/share/h2o_flexgen/serve",
         metavar="DIR",
-        help="where files and batches are kept (default: %(default)s)",
+        help="folder for files and batches (default: %(default)s)",
     )
     work.add_argument("--api-key", metavar="KEY", help=f"key of all clients; process lists show it, not {_KEY}")
     work.add_argument(
@@ -163,8 +165,7 @@ def _serve_parser() -> Parser:
         "--queue",
         choices=("arrival", "model"),
         default="arrival",
-        help="batches run in the order in which they came, or first those of the model that is loaded (default: "
-        "arrival)",
+        help="order of batches: by arrival, or batches of the loaded model first (default: arrival)",
     )
     work.add_argument(
         "--sample",
@@ -173,7 +174,9 @@ def _serve_parser() -> Parser:
         metavar="N",
         help="run N requests of each batch first, as for batch (default: 0)",
     )
-    work.add_argument("--at-risk", type=float, metavar="SHARE", help="as for batch")
+    work.add_argument(
+        "--at-risk", type=float, metavar="SHARE", help="share of requests under way at once, as for batch"
+    )
     work.add_argument("--quiet", "-q", action="store_true", help="no notes on stderr")
     add_engine(parser)
     return parser
