@@ -163,10 +163,7 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
         help="openai (batch files), jsonl, text (a prompt a line), parquet (default: by name and first line)",
     )
     work.add_argument(
-        "--prompt-column",
-        default="prompt",
-        metavar="NAME",
-        help="column of prompts in jsonl and parquet (default: prompt)",
+        "--prompt-column", default="prompt", metavar="NAME", help="prompts in jsonl and parquet (default: prompt)"
     )
     work.add_argument(
         "--id-column", metavar="NAME", help="column of jsonl and parquet that is written beside the answer"
