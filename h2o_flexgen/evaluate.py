@@ -4,6 +4,7 @@
     python -m h2o_flexgen.evaluate --model opt-125m --recall questions.jsonl --text book.txt --limit 16
     python -m h2o_flexgen.evaluate --model pythia-160m --text book.txt --stream 32768 --kv-budget 512
     python -m h2o_flexgen.evaluate --suite configs/eval/demo.json --output-dir quality
+    python -m h2o_flexgen.evaluate --measure-layers --model opt-125m --text book.txt --limit 4
 
 A table goes to stdout, everything else to stderr. The last line of stdout is one JSON object, unless stdout is a
 terminal.
@@ -48,13 +49,20 @@ def main(argv: Sequence[str] | None) -> int:
     model = engine.pop("model", "demo")
     output = output_file("--output", args.output, keep=not args.overwrite)
     plot = output_file("--plot", args.plot, keep=not args.overwrite)
+    if plot is not None and args.measure_layers:
+        raise UsageError("--plot with --measure-layers", "there is no picture of layers", "leave --plot out")
     if plot is not None:
         check_plot(plot)
     # torch takes seconds to import: --help and refusals do without it.
     look_up_model(config)
     read_text(settings.text)
     read_cases(settings.recall)
-    if streams.stream is None:
+    if args.measure_layers:
+        from h2o_flexgen.evaluation.far_layers import measure_layers
+
+        found = measure_layers(settings, model, engine, print_error)
+        data, table, draw = found.to_json(), found.table(), None
+    elif streams.stream is None:
         from h2o_flexgen.evaluation.quality import evaluate
 
         quality = evaluate(settings, model, engine, lambda row: print_error(quality_line(row)))
@@ -69,7 +77,7 @@ def main(argv: Sequence[str] | None) -> int:
             output.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         except OSError as error:
             raise StorageError(f"cannot write {output}: {error.strerror}") from None
-    if plot is not None:
+    if plot is not None and draw is not None:
         draw(plot)
     write_result(table + "\n")
     write_json(json.dumps(data, allow_nan=False), args.json)
@@ -127,6 +135,9 @@ def _parser() -> Parser:
     add_arguments(parser, StreamSettings, title="streams beyond the context")
     parser.add_argument(
         "--suite", metavar="FILE", help="policies, budgets, models and tasks from a file: configs/eval/demo.json"
+    )
+    parser.add_argument(
+        "--measure-layers", action="store_true", help="the layers that look far, for --far-layers: one run per layer"
     )
     # Random weights have no quality to measure.
     add_arguments(parser, EngineConfig, title="model and machine", exclude=("weights",))

@@ -13,7 +13,7 @@ from h2o_flexgen.config import budget as budgets
 from h2o_flexgen.config.budget import Budget as Budget
 from h2o_flexgen.config.budget import Range
 from h2o_flexgen.config.checks import known_keys, share, truth, whole
-from h2o_flexgen.config.flags import option
+from h2o_flexgen.config.flags import layer_numbers, option, with_commas
 from h2o_flexgen.config.recall import EVERY, RECALL_TIERS, STATIC, RecallTier
 from h2o_flexgen.config.splits import AUTO, CHOSEN, LAYER_SPLITS, THEN_H2O, LayerSplit, Share, Split, split_of
 from h2o_flexgen.errors import UsageError
@@ -63,6 +63,15 @@ class EvictionConfig:
         metavar="HOW",
         parse=str,
         unset="uniform; pyramid for pyramidkv",
+    )
+    far_layers: tuple[int, ...] | None = option(
+        None,
+        "--far-layers",
+        help="layers that --budget-split far gives more, counted from 0",
+        metavar="N,N",
+        parse=layer_numbers,
+        show=with_commas,
+        unset="those without a window",
     )
     rolling_positions: bool = option(
         False, "--rolling-positions", help="positions within the cache, for streams longer than the context"
@@ -114,6 +123,7 @@ class EvictionConfig:
                 f"needed one of {', '.join(LAYER_SPLITS)}",
                 suggestion(str(self.budget_split), LAYER_SPLITS),
             )
+        self._check_far_layers()
         truth(self.keep_prompt, "--keep-prompt")
         if self.keep_prompt and (split.prompt_only or not split.takes_sinks or self.sinks):
             given = f"with --sinks {self.sinks}" if self.sinks else f"with --eviction {self.name}"
@@ -150,6 +160,16 @@ class EvictionConfig:
                 )
         if self.budget is not None:
             self._require_room(self.budget, f"{self.budget} tokens", self._sinks)
+
+    def _check_far_layers(self) -> None:
+        if self.far_layers is None:
+            return
+        found = {whole(layer, "--far-layers", 0) for layer in self.far_layers}
+        object.__setattr__(self, "far_layers", tuple(sorted(found)))
+        if self.budget_split is None:
+            object.__setattr__(self, "budget_split", "far")
+        if self.budget_split != "far":
+            raise UsageError(f"--far-layers with --budget-split {self.budget_split}", "needed --budget-split far")
 
     def _check_spans(self) -> None:
         if self.spans is None:
@@ -253,7 +273,10 @@ class EvictionConfig:
         fixed = budget.prompt is not None or (how == "pyramid" and budget.heavy > 0)
         least = budget.total - budget.heavy + (how != "pyramid") if fixed else budget.sinks + (self.recent or 0) + 1
         far, halved = [window is None for window in windows], how == "far"
-        if halved and any(windows) and any(far[:-1]):
+        differ = any(windows) or self.far_layers is not None
+        if self.far_layers is not None:
+            far = [layer in self.far_layers for layer in range(len(windows))]
+        elif halved and differ and any(far[:-1]):
             far[-1] = False  # no later layer reads what the last one has found
         if how == "pyramid":
             wanted = budgets.pyramid(budget, len(windows), length)
@@ -268,7 +291,7 @@ class EvictionConfig:
         found = []
         for total, window, sees_all in zip(totals, windows, far, strict=True):
             recent = budget.recent if how == "pyramid" and budget.heavy else None
-            if halved and sees_all and any(windows):
+            if halved and sees_all and differ:
                 recent = self._far_recent(self._divided(total, prompt_len, gen_len))
             divided = self._divided(total, prompt_len, gen_len, recent).within(window)
             found.append(self._marked(divided, prompt_len, gen_len, spans, window))

@@ -47,6 +47,14 @@ def between_commas(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
+def layer_numbers(text: str) -> tuple[int, ...]:
+    """The numbers of layers in "0,7". UsageError where it has others."""
+    try:
+        return tuple(int(word) for word in between_commas(text))
+    except ValueError:
+        raise UsageError(f"{text!r} are no layers", "needed their numbers, from 0: 0,7") from None
+
+
 def with_commas(values: Iterable[object]) -> str:
     """The `show` of such a field."""
     return ",".join(map(str, values))

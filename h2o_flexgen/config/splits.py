@@ -127,6 +127,9 @@ SPLITS.register("snapkv_decode", Split(_last_32, queries="last", burst=_every(64
 SPLITS.register("h2o_mean", Split(_half, column_sums=True))
 SPLITS.register("inertiakv", Split(_half, column_sums=True, queries="last"))
 
+FAR_LAYERS = {"smollm2-135m": (0, 7, 18, 20)}
+"""Of models without windows, by what their names begin with: the layers that look far, as docs/eviction.md found."""
+
 REFUSED = {
     "adakv": ("its heads keep different numbers of tokens, and here those of a layer keep equally many", "snapkv"),
     "rpc": ("its cache grows with the answer, and here a budget is kept", "snapkv_decode"),

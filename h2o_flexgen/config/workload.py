@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 
 from h2o_flexgen.config.checks import whole
 from h2o_flexgen.config.eviction import EvictionConfig
@@ -10,7 +11,7 @@ from h2o_flexgen.config.flags import flag
 from h2o_flexgen.config.model.packing import scales_keys
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.recall import check_recall
-from h2o_flexgen.config.splits import THEN_H2O
+from h2o_flexgen.config.splits import FAR_LAYERS, THEN_H2O
 from h2o_flexgen.errors import ContextLengthError, UsageError
 
 
@@ -34,7 +35,8 @@ class Workload:
 
 
 def counted_in_bytes(eviction: EvictionConfig, spec: ModelSpec) -> EvictionConfig:
-    """`eviction` for the caches of `spec`, where its budget is a share of bytes."""
+    """`eviction` for the caches of `spec`: where its budget is in bytes, or layers share it by how far they look."""
+    eviction = _with_far_layers(eviction, spec)
     if eviction.bytes is None:
         return eviction
     layers, plain = [layer for layer in range(spec.num_layers) if spec.attends(layer)], spec.with_cache_bits(16)
@@ -42,6 +44,18 @@ def counted_in_bytes(eviction: EvictionConfig, spec: ModelSpec) -> EvictionConfi
     scaled = layers if scales_keys(spec.cache_bits, spec.cache_rotation) else []
     beside = spec.cache_newest * whole + sum(2 * spec.heads_of(i).keys * spec.heads_of(i).dim for i in scaled)
     return replace(eviction, token_bytes=(kept, whole, beside)) if layers else eviction
+
+
+def _with_far_layers(eviction: EvictionConfig, spec: ModelSpec) -> EvictionConfig:
+    """With the layers that are known to look far, if none are named and no window tells. UsageError for others."""
+    if eviction.far_layers is None and eviction.how_layers_share == "far" and not any(spec.windows):
+        name = PurePath(spec.name).name.lower().replace(" ", "-").replace("_", "-")
+        found = next((layers for start, layers in FAR_LAYERS.items() if name.startswith(start)), None)
+        return eviction if found is None else replace(eviction, far_layers=found)
+    if eviction.far_layers and eviction.far_layers[-1] >= spec.num_layers:
+        found = f"--far-layers names layer {eviction.far_layers[-1]}"
+        raise UsageError(found, f"{spec.name} has {spec.num_layers} layers, from 0", "leave it out")
+    return eviction
 
 
 def check_eviction(spec: ModelSpec, eviction: EvictionConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -12,8 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h2o_flexgen.config.eviction import Budget, EvictionConfig, exact_ceiling
-from h2o_flexgen.config.splits import SPLITS
+from h2o_flexgen.config.flags import layer_numbers
+from h2o_flexgen.config.splits import FAR_LAYERS, SPLITS
+from h2o_flexgen.config.workload import counted_in_bytes
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.models.families import spec_from_config
+from tests.tiny import config_of
 
 EVICTING = [name for name in SPLITS.names() if name != "full"]
 
@@ -255,6 +260,36 @@ def test_the_last_layer_keeps_half_though_it_sees_everything() -> None:
     assert [each.recent for each in few.by_layer([512, None, None], 1536, 256)] == [90, 32, 90]
     alone, near = few.by_layer([None, 512], 1536, 256)
     assert few.by_layer([512, None], 1536, 256) == (near, alone), "unless no other sees everything"
+
+
+def test_far_layers_that_are_named() -> None:
+    config = EvictionConfig("h2o", ratio=0.6, far_layers=(2, 0, 2))
+    assert (config.far_layers, config.how_layers_share) == ((0, 2), "far")
+    found = config.by_layer([None] * 4, 60, 40)
+    assert [(each.total, each.recent) for each in found] == [(90, 32), (30, 15)] * 2
+    most = EvictionConfig("h2o", ratio=0.8, far_layers=(0, 3)).by_layer([None] * 4, 60, 40)
+    assert [each.total for each in most] == [100, 60, 60, 100]
+    assert [each.full for each in most] == [True, False, False, True]
+    alone = EvictionConfig("h2o", ratio=3.5 / 4, far_layers=(0, 1, 3)).by_layer([None] * 4, 60, 40)
+    assert [each.total for each in alone] == [100, 100, 52, 100], "what is rounded up is layer 2's as well"
+    assert EvictionConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    with pytest.raises(UsageError, match="--far-layers with --budget-split global"):
+        EvictionConfig("h2o", ratio=0.6, far_layers=(0,), budget_split="global")
+    with pytest.raises(UsageError, match="'0,x' are no layers"):
+        layer_numbers("0,x")
+
+
+def test_layers_that_are_known_to_look_far() -> None:
+    """Of a model without windows, unless they are named; others share evenly."""
+    auto = EvictionConfig("auto", bytes=0.2)
+    spec = spec_from_config(config_of("llama", num_hidden_layers=30).to_dict(), "tiny")
+    known = replace(spec, name="models/SmolLM2-135M-Instruct.Q4_1.gguf")
+    assert counted_in_bytes(auto, known).far_layers == FAR_LAYERS["smollm2-135m"]
+    assert counted_in_bytes(auto, spec).far_layers is None
+    assert counted_in_bytes(replace(auto, far_layers=(1,)), known).far_layers == (1,)
+    assert counted_in_bytes(EvictionConfig("h2o", ratio=0.2), known).far_layers is None
+    with pytest.raises(UsageError, match=r"names layer 30.*has 30 layers, from 0"):
+        counted_in_bytes(EvictionConfig("h2o", ratio=0.2, far_layers=(30,)), known)
 
 
 def test_a_prompt_that_stays() -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.reports.quality import QualityReport, QualityRow, RecallTally
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.evaluate import main
-from h2o_flexgen.evaluation.quality import evaluate
+from h2o_flexgen.evaluation.far_layers import LayerLosses
+from h2o_flexgen.evaluation.quality import cut_windows, evaluate, evicting
 from h2o_flexgen.evaluation.settings import EvaluationSettings
 from h2o_flexgen.reporting.plots import check_plot, plot_quality
 from h2o_flexgen.reporting.tables import quality_table
@@ -25,6 +27,28 @@ def test_cells_name_the_full_cache_once() -> None:
         ("local", 0.2),
         ("local", 0.5),
     ]
+
+
+def test_layers_that_look_far(tiny: str, files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    """One layer at a time has half of its tokens; what its loss is, is what a user sees who asks for that."""
+    argv = ["--measure-layers", "--model", tiny, "--dtype", "float32", "--text", files[1], "--limit", "2"]
+    assert main([*argv, "--context", "40", "--continuation", "8"]) == 0
+    data = json.loads(capsys.readouterr().out.splitlines()[-1])
+    settings = EvaluationSettings(text=files[1], limit=2, context=40, continuation=8)
+    count, found = len(data["losses"]), []
+    for eviction in (EvictionConfig(), EvictionConfig("h2o", (count - 0.5) / count, far_layers=tuple(range(1, count)))):
+        with evicting(tiny, {"dtype": "float32"}, eviction) as llm:
+            scores = llm.score(cut_windows(llm, Path(files[1]).read_text(), settings).pairs)
+            found.append([x for score in scores for x in score.token_logprobs])
+            budgets = llm.last_record.eviction.get("budget_by_layer")
+    assert budgets[1:] == [48] * (count - 1)
+    assert budgets[0] < 30
+    expected = sum((a - b) ** 2 for a, b in zip(*found, strict=True)) / len(found[0])
+    assert data["losses"][0] == pytest.approx(expected)
+    assert min(data["losses"]) > 0
+    assert LayerLosses("", [0.1, 0.1, 0.8, 0.2]).far == [2]
+    assert main([*argv, "--plot", "layers.png"]) == 2
+    assert "--plot with --measure-layers" in capsys.readouterr().err
 
 
 @pytest.mark.slow
