@@ -53,8 +53,8 @@ def _with_far_layers(eviction: EvictionConfig, spec: ModelSpec) -> EvictionConfi
         found = next((layers for start, layers in FAR_LAYERS.items() if name.startswith(start)), None)
         return eviction if found is None else replace(eviction, far_layers=found)
     if eviction.far_layers and eviction.far_layers[-1] >= spec.num_layers:
-        found = f"--far-layers names layer {eviction.far_layers[-1]}"
-        raise UsageError(found, f"{spec.name} has {spec.num_layers} layers, from 0", "leave it out")
+        named = f"--far-layers names layer {eviction.far_layers[-1]}"
+        raise UsageError(named, f"{spec.name} has {spec.num_layers} layers, from 0", "leave it out")
     return eviction
 
 
