@@ -77,7 +77,6 @@ COMMANDS: dict[str, str] = {
         "--recall recall.jsonl --text text.txt"
     ),
     "python -m h2o_flexgen.evaluate --suite configs/eval/demo.json --output-dir quality": STARTED,
-    "python -m h2o_flexgen.evaluate --measure-layers --model demo --context 512 --continuation 64 --limit 2": STARTED,
     "python -m h2o_flexgen.batch -i requests.jsonl -o results.jsonl --model facebook/opt-6.7b "
     "--hh-ratio 0.2": AS_DOCUMENTED,
     "python -m h2o_flexgen.batch -i requests.jsonl -o results.jsonl --model facebook/opt-6.7b "
