@@ -31,6 +31,8 @@ _OF_PLAN, _OF_SAMPLE, _OF_JOB = 0.25, 0.17, 0.2
 """How far a pace is off, as the standard deviation of its logarithm, from the cost model, a sample or a job's begin."""
 _LEFT_OVER = 0.04
 """The same near the end of a job."""
+_NEXT, _LEAST_BETWEEN = 1.1, 0.05
+"""How much later, at least, what is told of a whole job is kept again: times as late, and seconds."""
 
 
 class Percentiles(NamedTuple):
@@ -146,15 +148,13 @@ class Forecast:
     rows: dict[int, list[ToCome]] = field(default_factory=dict)
     """Of the requests that were read and are not finished, by their lines."""
     meter: Meter = field(default_factory=Meter)
-    first: Percentiles | None = None
-    """Of the whole job, the earliest that was told."""
-    half: Percentiles | None = None
-    """Of the whole job, told when half of its requests were done."""
     _done: int = 0
     _prompts: int = 0
     _new: int = 0
     answers: list[tuple[int, int]] = field(default_factory=list)
     _read: int = 0
+    _told: list[tuple[float, Percentiles]] = field(default_factory=list)
+    """Of the whole job, after so many seconds."""
 
     def __post_init__(self) -> None:
         self.block(self.slots)
@@ -192,21 +192,29 @@ class Forecast:
         if not left:
             return Percentiles(0.0, 0.0, 0.0)
         begun = (max(0, self.meter.prompts - self._prompts), max(0, self.meter.new - self._new))
-        share = self._done / max(1, self.requests)
-        spread = _LEFT_OVER + (pace.spread - _LEFT_OVER) * (1 - share) ** 2
-        first = pace.first if not self._done else 0.0
-        return Percentiles.of(self._draws(replace(pace, spread=spread, first=first), lengths, left, begun)[0])
+        pace = replace(pace, first=pace.first if not self._done else 0.0)
+        seconds = self._draws(pace, lengths, left, begun)[0]
+        share = elapsed / max(1e-9, elapsed + float(np.median(seconds)))
+        spread = _LEFT_OVER + (pace.spread - _LEFT_OVER) * (1 - share)
+        return Percentiles.of(seconds * np.exp(spread * np.random.default_rng(1).standard_normal(_DRAWS)))
 
     def told(self, elapsed: float) -> Percentiles | None:
-        """`left`, of which the first and that at half-time are kept, of the whole job."""
+        """`left`, of which what it says of the whole job is kept now and then."""
         left = self.left(elapsed)
         if left is None:
             return None
-        whole = Percentiles(*(elapsed + seconds for seconds in left))
-        self.first = self.first or whole
-        if self.half is None and 2 * self._done >= self.requests:
-            self.half = whole
+        if not self._told or elapsed > _NEXT * self._told[-1][0]:
+            self._told.append((elapsed, Percentiles(*(elapsed + seconds for seconds in left))))
         return left
+
+    @property
+    def first(self) -> Percentiles | None:
+        """Of the whole job, the earliest that was told."""
+        return self._told[0][1] if self._told else None
+
+    def halfway(self, measured: float) -> Percentiles | None:
+        """Of the whole job, what was told last in the first half of the seconds that it took."""
+        return next((whole for elapsed, whole in reversed(self._told) if 2 * elapsed <= measured), None)
 
     def left_text(self, elapsed: float) -> str:
         """`told` for people, empty where nothing is known."""
@@ -215,12 +223,12 @@ class Forecast:
 
     def note(self, elapsed: float) -> None:
         """`told`, if it is time for one that is kept."""
-        if self.first is None or (self.half is None and 2 * self._done >= self.requests):
+        if not self._told or elapsed > _NEXT * self._told[-1][0] + _LEAST_BETWEEN:
             self.told(elapsed)
 
     def to_json(self, measured: float) -> dict[str, Any]:
         """What was told of the whole job's seconds first and at half-time, beside what it took."""
-        told = {"first": self.first, "half": self.half}
+        told = {"first": self.first, "half": self.halfway(measured)}
         return {**{name: each and each.to_json() for name, each in told.items()}, "measured": round(measured, 3)}
 
     def tokens(self) -> Percentiles:
@@ -245,7 +253,8 @@ class Forecast:
     def _draws(
         self, pace: Pace, lengths: list[tuple[int, int]], requests: int, begun: tuple[int, int]
     ) -> tuple[Any, Any]:
-        """Seconds and new tokens (draws,) of `requests` more, of which tokens of prompts and answers have `begun`."""
+        """Seconds, by a pace that is right, and new tokens (draws,) of `requests` more, of which tokens of prompts and
+        answers have `begun`."""
         random = np.random.default_rng(0)
         known = [row for rows in self.rows.values() for row in rows] or [ToCome(1, 1)]
         every = np.array(known, dtype=np.float64)
@@ -268,7 +277,7 @@ class Forecast:
             steps = np.maximum(longest, tokens / (_FULL * self.slots) + longest / 2)
         prompts = max(0.0, float(some[:, 0].sum()) * scale - begun[0])
         seconds = pace.first + pace.request * requests + pace.prompt * prompts + pace.step * steps + pace.token * tokens
-        return seconds * np.exp(pace.spread * random.standard_normal(_DRAWS)), tokens
+        return seconds, tokens
 
 
 def outlook_text(found: Mapping[str, Any]) -> str:

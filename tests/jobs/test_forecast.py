@@ -58,7 +58,7 @@ def made_up(job: Forecast, requests: list[tuple[ToCome, int]], clock: Clock, tol
 def test_ranges_hold_and_narrow(monkeypatch: pytest.MonkeyPatch, known: str) -> None:
     clock, random = Clock(), np.random.default_rng(3)
     monkeypatch.setattr(module, "time", clock)
-    inside = 0
+    inside = at_half = 0
     for trial in range(6):
         requests = [(ToCome(int(random.integers(5, 60)), 60), int(random.integers(3, 61))) for _ in range(150)]
         job = Forecast(len(requests), SLOTS)
@@ -79,14 +79,18 @@ def test_ranges_hold_and_narrow(monkeypatch: pytest.MonkeyPatch, known: str) -> 
         if known != "nothing":
             told()
         took = made_up(job, requests, clock, told)
+        half = job.halfway(took)
         assert job.first is not None
-        assert job.half is not None
+        assert half is not None
         inside += job.first.low <= took <= job.first.high
         assert job.first.high / job.first.low < 2
-        assert job.half.high / job.half.low < 1.3
-        assert 0.85 * took < job.half.middle < 1.15 * took, trial
+        assert half.high / half.low < 1.3
+        assert half.high - half.low < job.first.high - job.first.low, "it narrows"
+        assert 0.85 * took < half.middle < 1.15 * took, trial
+        at_half += half.low <= took <= half.high
         assert job.left(took) == Percentiles(0, 0, 0)
     # A plan without a sample takes answers to be as long as they may.
+    assert at_half >= 4
     assert inside >= {"sample": 4, "nothing": 4, "plan": 0}[known]
 
 
