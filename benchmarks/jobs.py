@@ -379,8 +379,8 @@ def _by_service(data: Path, file: Path, model: str) -> str:
 def ranges(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Five files by `batch --sample 50`: the seconds that were expected first and at half-time beside those measured,
     how wide these ranges were, and whether they held."""
-    lengths = {"short": (args.requests, 20), "long": (args.requests // 5, 400), "schemas": (args.requests // 2, 60)}
-    lengths["reasoning"] = (args.requests // 4, 40)
+    lengths = {"short": (args.requests, 20), "long": (args.requests // 3, 400), "schemas": (args.requests // 2, 60)}
+    lengths["reasoning"] = (args.requests // 3, 40)
     bodies: dict[str, list[dict[str, Any]]] = {
         "short": [{"max_tokens": 16}],
         "long": [{"max_tokens": 64}],
