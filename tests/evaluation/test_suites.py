@@ -243,3 +243,8 @@ def test_policies_of_a_suite() -> None:
     assert policy.label == "auto, recent 8"
     assert policy.budgets == (0.2, 0.5)
     assert policy.at(0.2) == EvictionConfig("h2o", ratio=0.2, recent=8, budget_split="far")
+    by_bytes = SuitePolicy.from_json({"name": "h2o", "bytes": True})
+    assert by_bytes.label == "h2o, bytes"
+    assert by_bytes.at(0.2) == EvictionConfig("h2o", bytes=0.2)
+    with pytest.raises(UsageError, match="needed true: budgets are then shares of bytes"):
+        SuitePolicy.from_json({"name": "h2o", "bytes": 0.2})

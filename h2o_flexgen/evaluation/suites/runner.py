@@ -27,7 +27,8 @@ FULL = "full"
 
 @dataclass(frozen=True)
 class SuitePolicy:
-    """A policy of a suite: an eviction policy's name and settings of EvictionConfig, without a budget."""
+    """A policy of a suite: an eviction policy's name and settings of EvictionConfig, without a budget. The setting
+    "bytes", which is true, makes budgets shares of the bytes of a full cache in 16 bits."""
 
     name: str
     settings: tuple[tuple[str, Any], ...] = ()
@@ -43,8 +44,10 @@ class SuitePolicy:
         if {"ratio", "budget"} & given.keys():
             raise UsageError(f"the policy {data} has a budget", "needed budgets in the suite's own list")
         name = given.pop("name", FULL)
+        if given.get("bytes", True) is not True:
+            raise UsageError(f"bytes of the policy {data}", "needed true: budgets are then shares of bytes")
         if name != CEILING:
-            EvictionConfig(name, ratio=1.0, **given)
+            EvictionConfig(name, ratio=1.0, **{key: value for key, value in given.items() if key != "bytes"})
         return cls(name, tuple(sorted(given.items())), budgets)
 
     @property
@@ -57,8 +60,11 @@ class SuitePolicy:
         return ", ".join((self.name, *words))
 
     def at(self, budget: float) -> EvictionConfig:
-        """Its config at a share of prompt and generated tokens."""
-        return EvictionConfig(self.name, ratio=budget, **dict(self.settings))
+        """Its config at a share of prompt and generated tokens, or of bytes."""
+        share_of = {"ratio": budget, **dict(self.settings)}
+        if share_of.get("bytes"):
+            share_of = {**share_of, "ratio": 1.0, "bytes": budget}
+        return EvictionConfig(self.name, **share_of)
 
 
 @dataclass(frozen=True, kw_only=True)
