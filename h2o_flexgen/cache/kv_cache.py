@@ -38,19 +38,19 @@ PromptWatch = Callable[[int, int, Tensor], None]
 
 
 class KVCache:
-    """K and V of the tokens kept, per row and KV head, and the record of which tokens those are.
+    """K and V of the kept tokens, per row and KV head, and the record of which tokens these are.
 
-    Owns the record (positions, scores, free slots); K and V are buffers of the caller, attached and detached as they
-    move between tiers, written in place. Nothing grows. A cache belongs to one (layer, GPU batch) of one block and is
-    used by one thread; it is thrown away with the block, so that no state survives. There is no padding: rows have
-    their own prompt lengths and budgets, and a row's decisions never depend on its neighbours. Rows start together;
-    when some are done, or others have come, the rows that go on do so in a new cache, see `joined`.
+    The cache owns the record: positions, scores, free slots. It stays where attention is computed. K and V are buffers
+    of the caller, written in place; only they move between tiers, attached and detached on the way. Nothing grows.
+    A cache belongs to one (layer, GPU batch) of one block and to one thread, and ends with the block. There is no
+    padding: each row has its own prompt length and budget, and its decisions never depend on its neighbours. Rows
+    start together; when rows finish or come, the others go on in a new cache, see `joined`.
 
-    A batch whose budgets leave nothing to choose is kept in order of arrival, without scores, whatever the policy. If
-    all are full, that is bit for bit the full cache.
+    If no row's budget leaves a choice, slots are taken in order of arrival, without scores, under every policy. With
+    full budgets that is bit for bit the full cache.
 
-    In a layer with a `window` the budgets are `within` it, ValueError otherwise. What leaves it goes before all else,
-    and sinks that have left it are kept but not attended to.
+    In a layer with a `window` each budget must be `within` it (else ValueError). Tokens that leave the window are
+    evicted first; sinks that have left it are kept but not attended to.
     """
 
     def __init__(

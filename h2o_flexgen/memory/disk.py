@@ -128,7 +128,8 @@ class DirectFile:
     def write(self, data: HostView, at: int, offset: int, nbytes: int, name: str) -> None:
         """Write data[at : at + nbytes] at `offset`, a multiple of PAGE; the file's last page may be padded with zeros.
 
-        StorageError where the file system is full or keeps failing.
+        StorageError where the file system is full or keeps failing. The copy threads keep it in the write's ticket: it
+        is raised by whoever waits for that ticket, or for a later load of these bytes.
         """
         if offset % PAGE:
             raise ValueError(f"{self.path}: writes start on a page, not at byte {offset}")

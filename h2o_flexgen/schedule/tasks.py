@@ -53,28 +53,28 @@ class Task:
         return f"{self.kind.value} step {self.step} unit {self.unit}{batch}{experts}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """One inner iteration: stores are issued first, then loads, then the compute; frees take effect after the compute.
+    """One inner iteration of the schedule. Its fields stand in the order in which they are carried out.
 
-    Each belongs to a stage, and what is said here of other ticks is said of those of the same stage.
+    A tick belongs to a stage; "earlier", "later" and "next" below mean ticks of the same stage.
 
-    stores  what the previous tick's compute wrote; they overlap this tick's compute
-    loads   for later ticks, in order of urgency, each to be issued after this tick's stores; only the very first tick
-            of a schedule loads what its own compute needs, and that of a stage that had nothing to do before
-    compute None only in a drain tick, which ends a schedule with its last stores and frees and loads nothing
-    frees   weight groups whose last use this tick's compute was; in a drain tick also loads that nothing will use
-    stage   of the shape's
-    passes  hidden states that this tick's compute wrote and the next stage reads, to be sent there at once
+    stores  results of the tick before, issued first; they overlap this tick's compute
+    loads   inputs of later ticks, most urgent first, issued after the stores. Only the first tick of a schedule, or of
+            a stage that was idle, loads inputs of its own compute
+    compute None only in the drain tick, which ends a schedule with its last stores and frees and loads nothing
+    passes  hidden states that this compute wrote and the next stage reads; sent right after the compute
+    frees   weight groups that this compute used last, freed after it; in a drain tick also loads that nobody used
+    stage   index into `ScheduleShape.stages`
     """
 
     index: int
+    stores: tuple[Task, ...]
     loads: tuple[Task, ...]
     compute: Task | None
-    stores: tuple[Task, ...]
+    passes: tuple[Task, ...] = ()
     frees: tuple[Task, ...]
     stage: int = 0
-    passes: tuple[Task, ...] = ()
 
 
 @dataclass(frozen=True)

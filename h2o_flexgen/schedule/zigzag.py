@@ -123,7 +123,7 @@ class StageTicks:
             compute = Task(TaskKind.COMPUTE, now.step, unit.index, batch)
             passed = unit is last and unit is not shape.units[-1]
             passes = (Task(TaskKind.PASS_HIDDEN, now.step, unit.index, batch),) if passed else ()
-            yield Tick(self._index, loads, compute, self._stores, frees, self._number, passes)
+            yield self._tick(loads, compute, frees, passes)
             self._stores = state_stores(shape, compute, now.ends, len(now.batches), last.index)
             self._index += 1
             if unit.experts and batch == now.batches[-1]:
@@ -133,7 +133,21 @@ class StageTicks:
         """The stores and frees that are left."""
         frees = (*self._weights.drain(), *self._experts.drain())
         if self._stores or frees:
-            yield Tick(self._index, (), None, self._stores, frees, self._number)
+            yield self._tick((), None, frees)
+
+    def _tick(
+        self, loads: tuple[Task, ...], compute: Task | None, frees: tuple[Task, ...], passes: tuple[Task, ...] = ()
+    ) -> Tick:
+        """The next tick, with the stores of the tick before."""
+        return Tick(
+            index=self._index,
+            stores=self._stores,
+            loads=loads,
+            compute=compute,
+            passes=passes,
+            frees=frees,
+            stage=self._number,
+        )
 
     def _loads(self, target: Pass, unit: UnitSpec, batch: int) -> tuple[Task, ...]:
         return state_loads(self._shape, target.step, (unit, batch), len(target.batches), self._units[0].index)
@@ -149,7 +163,7 @@ class StageTicks:
                 used = (self._experts.used(unit, expert) for expert in experts if streams)
                 frees = (*used, *self._experts.unwanted())
                 compute = Task(TaskKind.COMPUTE, step, unit.index, NO_BATCH, experts)
-                yield Tick(self._index, loads, compute, self._stores, frees, self._number)
+                yield self._tick(loads, compute, frees)
                 self._index, self._stores = self._index + 1, ()
 
 

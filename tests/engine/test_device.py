@@ -191,7 +191,13 @@ class Recorded:
                 parts.append(([], [], [], []))
             parts[-1][place].append(self._task(at, kind, what, units))
         return [
-            Tick(index, tuple(loads), compute[0] if compute else None, tuple(stores), tuple(frees))
+            Tick(
+                index=index,
+                stores=tuple(stores),
+                loads=tuple(loads),
+                compute=compute[0] if compute else None,
+                frees=tuple(frees),
+            )
             for index, (stores, loads, compute, frees) in enumerate(parts)
         ]
 

@@ -31,11 +31,11 @@ def row_by_row(
             for unit, following in zip(shape.units, [*shape.units[1:], None], strict=True):
                 loads = weights.loads(unit, state_loads(shape, step, (following, batch), 1) if following else ())
                 compute = Task(TaskKind.COMPUTE, step, unit.index, batch)
-                yield Tick(index, loads, compute, stores, weights.frees(step, unit))
+                yield Tick(index=index, stores=stores, loads=loads, compute=compute, frees=weights.frees(step, unit))
                 stores = state_stores(shape, compute, ends, 1)
                 index += 1
         if ends:
             break
     frees = weights.drain()
     if stores or frees:
-        yield Tick(index, (), None, stores, frees)
+        yield Tick(index=index, stores=stores, loads=(), compute=None, frees=frees)

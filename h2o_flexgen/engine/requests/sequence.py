@@ -53,7 +53,10 @@ class Dropped(NamedTuple):
 
 @dataclass(slots=True)
 class Sequence:
-    """The state of one row while it runs. Mutated by the sampler only. A call may have a million, so it has slots.
+    """The state of one row while it runs. A call may have a million, so it has slots.
+
+    The sampler appends tokens and sets `finish_reason` and `error`. Others change single fields: the block `kept`, the
+    scheduler `returns`, `--check-finite` the text of `error`; the engine calls `take_turn`, OomRetry `restart`.
 
     `index` is the prompt's place in the call, `sample` counts its num_return_sequences, `row_id` numbers all sequences
     of a call; policies and generators are seeded by these, so that neighbours never matter. `forced` replaces

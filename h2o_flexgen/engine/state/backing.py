@@ -81,9 +81,11 @@ class MemoryBacking:
 
 
 class DiskBacking:
-    """`MemoryBacking` in a region of a preallocated file. What is read back is checked against what was written.
+    """`MemoryBacking` in a region of a preallocated file. A read is checked against the digest of the last write.
 
-    `staging`: host buffers between a GPU and the disk.
+    `staging`: host buffers between a GPU and the disk. The error of a failed write stays in its ticket; every later
+    `fetch` and `save` comes after that ticket and fails with the same error, so a caller sees it when it waits for the
+    next load of these bytes.
     """
 
     def __init__(self, tiers: Tiers, nbytes: int, what: str, copies: CopyEngine, staging: BufferCycle | None) -> None:
