@@ -47,7 +47,8 @@ class CacheSlots(ABC):
     def scores_of(self, rows: Rows, prompts: AttendedPrompts, budget: Budget) -> Tensor | None:
         """What `fill` chooses by, of prompts of one budget: (n, parts, kv_heads, S) float32; None: no score decides.
 
-        The parts are what prompts are ranked by, and what steps start from: none where that is the same.
+        Part 0 ranks the prompt's tokens; part 1, if there is one, holds the scores that decode steps start from (else
+        those are part 0).
         """
         return None
 

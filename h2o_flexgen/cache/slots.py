@@ -166,7 +166,7 @@ class ScoredSlots(CacheSlots):
         lengths, window, now = self._lengths, self._lengths.window, self._now
         budgets = list(zip(lengths.budgets, now, lengths.held, strict=True))
         width = 1 << 32 if window is None else window
-        # Of a window that nothing ever leaves the first position may be beyond int32.
+        # Without a window, or with a very wide one, this position would lie below int32.
         numbers = [(n - b.recent, max(n + 1 - width, -(1 << 31)), b.sinks) for b, n, _ in budgets]
         bound, leaving, sinks = torch.tensor(numbers, dtype=torch.int32, device=lengths.device).T[..., None, None]
         return _StepPlan(

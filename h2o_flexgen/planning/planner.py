@@ -52,8 +52,8 @@ class SearchPlanner:
     def __call__(self, request: PlanRequest) -> Plan:
         """The plan that is fastest by the cost model, with what it predicts; without rates the plan by rule.
 
-        A plan by rule that keeps everything where it is computed on leaves little to gain, and is not worth a
-        calibration. What is divided among several GPUs is always planned by rule: the cost model knows one.
+        If a plan by rule keeps everything on the compute tier, a search gains little: no calibration is started.
+        Several GPUs are always planned by rule, since the cost model knows one GPU.
         """
         if request.num_gpus > 1:
             return by_rule(request)

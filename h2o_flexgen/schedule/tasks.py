@@ -33,12 +33,12 @@ class TaskKind(StrEnum):
 class Task:
     """One thing to do. `unit` indexes `ScheduleShape.units`.
 
-    Weights tasks have batch NO_BATCH; a load names the step and unit where its group is needed first, a free those that
-    needed it last (of a load that was never used: where it would have been needed). Cache and hidden tasks name the
-    compute they belong to: the one that will read what is loaded, the one that wrote what is stored or passed on.
+    Weight tasks have batch NO_BATCH. A load names the step and unit that use its group first, a free the step and unit
+    that used it last (for a load that nobody used: that would have used it). A cache or hidden task names its compute:
+    a load the one that reads, a store or pass the one that wrote.
 
-    experts: those of the unit that are computed, one after the other, for the tokens of all GPU batches of the pass
-    (batch NO_BATCH), or the one that is loaded or freed.
+    experts: a compute task's experts, one after another, for the tokens of all GPU batches of the pass (batch
+    NO_BATCH); or the one expert that is loaded or freed.
     """
 
     kind: TaskKind

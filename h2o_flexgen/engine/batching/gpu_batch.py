@@ -29,10 +29,10 @@ class AttentionPart(NamedTuple):
 class GpuBatch:
     """The sequences that go through a unit together. Rows leave and come between two steps, see `BatchScheduler`.
 
-    In the step of their prompts rows are `fresh`, afterwards they are decode rows. Packed are first one token of each
-    decode row, then the fresh prompts one after another, prefixes that they share only once: `hidden` is (tokens,
-    hidden_width), and after the last attention half of a step (rows, hidden_width). Padding exists nowhere, whatever
-    the lengths. `rolling`: the caches hold keys that are not rotated. Owned and mutated by one block.
+    A row is `fresh` in the step of its prompt, a decode row afterwards. Tokens are packed without padding: one token of
+    each decode row, then the fresh prompts one after another, a shared prefix once. `hidden` is (tokens, hidden_width),
+    and (rows, hidden_width) after the last attention half of a step. `rolling`: caches hold keys before rotation. Owned
+    and mutated by one block.
     """
 
     index: int
@@ -42,7 +42,7 @@ class GpuBatch:
     rows: list[Sequence] = field(default_factory=list)
     """In the order of their places: decode rows, then fresh ones."""
     kept: list[int] | None = None
-    """In a step before which rows left or came: the place that each decode row had until then, its own or a later."""
+    """After rows left or came: the place of each decode row before that, the same or a higher one; else None."""
     hidden: Tensor | None = None
     ahead: bool = False
     """Whether the next step is under way before this one's tokens are known: rows stay where they are for it."""

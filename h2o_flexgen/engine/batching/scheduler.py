@@ -210,15 +210,15 @@ class BatchScheduler:
     """The rows of GPU batches that go through the units together, step by step; `active` and `last` are what their
     schedule asks.
 
-    A change of a GPU batch costs at most about one step of it: rows are copied down to close the gaps, which is a read
-    and a write of their K and V where a step reads all once, and every layer's books are made anew. A finished row that
-    stays costs its share of every step. So a GPU batch changes as soon as finished rows have idled for as many steps,
-    counted over rows, as it has rows: what waiting has cost by then is what the change costs, and with the future
-    known no less than half of both would have been paid. Where a SOON-th of the rows is finished, that is at most so
-    many steps away, and it changes at once.
+    A change of a GPU batch costs about one of its steps, at most: rows move down to close the gaps (a read and a write
+    of their K and V, where a step reads them once), and the records of every layer are made anew. A finished row that
+    stays wastes its share of every step. A GPU batch therefore changes once its finished rows have idled, summed over
+    rows, for as many steps as it has rows. Idling has then cost as much as the change does, so both together cost at
+    most twice the optimum. If 1 / SOON of the rows is finished, that point is at most SOON steps away, and the GPU
+    batch changes at once.
 
-    A prefix that the waiting prompts share with those before them is computed anew for every change, so its tokens
-    are part of the price. With all rows finished there is nothing to copy and nothing to wait for.
+    Each change computes anew any prefix that waiting prompts share with earlier ones, so the prefix counts as part of
+    the price. If all rows are finished there is nothing to copy, and the GPU batch changes at once.
     """
 
     def __init__(

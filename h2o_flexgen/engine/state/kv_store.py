@@ -323,8 +323,8 @@ class CacheStore:
         states: Mapping[Place, RowStatePlaces] = NO_STATES,
     ) -> None:
         """`shapes`: of all places of each (layer, GPU batch); `backing`: the tier of each; `states`: of those that have
-        any. `stays_on_cpu`: attention of caches on cpu is computed there. `counted`: what computes makes caches of its
-        own, which are only counted."""
+        any. `stays_on_cpu`: attention over caches on cpu is computed there. `counted`: transformers' modules allocate
+        their own caches; this store only counts the bytes."""
         resident = {tiers.compute.name, "cpu"} if stays_on_cpu else {tiers.compute.name}
         moving = {place for place in shapes if backing[place] not in resident}
         self._caches = {

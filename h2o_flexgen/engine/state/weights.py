@@ -33,9 +33,9 @@ class WeightLocation:
 class WeightStore:
     """Hands bound weights of a group to the executor, streaming the groups that do not live on the compute tier.
 
-    Owns the locations and the buffer that streamed groups take places of by turns, as `room` has them; between disk and
-    a GPU, a second one in host memory with the same places. `load`, `get` and `free` are called by the executor in the
-    schedule's order; the copies run on the engine's threads.
+    Owns the locations and one buffer, in which streamed groups take the places that `room` assigns, in turn. From disk
+    to a GPU, groups pass through a second buffer in host memory with the same places. The executor calls `load`, `get`
+    and `free` in the schedule's order; copies run on the engine's threads.
     """
 
     def __init__(
