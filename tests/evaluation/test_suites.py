@@ -148,6 +148,8 @@ def test_a_folder_of_another_suite(tiny: str, files: tuple[str, str], tmp_path: 
         ({"budgets": [1.5]}, "budgets is 1.5"),
         ({"tasks": {"a": {"kind": "recal", "cases": 1}}}, "did you mean 'recall'"),
         ({"tasks": {"a": {"kind": "keys", "cases": 1}}}, "keys without lengths"),
+        ({"tasks": {"a": {"kind": "keys", "cases": 1, "lengths": [9], "told": 0}}}, "told is 0"),
+        ({"tasks": {"a": {"kind": "keys", "cases": 1, "lengths": [9], "answers": "word"}}}, "needed .number. or"),
         ({"modles": ["demo"]}, "did you mean .models."),
         ({"models": 5}, "is not a suite"),
     ],
@@ -197,6 +199,19 @@ def test_passages_hold_their_facts_where_they_should() -> None:
     assert decode(case.continuation[-case.answer :]).strip() == answer
     name = question.split("code of the ")[1].split("?")[0]
     assert f"the code of the {name} is {answer}" in passage
+
+
+def test_words_are_told_several_times_and_asked_for_by_the_first() -> None:
+    task = SuiteTask(kind="keys", cases=1, lengths=(200,), depths=(0.5,), told=3, answers="words")
+    with LLM("demo") as llm:
+        case = make(task, llm).cases[0]
+        decode = llm.model.codec.decode  # type: ignore[union-attr]
+        passage, question = decode(case.context), decode(case.continuation).strip()
+    answer = decode(case.continuation[-case.answer :]).strip()
+    assert question.startswith("The code words of the")
+    assert len(answer.split(", ")) == 4
+    assert question.endswith(f", {answer}")
+    assert passage.count(f"{question}.") == 3
 
 
 def test_instructions_open_a_passage_and_are_asked_for_in_turn() -> None:

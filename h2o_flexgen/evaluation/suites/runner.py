@@ -23,6 +23,8 @@ from h2o_flexgen.planning.llm import LLM
 
 RECORDS = "records.jsonl"
 FULL = "full"
+_ADDED = {"told": 1, "answers": "number"}
+"""Of tasks what earlier ones lacked, and had: cells that were measured before keep their names."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,8 @@ class _Cell:
 
 def _cell(model: str, policy: SuitePolicy, budget: float, task: SuiteTask, settings: Mapping[str, Any]) -> str:
     """A name for what is measured: the same settings give the same name."""
-    told = json.dumps([model, policy.name, policy.settings, budget, asdict(task), dict(settings)], default=str)
+    own = {name: value for name, value in asdict(task).items() if name not in _ADDED or value != _ADDED[name]}
+    told = json.dumps([model, policy.name, policy.settings, budget, own, dict(settings)], default=str)
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 

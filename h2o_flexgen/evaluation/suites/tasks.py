@@ -37,6 +37,8 @@ from h2o_flexgen.registry import suggestion
 TaskKind = Literal["perplexity", "recall", "keys", "instructions", "reasoning", "agreement"]
 KINDS: tuple[TaskKind, ...] = ("perplexity", "recall", "keys", "instructions", "reasoning", "agreement")
 _COLOURS = ("red", "blue", "green", "white", "black", "yellow", "brown", "silver", "orange", "grey", "golden")
+_WORDS = ("apple", "river", "window", "horse", "music", "garden", "paper", "winter", "bread", "stone")
+_WORDS += ("island", "doctor", "summer", "letter", "tiger")
 _PLACES = ("cabinet", "barn", "gate", "office", "bridge", "desk", "locker", "garage", "cellar", "tower", "vault")
 
 
@@ -68,6 +70,10 @@ class SuiteTask:
     keys: int = 1
     lengths: tuple[int, ...] = ()
     depths: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
+    told: int = 1
+    """How often each of `keys` facts is told, one time after the other."""
+    answers: Literal["number", "words"] = "number"
+    """Of the facts of `keys`: four digits, or the last four of five common words, which are easier to copy."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -85,6 +91,9 @@ class SuiteTask:
             if any(not 0 <= depth <= 1 for depth in self.depths):
                 raise UsageError(f"depths are {self.depths}", "needed shares from 0 to 1")
             whole(self.keys, "keys", 1)
+            whole(self.told, "told", 1)
+            if self.answers not in ("number", "words"):
+                raise UsageError(f"answers is {self.answers!r}", 'needed "number" or "words"')
             if self.keys > len(_COLOURS) * len(_PLACES):
                 raise UsageError(f"keys is {self.keys}", f"needed at most {len(_COLOURS) * len(_PLACES)}")
 
@@ -280,13 +289,18 @@ class _Fact(NamedTuple):
     answer: str
 
 
-def _facts(count: int, rng: random.Random) -> list[_Fact]:
-    names = rng.sample([f"{colour} {place}" for colour in _COLOURS for place in _PLACES], count)
+def _facts(task: SuiteTask, rng: random.Random) -> list[_Fact]:
+    names = rng.sample([f"{colour} {place}" for colour in _COLOURS for place in _PLACES], task.keys)
     facts = []
     for name in names:
+        if task.answers == "words":
+            first, *words = rng.sample(_WORDS, 5)
+            told, answer = f"The code words of the {name} are {first},", ", ".join(words)
+            facts.append(_Fact(" ".join([f"{told} {answer}."] * task.told), f" {told}", answer))
+            continue
         question = f" What is the code of the {name}? The code of the {name} is"
         code = str(rng.randrange(1000, 10000))
-        facts.append(_Fact(f"Remember: the code of the {name} is {code}.", question, code))
+        facts.append(_Fact(" ".join([f"Remember: the code of the {name} is {code}."] * task.told), question, code))
     return facts
 
 
@@ -308,7 +322,7 @@ def _filling(llm: LLM, sentences: Sequence[str], length: int, facts: Sequence[_F
 def _instructed(task: SuiteTask, llm: LLM, sentences: Sequence[str], length: int, case: int) -> list[AskedCase]:
     """A passage of about `length` tokens that the facts open, once for each of them."""
     rng = random.Random(f"instructions {task.keys} {length} {case}")
-    facts, codec, ends = _facts(task.keys, rng), _codec(llm), list[int]()
+    facts, codec, ends = _facts(task, rng), _codec(llm), list[int]()
     text = ""
     for fact in facts:
         text += fact.text + " "
@@ -330,7 +344,7 @@ def _instructed(task: SuiteTask, llm: LLM, sentences: Sequence[str], length: int
 def _passage(task: SuiteTask, llm: LLM, sentences: Sequence[str], length: int, depth: float, case: int) -> Question:
     """Sentences of about `length` tokens, facts among them: the one asked for at `depth`, others evenly."""
     rng = random.Random(f"{task.keys} {length} {depth} {case}")
-    facts = _facts(task.keys, rng)
+    facts = _facts(task, rng)
     chosen = _filling(llm, sentences, length, facts, rng)
     spots = [(depth, 0)] + [((number - 0.5) / (task.keys - 1), number) for number in range(1, task.keys)]
     for spot, number in sorted(spots, reverse=True):
