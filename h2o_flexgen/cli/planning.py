@@ -77,3 +77,5 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.predicted.get("binding"):
         tier = plan.predicted["binding"]
         yield "binding", f"{request.caps.flag(tier)}: more memory of the {tier} tier would make this faster"
+    if plan.predicted.get("runner_up"):
+        yield "runner-up", plan.predicted["runner_up"]

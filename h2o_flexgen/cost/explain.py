@@ -74,6 +74,18 @@ def bound_text(predicted: Prediction) -> str:
     return f"{_LINKS[resource]}: {_gigabytes(moved / len(passes))} {per}, {share}"
 
 
+def runner_up_text(result: SearchResult) -> str | None:
+    """The second-best block, its predicted throughput and placement, and why it lost; None if nothing else fits."""
+    other = result.runner_up
+    if other is None:
+        return None
+    why = "within 1 % fewer GPU batches, equal blocks and smaller ones are taken"
+    if result.best.resident and not other.resident:
+        why = "within 5 % what moves nothing is taken"
+    faster = f"; faster, and {why}" if other.seconds < result.best.seconds else ""
+    return f"{_block(other)}, {format_speed(result.runner_up_throughput)}: {_placements(other)}{faster}"
+
+
 def least_traffic(result: SearchResult) -> dict[str, int]:
     """Bytes over each link that any schedule with blocks of this size must move in the whole run."""
     predicted = result.predicted
@@ -106,13 +118,8 @@ def _lines(result: SearchResult) -> Iterator[tuple[str, str]]:
     yield "traffic", _traffic(predicted.bytes_moved, least_traffic(result))
     yield "memory", "; ".join(_used(result, tier) for tier in request.tiers if result.footprint.total(tier))
     yield "binding", _binding(result)
-    if result.runner_up is not None:
-        other = result.runner_up
-        why = "within 1 % fewer GPU batches, equal blocks and smaller ones are taken"
-        if result.best.resident and not other.resident:
-            why = "within 5 % what moves nothing is taken"
-        faster = f"; faster, and {why}" if other.seconds < result.best.seconds else ""
-        yield "runner-up", f"{_block(other)}, {format_speed(result.runner_up_throughput)}: {_placements(other)}{faster}"
+    if (second := runner_up_text(result)) is not None:
+        yield "runner-up", second
     if result.more:
         gains = ", ".join(f"{tier} {gain:+.2g} tokens/s" for tier, gain in result.more.items())
         yield "1 GiB more", f"of {gains} (by the linear program, with the block chosen anew)"

@@ -13,7 +13,7 @@ from typing import Any
 
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.hardware.profile import HardwareProfile
-from h2o_flexgen.cost.explain import bound_text
+from h2o_flexgen.cost.explain import bound_text, runner_up_text
 from h2o_flexgen.cost.model import CostModel
 from h2o_flexgen.cost.search import search
 from h2o_flexgen.cost.simulate import Prediction, predict
@@ -37,9 +37,9 @@ _MEASURED = (
 class SearchPlanner:
     """A planner (`engine.limits.plan.Planner`) that asks the cost model as soon as the machine's rates are known.
 
-    find: looks for rates that were measured before, once. calibrate: measures them, at most once; set by programs that
-    may take the time: where a plan by rule has to move something, or, with `always`, before any other plan. The plan
-    that the last search chose serves later requests too, priced anew, while it fits and is as good: see `_serves`.
+    find: looks up rates measured earlier; called once. calibrate: measures them; called at most once, if a plan by rule
+    has to move something, or with `always` before the first plan. Only programs that may take the time set it. The last
+    searched plan also serves later requests, priced anew, while it fits and is about as good: see `_serves`.
     """
 
     def __init__(self, find: FindRates) -> None:
@@ -82,8 +82,8 @@ class SearchPlanner:
 def _serves(plan: Plan, request: PlanRequest) -> bool:
     """Whether a search for `request` would hardly find better than `plan`, which one chose for another request.
 
-    Where nothing moves and all sequences are in one block, their lengths do not matter, and fewer of them in one GPU
-    batch are as well off. Otherwise the work has to be nearly the same, and memory must not have become much more.
+    If nothing moves and one block holds all sequences, lengths do not matter, and fewer sequences in one GPU batch are
+    served as well. Otherwise the work must be nearly the same, and memory must not have grown much.
     """
     known, work = plan.request, request.workload
     same = replace(request, workload=known.workload, caps=known.caps, baseline=known.baseline)
@@ -113,7 +113,7 @@ def _searched(request: PlanRequest) -> Plan:
     """The plan that a search chooses, and what is expected of it."""
     found = search(request)
     plan = require_fit(make_plan(found.request, found.policy))
-    predicted = {**_predicted(request, found.predicted), "binding": found.binding}
+    predicted = {**_predicted(request, found.predicted), "binding": found.binding, "runner_up": runner_up_text(found)}
     if found.bits is not None:
         predicted["bits"] = found.bits.to_json()
     return replace(plan, predicted=predicted, searched=True)
@@ -141,7 +141,7 @@ def predicted_timeline(plan: Plan) -> Timeline | None:
 def calibrate_here(config: EngineConfig, quiet: bool, most_s: float | None = None) -> HardwareProfile | None:
     """Runs `h2o_flexgen.calibrate`, which keeps what it measures; None where it fails, or lasts longer than `most_s`.
 
-    In a process of its own: what it takes of memory is not part of the run's, and is given back before that begins.
+    It runs in a process of its own, so its memory is not part of the run's and is freed before the run begins.
     """
     command = [sys.executable, "-m", "h2o_flexgen.calibrate", *_flags(config), *(["--quiet"] if quiet else [])]
     with tempfile.TemporaryDirectory() as folder:

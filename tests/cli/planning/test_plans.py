@@ -47,6 +47,7 @@ def test_rates_from_a_file_are_searched_and_predicted_on(model: Path, run: Run, 
     assert "tokens/s generated: prefill " in before
     assert "on the rates of a made-up machine" in before
     assert "\nbound       " in before
+    assert predicted["runner_up"] in before.partition("\nrunner-up   ")[2], "the plan that came second"
     assert "cpu tier    " in before
     assert "planned of 103 MiB: --cpu-mem" in before
     assert "; measured is " in after
