@@ -21,8 +21,8 @@ from h2o_flexgen.kernels.types import DecodeStep, KeysValues, SlotRule
 class FusedStep:
     """The steps of one cache whose lengths and slots have started, without rolling positions.
 
-    The kernel takes and frees slots itself, in the tensors of `slots`, unless the policy has its own way to take
-    probabilities into scores, which it does not know: that is done here, after the kernel, as with torch's.
+    The kernel allocates and evicts slots itself, in the tensors of `slots`. If the policy updates scores in a way that
+    the kernel does not know, `slots.evict` does so here after the kernel, as after a torch step.
 
     On a GPU a step neither waits for the device nor sends it anything but launches: its number is counted there.
     """
@@ -98,7 +98,7 @@ class FusedStep:
         dtype = kv.dtype if packings is None else q.dtype
         triton = triton_available.serves(kv.device)
         if triton and (lengths.hides or kept.newest is not None):
-            return None  # its kernel hides sinks alone, and sees nothing but what is packed
+            return None  # its kernel can hide only sinks, and reads only packed tokens
         if triton:
             from h2o_flexgen.kernels import triton_decode  # imports Triton, which is not there on every machine
 
@@ -129,7 +129,7 @@ class FusedStep:
         sink_logits: Tensor | None = None,
         soft_cap: float | None = None,
     ) -> Tensor:
-        """The step of the lengths once more, by other queries: what it is chosen by stays as it is."""
+        """The current step again with other queries; scores and slots are restored afterwards."""
         scored, slots = self._scored, None
         saved = None if scored is None else scored.saved()
         if scored is not None:
@@ -153,7 +153,7 @@ class FusedStep:
     ) -> Tensor:
         """The step of the lengths, which the caller moves on afterwards; see `KVCache.attend`.
 
-        held: the new keys as they are kept, where they are scored. kept: what the first so many slots hold.
+        held: the new keys as stored, if the policy scores keys. kept: gives K and V of so many first slots.
         """
         number: int | Tensor = self._lengths.step if self._number is None else self._number
         if self._by_rows:

@@ -25,7 +25,7 @@ _WORST = -1  # and below
 
 
 class _StepPlan(NamedTuple):
-    """What steps in torch count by, the same in all layers. Numbers of rows are (b, 1, 1) int32."""
+    """Numbers that torch steps count from, the same in all layers. Numbers per row are (b, 1, 1) int32."""
 
     first: Tensor
     """Positions of the first step's tokens, for each head: (b * kv_heads,) int32."""
@@ -34,24 +34,23 @@ class _StepPlan(NamedTuple):
     evicts_at: Tensor
     """The first step that evicts, (b * kv_heads,) int64."""
     bound: Tensor
-    """Of the first step: later positions than this are protected."""
+    """At the first step: positions above this are protected."""
     leaving: Tensor
-    """Of the first step: the position that has just left the window."""
+    """At the first step: the position that has just left the window."""
     sinks: Tensor
     protects: bool
     """Whether any row has recent tokens."""
     leaves_from: int
     """No token has left the window before this step."""
     sink_steps: int
-    """New tokens below `sinks`, which come only after prompts shorter than that, come before this step."""
+    """New tokens can be sinks only before this step (after prompts shorter than `sinks`)."""
 
 
 class ScoredSlots(CacheSlots):
-    """Keeps score and position of every slot: 8 bytes; with rolling positions its rank in time, too: 12.
+    """Stores score and position of every slot, 8 bytes; with rolling positions also its rank in time, 12 bytes.
 
-    Evicting changes nothing but the index of the free slot; the next token overwrites K, V, score and position there.
-    Sinks, what spans have kept of a prompt, and empty slots have the score +inf, whatever is added to it, so that they
-    are never the lowest.
+    Eviction only changes the index of the free slot; the next token overwrites K, V, score and position there. Sinks,
+    tokens kept in spans and empty slots have the score +inf, which additions do not change: they are never the lowest.
     """
 
     score: Tensor
@@ -220,7 +219,7 @@ class ScoredSlots(CacheSlots):
         return Ranking(self.score, self._pos, self._free)
 
     def rule(self, packed: bool) -> RankRule | None:
-        """The policy's own, where the kernel in C knows it and keys are `packed` or not; None where it does not."""
+        """The policy's ranking rule, if the C kernel knows it for keys that are `packed` or plain; else None."""
         by, budgets = self._policy.by, self._lengths.budgets
         if by is None or self._pins or self.thins != (by == "rare") or (packed and by == "difference"):
             return None  # the kernel counts for bursts, and chooses nothing by what it has counted
@@ -229,7 +228,7 @@ class ScoredSlots(CacheSlots):
 
     @property
     def adds(self) -> bool | None:
-        """Whether scores grow by the probabilities of every step; None: the policy has something else in mind."""
+        """Whether every step adds its probabilities to the scores; None: the policy has its own `update` or `ranks`."""
         return self.needs_rows if self._plain or (self.thins and self._policy.looks_back) else None
 
     def fresh(self, step: int | Tensor, keys: Tensor | None = None) -> Tensor | None:
@@ -300,8 +299,8 @@ class ScoredSlots(CacheSlots):
         if self._moves is not None:
             self._thin(*self._moves)
         if self._rank is not None:
-            # What is newer than the token that goes moves up by one: minus one where the difference is negative. A free
-            # slot has the highest rank of all until it is taken.
+            # Tokens newer than the evicted one lose one rank: the shift gives -1 where the difference is negative. A
+            # free slot has the highest rank until it is taken.
             gone = self._rank.view(-1).index_select(0, self._free).view(*self._shape[:2], 1)
             self._rank += (gone - self._rank).bitwise_right_shift_(31)
 
@@ -315,14 +314,14 @@ class ScoredSlots(CacheSlots):
             self._thin(*self._moves)
 
     def _ranked(self, step: AttendedStep, rows: Rows) -> Tensor:
-        """Whatever became of the scores of sinks, of spans that stay and of empty slots, these are not compared."""
+        """The policy's ranks, with +inf for sinks, pinned spans and empty slots, whatever the policy made of them."""
         fixed = step.pos < self._plan.sinks[rows]
         if step.pinned is not None:
             fixed |= step.pinned
         return self._policy.ranks(step).masked_fill(fixed, torch.inf)
 
     def _thinning(self, step: AttendedStep, rows: list[int]) -> Tensor:
-        """Of `rows` the lowest go, as many as their budgets say: the order that closes the gaps, see `moves`."""
+        """Chooses the tokens of `rows` that a burst evicts; returns the order that closes the gaps, `moves`."""
         device, capacity = self._lengths.device, self._shape[2]
         index = index_of(rows, device)
         some = step.of(index, rows)
@@ -415,7 +414,7 @@ class ScoredSlots(CacheSlots):
         return table
 
     def _freed(self, free: Tensor) -> Tensor:
-        """Of the slots (b, kv_heads) that the next tokens take, those that are empty: a full row's may be its last."""
+        """The empty slots in `free` (b, kv_heads), flat. Full rows are left out: theirs may hold the last token."""
         full = [budget.full for budget in self._lengths.budgets]
         if any(full):
             free = free[[row for row, held in enumerate(full) if not held]]
@@ -446,12 +445,12 @@ class ScoredSlots(CacheSlots):
         return self._keys(ranks, self._pos[..., :length], slice(None)).min(-1).indices.view(-1).add_(self._base)
 
     def _keys(self, ranks: Tensor, pos: Tensor, rows: Rows, several: bool = False) -> Tensor:
-        """What orders the tokens of `rows` at the end of a step, int64: the lowest goes first. `several`: more than one
-        may have left the window since the last did, as where a prompt left room for its answer."""
+        """Sort keys, int64, of the tokens of `rows` at the end of a step: the lowest is evicted first. `several`: more
+        than one token may have left the window since the last eviction, for example while the cache filled up."""
         plan, step = self._plan, self._lengths.step
         bits = ranks.view(torch.int32)
         if step >= plan.leaves_from:
-            # The budget is smaller than the window: what leaves it goes at once, one token at a time, unless a sink.
+            # The budget is smaller than the window: a token is evicted as soon as it leaves that, unless it is a sink.
             leaving, sinks = plan.leaving[rows] + step, plan.sinks[rows]
             several |= self._lengths.hides
             gone = (pos <= leaving) & (pos >= sinks) if several else (pos == leaving) & (leaving >= sinks)
@@ -471,7 +470,7 @@ class ScoredSlots(CacheSlots):
 
 
 def _last_queries(parts: Sequence[tuple[CacheSlots, Sequence[int]]]) -> Tensor | None:
-    """Of rows that go on together; zeros for those that have asked nothing yet."""
+    """The last queries of the given rows, joined; zeros for rows that have had no decode step."""
     found = [(slots._queries if isinstance(slots, ScoredSlots) else None, rows) for slots, rows in parts]
     like = next((queries for queries, _ in found if queries is not None), None)
     if like is None:

@@ -10,15 +10,15 @@ from h2o_flexgen.errors import UsageError
 Range = tuple[int, int]
 """Positions of a prompt, from the first to before the second."""
 STEEPNESS = 20
-"""Of a pyramid: what the last layer chooses is the mean by this."""
+"""Pyramid: the last layer chooses the mean number of tokens divided by this."""
 
 
 @dataclass(frozen=True)
 class Budget:
     """Tokens that one KV cache may hold: total = sinks + heavy + recent, unless `prompt` says otherwise.
 
-    `full`: total is the length, nothing goes. Of a budget that is `fair` to spans, heavy tokens are all that is kept of
-    the prompt, and the recent ones are the answer's.
+    `full`: total is the sequence's length, and nothing is evicted. If the budget is `fair` to spans, heavy counts all
+    kept tokens of the prompt, and recent counts tokens of the answer.
     """
 
     total: int
@@ -27,14 +27,14 @@ class Budget:
     sinks: int
     full: bool
     burst: int = 1
-    """Tokens that go at once, when there is one more than the total."""
+    """Tokens evicted at once as soon as the cache holds one more than the total."""
     prompt: int | None = None
-    """Where no more than this may be kept of the prompt, and what follows is added to it, up to the total."""
+    """Limit for tokens kept of the prompt; later tokens are added to them, up to the total. None: no such limit."""
     spans: tuple[Range, ...] = ()
-    """Of the prompt, in order: what is kept of it there never goes, and is all of it unless the budget is `fair`."""
+    """Spans of the prompt, in order. Tokens kept there are never evicted: all of them, unless the budget is `fair`."""
     inside: Budget | None = None
-    """What would be kept without spans, which are all of the prompt then: each has its share of this, and the policy
-    chooses in it as if it were the prompt."""
+    """The budget without spans. If it is set, `spans` cover the whole prompt, each span has a share of this budget, and
+    the policy chooses within a span as if it were the prompt."""
 
     @property
     def after_prompt(self) -> int:
@@ -48,20 +48,19 @@ class Budget:
 
     @property
     def latest(self) -> int:
-        """Tokens at the end of a prompt that stay whatever they score."""
+        """Tokens at the end of a prompt that are kept whatever their score."""
         return 0 if self.fair else self.recent
 
     @property
     def scored(self) -> bool:
-        """Whether what stays is chosen by score, of the prompt if nothing else; else tokens go in the order in which
-        they came."""
+        """Whether tokens are chosen by score, at least those of the prompt; else the oldest are evicted first."""
         return (self.heavy > 0 or self.prompt is not None) and not self.full
 
     def within(self, window: int | None) -> Budget:
         """The budget in a layer whose queries see the last `window` tokens, themselves included; None: all of them.
 
-        A budget that holds all that the next query can see, window - 1 tokens, is exactly that: no choice is left, and
-        nothing older is kept. A smaller one, or a sequence that never leaves the window, stays as it is.
+        The next query sees window - 1 kept tokens. A budget of at least that many becomes exactly these, which leaves
+        no choice, and nothing older is kept. Smaller budgets, and full ones that fit the window, stay as they are.
         """
         if window is None or self.total < window - 1 or (self.full and self.total == window - 1):
             return self
@@ -69,9 +68,9 @@ class Budget:
 
 
 def whitelisted(budget: Budget, spans: Sequence[Range], seen: int = 0) -> Budget:
-    """`budget`, of which `spans` take their part before anything else; UsageError where it has no room for them.
+    """`budget` with `spans` served first; UsageError if it has no room for them.
 
-    Where all the rest of the budget is recent, these are fewer. seen: the first position that the answer's queries see.
+    A budget without heavy tokens gives up recent ones for them. seen: first position that the answer's queries see.
     """
     wanted = sum(max(0, stop - max(start, budget.sinks, seen)) for start, stop in spans)
     heavy, recent = (budget.heavy, budget.recent) if budget.heavy else (wanted, budget.recent - wanted)
@@ -110,7 +109,7 @@ def fair(
 
 
 def parts_between(spans: Sequence[Range], length: int) -> tuple[Range, ...]:
-    """`spans`, which are in order and apart, and what lies between them: together the first `length` positions."""
+    """`spans` (in order, disjoint) and the gaps between them: together the first `length` positions."""
     ranges, done = list[Range](), 0
     for start, stop in spans:
         ranges += [(done, start)] * (start > done) + [(start, stop)]
@@ -119,10 +118,10 @@ def parts_between(spans: Sequence[Range], length: int) -> tuple[Range, ...]:
 
 
 def shares(total: int, lengths: Sequence[int]) -> list[int]:
-    """`total` tokens by length, each share rounded down or up, and at least 1 of what is not empty.
+    """Divides `total` tokens in proportion to `lengths`; each share is rounded down or up, and at least 1 if not empty.
 
-    Of what rounding down leaves one each goes to the largest remainders, of equal ones to the first. UsageError where
-    there are more parts than tokens.
+    Tokens left by rounding down go to the largest remainders, one each, the first of equals first. UsageError if there
+    are more parts than tokens.
     """
     length_of_all, some = sum(lengths), sum(length > 0 for length in lengths)
     if total < some:
@@ -136,16 +135,16 @@ def shares(total: int, lengths: Sequence[int]) -> list[int]:
     rests = sorted(rounded, key=lambda i: (-(total * lengths[i] % length_of_all), i))
     for i in rests[: max(0, total - sum(found))]:
         found[i] += 1
-    while sum(found) > total:  # what the smallest have got beyond their share comes from the largest
+    while sum(found) > total:  # parts raised to 1 took more than their share: the largest give it back
         found[max(range(len(found)), key=lambda i: (found[i], -i))] -= 1
     return found
 
 
 def shares_of(budget: Budget, length: int, window: int | None) -> list[tuple[Range, Budget | None]]:
-    """Of a fair budget: the parts of a prompt of `length` tokens and what each may keep; None: all of it.
+    """The parts of a prompt of `length` tokens under a fair budget, and the budget of each (None: it keeps all).
 
-    window: of the layer; what the next query does not see has no share. The most recent tokens are the same part of
-    each share as of the whole, and every share has as many sinks.
+    window: of the layer; tokens that the next query does not see get no share. Each share has the whole budget's
+    proportion of recent tokens, and as many sinks.
     """
     inside, first = budget.inside, 0 if window is None else max(0, length + 1 - window)
     if inside is None:
@@ -175,8 +174,8 @@ def _share(inside: Budget, count: int) -> Budget:
 def pyramid(budget: Budget, layers: int, length: int) -> list[int]:
     """Totals that fall linearly with the layer; their mean is the budget's, before layers are held within windows.
 
-    What is divided is what is chosen, or all that is recent where nothing is: the most is at most what there is to
-    choose from. Layer l and its counterpart, as far from the end as l from the beginning, get twice the mean.
+    Heavy tokens are divided, or recent ones if there are no heavy ones. No layer gets more than there are tokens to
+    choose from. Layer l and layer (layers - 1 - l) together get twice the mean.
     """
     base = budget.heavy or budget.recent
     fixed = budget.total - base
@@ -197,7 +196,7 @@ def pyramid(budget: Budget, layers: int, length: int) -> list[int]:
 def shared_out(wanted: Sequence[int], least: Sequence[int], most: Sequence[int], total: int) -> list[int]:
     """Numbers near those `wanted`, from `least` to `most` each, that add up to `total` if that can be.
 
-    What is missing goes evenly to those with room, what is too much comes evenly from those above their least.
+    A shortfall is spread evenly over numbers below their `most`, an excess taken evenly from those above `least`.
     """
     found = [min(max(want, low), high) for want, low, high in zip(wanted, least, most, strict=True)]
     while left := total - sum(found):

@@ -166,7 +166,7 @@ class Tier(Ledger):
         self.refund(page_ceil(buffer.nbytes), buffer.what)
 
     def _locked(self, allocation: Allocation, pin: Pin) -> Allocation:
-        """Page-locked as far as `pin` wants it and there is room; one that waited so stays as it is."""
+        """The allocation, page-locked if `pin` asks for it and there is room; a lock of the same kind is kept."""
         if self._pins is None:
             return allocation
         if allocation.lock is not None:
@@ -184,8 +184,8 @@ class Tier(Ledger):
     def keeping(self) -> Iterator[None]:
         """Within, host memory that is given back waits for the next buffer of its size.
 
-        What waits is not counted as used; with what is used it never exceeds the most that was used at once, nor the
-        capacity. It stays page-locked, unless another buffer cannot be locked beside it.
+        Waiting memory is not counted as used. Used and waiting memory together never exceed the peak use, nor the
+        capacity. Waiting memory stays page-locked, unless another buffer cannot be locked beside it.
         """
         # A GPU's memory is kept by torch, which also knows what its streams are still using.
         if self.device.type == "cpu":

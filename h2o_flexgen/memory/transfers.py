@@ -138,9 +138,9 @@ class LinkMeters:
 class Workers:
     """Carries out transfers on queues of threads, started when first needed and joined by `close`.
 
-    A queue prefers earlier tickets; one whose `after` is not issued is passed over, and fails if that fails. For what a
-    GPU is still copying the thread waits. A ticket is done only when none of its operations runs, so that its buffer is
-    the caller's again even after an error.
+    A queue prefers earlier tickets. It passes over a ticket whose `after` is not issued; a ticket fails if its `after`
+    fails. A thread waits for copies of `after` that a GPU has not finished. A ticket is done only when none of its
+    operations runs, so its buffer is the caller's again even after an error.
     """
 
     def __init__(self, meters: LinkMeters, trace: TraceCallback | None = None) -> None:

@@ -148,16 +148,16 @@ ActiveBatches: TypeAlias = Callable[[int], Sequence[int]]
 """Maps a step to the ascending indices of the GPU batches that still have unfinished rows; [] ends the schedule."""
 
 LastStep: TypeAlias = Callable[[int], bool]
-"""Whether no step can follow this one; False where that is not known."""
+"""Whether this step is certainly the last; False if that is not known."""
 
 WholeStep: TypeAlias = Callable[[int], bool]
-"""Whether a GPU batch's step was done as a whole in the tick of its first unit: of its others only the last is left."""
+"""Whether a GPU batch's whole step ran in the tick of its first unit; of the other units only the last is left."""
 
 ChosenExperts: TypeAlias = Callable[[int, UnitSpec], Sequence[int]]
 """The experts of a unit that the tokens of a step chose, ascending, once all its GPU batches have been routed."""
 
 ReadsAhead: TypeAlias = Callable[[int, UnitSpec], bool]
-"""Whether the tokens of a step will choose about all experts of a unit, so that these can be read before they do."""
+"""Whether the tokens of a step will choose nearly all experts of a unit, so that these can be read in advance."""
 
 GroupBatches: TypeAlias = Callable[[int, int], Sequence[int]]
 """As ActiveBatches, but of one group: maps a step and the index of a group to its batches that go on."""
@@ -179,8 +179,8 @@ one warms up, and one is recorded."""
 def recordable(*, moves: bool, elsewhere: bool, rolling: bool) -> bool:
     """Whether the decode steps of a block can be recorded, if the GPU has what it takes for that.
 
-    moves: whether weights, caches or hidden states of the block move between tiers, or there are experts, as the host
-    has to know which are chosen. elsewhere: whether any cache is
-    attended to anywhere but on the GPU. rolling: whether keys are turned by their places in the cache.
+    moves: whether weights, caches or hidden states of the block move between tiers, or there are experts (the host must
+    know which are chosen). elsewhere: whether attention over any cache is computed off the GPU. rolling: whether keys
+    are rotated by their places in the cache.
     """
     return not (moves or elsewhere or rolling)

@@ -153,8 +153,8 @@ class StageTicks:
         return state_loads(self._shape, target.step, (unit, batch), len(target.batches), self._units[0].index)
 
     def _expert_ticks(self, step: int, unit: UnitSpec) -> Iterator[Tick]:
-        """The ticks of the experts of `unit` that tokens chose: in their order, so that sums are always made in the
-        same one; each one that streams in a tick of its own, neighbours among the others together."""
+        """The ticks of the chosen experts of `unit`, ascending, so that sums are always made in the same order.
+        A streamed expert has a tick of its own; resident neighbours share one."""
         chosen = range(len(unit.experts)) if self._chosen is None else self._chosen(step, unit)
         away = self._experts.begin(step, unit, chosen)
         for streams, members in groupby(chosen, key=lambda expert: expert in away):
@@ -292,9 +292,9 @@ class WeightStream:
 class ExpertStream:
     """Reads streamed experts ahead, in order of use, into `expert_slots` places.
 
-    Those of a unit once its tokens have chosen; and where tokens are going to choose about all of them (`ahead`), the
-    next unit's as soon as places are free, while attention is computed: those that nobody chose after all are freed
-    behind the next tick. One place is left for an expert that was not read ahead, as all others may hold such ones.
+    The chosen experts of a unit are read once its tokens have been routed. If nearly all experts of the next unit will
+    be chosen (`ahead`), they are read as soon as places are free, while attention is computed; those that no token then
+    chooses are freed after the next tick. One place stays free for an expert that was not read ahead.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from h2o_flexgen.units import format_bytes, size_at_least
 DEFAULT_BATCH = 32
 """Rows at which products of a decode step come close to their full rate."""
 MOST_BATCHES = 8
-"""GPU batches per block when weights stream: each halves the weight bytes per token, ever less worth it."""
+"""Most GPU batches per block when weights stream: each doubling halves the weight bytes per token, and gains less."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Plan:
 
     @property
     def moves(self) -> bool:
-        """Whether anything lives elsewhere than where it is computed on."""
+        """Whether anything lives off the compute tier."""
         return self.placement.tiers != {self.request.compute_tier}
 
     @property
@@ -107,8 +107,8 @@ def by_rule(request: PlanRequest) -> Plan:
 
 
 def _all_resident(request: PlanRequest) -> Plan | None:
-    """All that is free on the compute tier, one GPU batch at a time, which then is as good as many, and on several GPUs
-    one for each. None where that does not fit, or the weights are not free."""
+    """The plan with every free kind on the compute tier, and one GPU batch per GPU: more would gain nothing. None if
+    that does not fit, or the weights' placement is given."""
     free = request.free
     if "weights" not in free:
         return None
@@ -122,7 +122,7 @@ def _all_resident(request: PlanRequest) -> Plan | None:
 
 
 def keeping(planner: Planner, weights: Mapping[str, float], load_seconds: float) -> Planner:
-    """`planner`, but weights that lie in these shares, which took `load_seconds`, stay there if that is as good."""
+    """`planner`, except that weights loaded in these shares (in `load_seconds`) stay if that is as good."""
 
     def plan(request: PlanRequest) -> Plan:
         best = planner(request)
