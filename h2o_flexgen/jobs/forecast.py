@@ -26,7 +26,8 @@ LEAST = 20
 """Answers from which lengths and pace are told where nothing else is known."""
 _DRAWS, _MOST_ROWS = 128, 2048
 _FULL = 0.87
-"""The share of a block's rows that are busy while there is more to come: a few are waited for before others join."""
+"""The share of a block's rows that are busy while there is more to come, where that was not measured: a few are waited
+for before others join."""
 _OF_PLAN, _OF_SAMPLE, _OF_JOB = 0.25, 0.17, 0.2
 """How far a pace is off, as the standard deviation of its logarithm, from the cost model, a sample or a job's begin."""
 _LEFT_OVER = 0.04
@@ -118,6 +119,11 @@ class Meter:
             self._steps += 1
             self.seconds += now - self._then
         self._then, self._waiting = now, 0
+
+    @property
+    def busy(self) -> float | None:
+        """New tokens of a step, which are the rows that are busy; None from too few steps."""
+        return self.new / self._steps if self._steps >= LEAST else None
 
     def pace(self, requests: int) -> Pace | None:
         """From what was measured while so many requests were finished; None from too little."""
@@ -274,7 +280,7 @@ class Forecast:
         longest = new.max(1)
         steps = np.maximum(1.0, longest - begun[1] / max(1.0, min(count, self.slots)))
         if count > self.slots:
-            steps = np.maximum(longest, tokens / (_FULL * self.slots) + longest / 2)
+            steps = np.maximum(longest, tokens / (self.meter.busy or _FULL * self.slots) + longest / 2)
         prompts = max(0.0, float(some[:, 0].sum()) * scale - begun[0])
         seconds = pace.first + pace.request * requests + pace.prompt * prompts + pace.step * steps + pace.token * tokens
         return seconds, tokens
