@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All of tests/engine/test_guarantees.py: with one thread and with two, on kernels of AVX2 and on the processor's best,
-# whose tokens must be the same. Each of the four takes about half an hour of one core. Arguments go to pytest:
+# whose tokens must be the same. Each of the four takes seven minutes of one core. Arguments go to pytest:
 # ./scripts/guarantees.sh -k llama
 set -euo pipefail
 cd "$(dirname "$0")/.."
