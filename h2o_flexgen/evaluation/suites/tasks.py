@@ -37,7 +37,7 @@ from h2o_flexgen.registry import suggestion
 TaskKind = Literal["perplexity", "recall", "keys", "instructions", "reasoning", "agreement"]
 KINDS: tuple[TaskKind, ...] = ("perplexity", "recall", "keys", "instructions", "reasoning", "agreement")
 _COLOURS = ("red", "blue", "green", "white", "black", "yellow", "brown", "silver", "orange", "grey", "golden")
-_WORDS = ("apple", "river", "window", "horse", "music", "garden", "paper", "winter", "bread", "stone")
+_WORDS: tuple[str, ...] = ("apple", "river", "window", "horse", "music", "garden", "paper", "winter", "bread", "stone")
 _WORDS += ("island", "doctor", "summer", "letter", "tiger")
 _PLACES = ("cabinet", "barn", "gate", "office", "bridge", "desk", "locker", "garage", "cellar", "tower", "vault")
 
