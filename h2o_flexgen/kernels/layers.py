@@ -243,6 +243,40 @@ def _is_matrix(x: Tensor) -> bool:
     return x.dtype is torch.bfloat16 and x.is_cpu and x.ndim == 2 and x.stride(1) == 1
 
 
+def rotate_heads(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, rounds: bool = True
+) -> tuple[Tensor, Tensor] | None:
+    """Queries (T, heads, d) and keys (T, kv_heads, d) of the same tokens, turned as by `rotate_halves`, newly made, in
+    C; None where that cannot be had or does not take this. Without keys the second is empty.
+
+    cos, sin (T, 2 m), of both dimensions of each pair. `rounds`: products to bfloat16 before they are added, as
+    transformers has it. Gradients do not flow through.
+    """
+    rows, heads, dim = q.shape
+    same = q.dtype is cos.dtype is sin.dtype is torch.bfloat16 and q.is_cpu and cos.is_cpu and cos.shape == sin.shape
+    if not (same and rows and cos.ndim == 2 and len(cos) == rows and cos.stride() == sin.stride() and library()):
+        return None
+    turned = cos.shape[1]
+    if turned % 2 or not 0 < turned <= dim or cos.stride(1) != 1 or q.stride(2) != 1:
+        return None
+    keys = q[:, :0] if k is None else k
+    kv_heads = keys.shape[1]
+    fits = keys.dtype is torch.bfloat16 and keys.is_cpu and keys.shape == (rows, kv_heads, dim)
+    if not fits or (kv_heads and keys.stride(2) != 1):
+        return None
+    new_q, new_k = (_new_heads(rows, count, dim) for count in (heads, kv_heads))
+    places = q.data_ptr(), keys.data_ptr(), new_q.data_ptr(), new_k.data_ptr(), cos.data_ptr(), sin.data_ptr()
+    sizes = rows, heads, kv_heads, *q.stride()[:2], *keys.stride()[:2], dim, turned // 2, cos.stride(0)
+    function("rotate_halves", "PPPPPPllllllllllii")(*places, *sizes, rounds, torch.get_num_threads())
+    return new_q, new_k
+
+
+def _new_heads(rows: int, heads: int, dim: int) -> Tensor:
+    if rows * heads * dim >= _MANY:
+        return LARGE.empty(rows, heads, dim, dtype=torch.bfloat16)
+    return torch.empty(rows, heads, dim, dtype=torch.bfloat16)
+
+
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns dimension i of x (..., head_dim) together with dimension i + m by the angle of pair i, i < m.
 

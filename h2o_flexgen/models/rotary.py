@@ -24,7 +24,7 @@ from torch import Tensor
 
 from h2o_flexgen.config.model.arch import RotarySpec
 from h2o_flexgen.kernels import triton_available
-from h2o_flexgen.kernels.layers import rotate_halves
+from h2o_flexgen.kernels.layers import rotate_halves, rotate_heads
 
 
 class Angles(NamedTuple):
@@ -156,4 +156,5 @@ def rotate_both(q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         from h2o_flexgen.kernels import triton_rotate  # imports Triton, which is not there on every machine
 
         return triton_rotate.rotate_both(q, k, *angles)
-    return rotate(q, angles), rotate(k, angles)
+    found = rotate_heads(q, k, *angles) if q.ndim == 3 else None
+    return (rotate(q, angles), rotate(k, angles)) if found is None else found

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any
 
 import pytest
@@ -13,9 +16,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.kernels.native import why_not
 from h2o_flexgen.models.hf.build import take_products
 from h2o_flexgen.models.hf.decoder import ModuleDecoder
-from h2o_flexgen.models.hf.fused import GatedMlp, Joint, take_gates, take_norms
+from h2o_flexgen.models.hf.fused import GatedMlp, Joint, _Rotation, take_gates, take_norms, take_rotations
 from tests.engine.test_modules import tiny
 
 
@@ -121,3 +125,75 @@ def test_products_of_one_tensor_are_one(kind: str, joined: int, tmp_path: Path) 
         assert joint.joined is None
         mlps = [each for each in decoder._model.modules() if isinstance(vars(each).get("forward"), GatedMlp)]
         assert len(mlps) == decoder.spec.num_layers
+
+
+NATIVE = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+
+class Rotates(nn.Module):
+    """Asks transformers' function of a type, as its attention does."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        places = {"rotated": function}
+        forward = FunctionType(Rotates.forward.__code__, places, "forward")
+        self.forward = MethodType(forward, self)
+
+    def forward(self, *given: Any, **others: Any) -> Any:
+        return rotated(*given, **others)  # type: ignore[name-defined]  # noqa: F821
+
+
+def rotation_of(kind: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = import_module(f"transformers.models.{kind}.modeling_{kind}").apply_rotary_pos_emb
+    return found
+
+
+@NATIVE
+@pytest.mark.parametrize(
+    ("kind", "some"),
+    [
+        *[
+            ("llama", False),
+            ("olmo2", False),
+            ("stablelm", False),
+            ("gpt_neox", True),
+            ("phi3", True),
+            ("gemma4", False),
+        ],
+        *[("modernbert_decoder", False), ("glm4_moe", True), ("gemma2", False), ("qwen3_moe", False)],
+    ],
+)
+def test_rotations_are_known_by_what_they_compute(kind: str, some: bool) -> None:
+    """Bit for bit where products are rounded; what the kernel does not take is transformers'."""
+    torch.manual_seed(0)
+    function, alone = rotation_of(kind), kind == "gemma4"
+    module = Rotates(function)
+    take_rotations(module)
+    ours = module.forward.__func__.__globals__["rotated"]
+    assert isinstance(ours, _Rotation)
+    assert ours._some is some
+    for dim in (32, 16) if some else (32,):
+        for dtype in (torch.bfloat16, torch.float32):
+            heads = [torch.randn(1, 7, count, 32).to(dtype).transpose(1, 2) for count in ((4,) if alone else (4, 2))]
+            angles = [torch.randn(1, 7, dim).to(dtype) for _ in range(2)]
+            for order, more in ((1, {}), (2, {"unsqueeze_dim": 2})):
+                given = [each.transpose(1, 2) if order == 2 else each for each in heads]
+                theirs, made = function(*given, *angles, **more), module(*given, *angles, **more)
+                assert (ours.turned(given, *angles, order) is not None) == (dtype is torch.bfloat16)
+                pairs = [(theirs, made)] if alone else list(zip(theirs, made, strict=True))
+                for one, other in pairs:
+                    assert other.dtype is one.dtype
+                    assert other.shape == one.shape
+                    assert (other == one).float().mean() > (0.98 if kind == "modernbert_decoder" else 0.9999)
+                    torch.testing.assert_close(other, one, rtol=1e-2, atol=1e-5)
+    with pytest.raises((RuntimeError, TypeError)):
+        module(*heads, torch.zeros(1, 7, 24), torch.zeros(1, 7, 20))
+
+
+@pytest.mark.parametrize("kind", ["cohere2", "glm4", "gptj"])
+def test_other_rotations_are_left_alone(kind: str) -> None:
+    """Neighbours are turned together, or the arguments are others."""
+    module = Rotates(rotation_of(kind))
+    before = module.forward
+    take_rotations(module)
+    assert module.forward is before

@@ -12,7 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from h2o_flexgen.config.model.arch import RotarySpec
-from h2o_flexgen.models.rotary import Angles, Rotary, rotate
+from h2o_flexgen.kernels.layers import rotate_heads
+from h2o_flexgen.kernels.native import why_not
+from h2o_flexgen.models.rotary import Angles, Rotary, rotate, rotate_both
 
 HEADS, HEAD_DIM, CONTEXT = 2, 32, 64
 FAR = 100_000
@@ -229,7 +231,23 @@ def test_rotation_is_that_of_transformers(dtype: torch.dtype, dim: int, tokens: 
         atol = 1e-6 if dtype == torch.float32 else 0.04  # two roundings where transformers has three
         torch.testing.assert_close(ours[..., :dim], turned, rtol=0, atol=atol)
         assert torch.equal(ours[..., dim:], x[..., dim:])
+    if dtype is torch.bfloat16 and why_not() is None:
+        both = rotate_heads(q, k, *angles)
+        assert both is not None
+        for ours, turned, x in zip(both, theirs, (q, k), strict=True):
+            assert torch.equal(ours, torch.cat([turned, x[..., dim:]], -1))
+        assert torch.equal(rotate_both(q, k, angles)[1], both[1])
     assert torch.equal(fused, before)
+
+
+def test_other_rotations_are_not_done_in_c() -> None:
+    q, cos = torch.randn(3, 2, 16).bfloat16(), torch.randn(3, 16).bfloat16()
+    assert rotate_heads(q.float(), None, cos, cos) is None
+    assert rotate_heads(q, None, cos.float(), cos.float()) is None
+    assert rotate_heads(q, None, cos[:2], cos[:2]) is None
+    assert rotate_heads(q, None, cos[:, :5], cos[:, :5]) is None
+    assert rotate_heads(q, q[:, :, :8], cos, cos) is None
+    assert rotate_heads(q[:0], None, cos[:0], cos[:0]) is None
 
 
 def test_products_depend_on_distances_alone() -> None:

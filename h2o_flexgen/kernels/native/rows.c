@@ -1,5 +1,6 @@
 /* What is done to rows of bfloat16 numbers one by one, in float32, each read from memory once: LayerNorm, RMSNorm (Zhang
-   and Sennrich, arXiv 1910.07467), and the middle of a gated MLP (Shazeer, arXiv 2002.05202). */
+   and Sennrich, arXiv 1910.07467), the middle of a gated MLP (Shazeer, arXiv 2002.05202), and rotations of queries and
+   keys (Su et al., arXiv 2104.09864). */
 
 #include <math.h>
 
@@ -129,4 +130,64 @@ static void clamped(const Rows *p, const bf16 *x, bf16 *y) {
 void clamped_gate(bf16 *values, long rows, long n, long stride, double limit, int threads) {
     Rows all = {clamped, values, values, rows, n, stride, stride, NULL, NULL, (float)limit, 0, 0, 0, 0};
     run(&all, threads);
+}
+
+typedef struct {
+    const bf16 *x;
+    bf16 *y;                /* (rows, heads, dim) without gaps */
+    long heads, row, head;  /* elements of x from row to row, and from head to head */
+} Turned;
+
+typedef struct {
+    Turned both[2];             /* queries and keys */
+    const bf16 *cos, *sin;
+    long rows, dim, half, angle; /* elements from row to row of cosines and sines */
+    int rounds;
+    long turn;
+    int64_t next;
+} Rotation;
+
+/* A product as it would be written down. */
+INLINE __m512 product_of(__m512 x, __m512 y, int rounds) {
+    const __m512 v = _mm512_mul_ps(x, y);
+    return rounds ? widened(rounded(v)) : v;
+}
+
+INLINE void rotate_head(const Rotation *p, const bf16 *x, bf16 *y, long row, int rounds) {
+    const long half = p->half;
+    const bf16 *cos = p->cos + row * p->angle, *sin = p->sin + row * p->angle;
+    for (long i = 0; i < half; i += LANES) {
+        const __m512 a = read(x, i, half), b = read(x + half, i, half);
+        const __m512 turned = product_of(b, read(sin, i, half), rounds);
+        const __m512 other = product_of(a, read(sin + half, i, half), rounds);
+        write(y, i, half, _mm512_sub_ps(product_of(a, read(cos, i, half), rounds), turned));
+        write(y + half, i, half, _mm512_add_ps(product_of(b, read(cos + half, i, half), rounds), other));
+    }
+    if (p->dim > 2 * half) memcpy(y + 2 * half, x + 2 * half, (size_t)(p->dim - 2 * half) * sizeof *x);
+}
+
+static void rotate_rows(void *task, int member) {
+    Rotation *p = task;
+    (void)member;
+    for (long first; (first = claim(&p->next, p->turn)) < p->rows;)
+        for (long row = first; row < p->rows && row < first + p->turn; row++)
+            for (const Turned *each = p->both; each < p->both + 2; each++)
+                for (long h = 0; h < each->heads; h++) {
+                    const bf16 *x = each->x + row * each->row + h * each->head;
+                    bf16 *y = each->y + (row * each->heads + h) * p->dim;
+                    if (p->rounds)
+                        rotate_head(p, x, y, row, 1);
+                    else
+                        rotate_head(p, x, y, row, 0);
+                }
+}
+
+/* Queries and keys (rows, heads, dim), of keys there may be no heads: dimension i turned with dimension i + half, by
+   cosines and sines (rows, 2 half). Dimensions from 2 half on stay. `rounds`: products before they are added. */
+void rotate_halves(const bf16 *q, const bf16 *k, bf16 *new_q, bf16 *new_k, const bf16 *cos, const bf16 *sin, long rows,
+                   long heads, long kv_heads, long q_row, long q_head, long k_row, long k_head, long dim, long half,
+                   long angle, int rounds, int threads) {
+    const Turned queries = {q, new_q, heads, q_row, q_head}, keys = {k, new_k, kv_heads, k_row, k_head};
+    Rotation all = {{queries, keys}, cos, sin, rows, dim, half, angle, rounds, rows / (TURNS * threads) + 1, 0};
+    team_run(rotate_rows, &all, rows * (heads + kv_heads) * dim < ALONE ? 1 : threads);
 }

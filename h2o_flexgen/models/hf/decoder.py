@@ -3,8 +3,7 @@ meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from h2o_flexgen.models.decoder import Decoder, local_name
 from h2o_flexgen.models.hf.attention import Call, MixerCall, ModelRun, take_mixers
 from h2o_flexgen.models.hf.build import Absent, Packed, build, take_products
 from h2o_flexgen.models.hf.experts import Routing, feed_forward, take_indexers
-from h2o_flexgen.models.hf.fused import Joint, as_one, take_gates, take_norms
+from h2o_flexgen.models.hf.fused import Joint, as_one, take_gates, take_norms, take_rotations
 from h2o_flexgen.models.hf.mixers import take_gated_norms, take_recurrences
 from h2o_flexgen.models.hf.record import arguments, heads_of
 from h2o_flexgen.models.hf.rows import cache_of, row_arguments
@@ -29,10 +28,6 @@ from h2o_flexgen.models.hf.rows import cache_of, row_arguments
 Places = list[tuple[dict[str, Any], str, tuple[str, ...], bool]]
 """Of a unit's tensors: the dictionary of a module and the key in it, the bound name, or those of the pieces that it is
 made of, whether a copy is put there."""
-
-
-_JOINED = "joined"
-"""Among the weights of a unit: what its joints have for matrices."""
 
 
 class Forward:
@@ -155,6 +150,8 @@ class ModuleDecoder(Decoder):
         if not spec.alone:
             take_recurrences(model)
             take_gated_norms(model)
+            if dtype is torch.bfloat16 and device.type == "cpu":
+                take_rotations(model)
         modules = dict(model.named_modules())
         for path in dict.fromkeys(spec.starts):
             numbers = frozenset(i for i, start in enumerate(spec.starts, 1) if start == path)
@@ -186,6 +183,7 @@ class ModuleDecoder(Decoder):
             for key, buffer in module._buffers.items():
                 if torch.is_tensor(buffer):
                     module._buffers[key] = buffer.to(device)
+        self._bounds = [_Bound(i, *each) for i, each in enumerate(zip(self._places, self._joints, strict=True))]
         self._model = model
         part = next((each.parameter for each in spec.tensors.values() if each.expert is not None), "")
         self._experts_module = modules.get(part.rpartition(".")[0])
@@ -237,26 +235,11 @@ class ModuleDecoder(Decoder):
     def rotary_of(self, layer: int) -> None:
         """Keys and queries come rotated."""
 
-    @contextmanager
-    def bound(self, unit: int, weights: Mapping[str, Any]) -> Iterator[None]:
+    def bound(self, unit: int, weights: Mapping[str, Any]) -> _Bound:
         """Within, the modules of a unit have their weights."""
-        places = self._places[unit]
-        for where, key, names, copied in places:
-            weight = weights[names[0]] if len(names) == 1 else _whole(weights, names)
-            where[key] = Packed(weight) if isinstance(weight, PackedWeight) else weight.clone() if copied else weight
-        joints = self._joints[unit]
-        if joints and _JOINED not in weights:  # once for each time that the weights come
-            cast(dict[str, Any], weights)[_JOINED] = [joint.look() for joint in joints]
-        for joint, joined in zip(joints, weights[_JOINED] if joints else (), strict=True):
-            joint.joined = joined
-        try:
-            yield
-        finally:
-            for joint in joints:
-                joint.joined = None
-            for where, key, names, copied in places:
-                if not copied:
-                    where[key] = Absent(names[0])
+        bound = self._bounds[unit]
+        bound.weights = cast(dict[str, Any], weights)
+        return bound
 
     def start(self, ids: Tensor, positions: Tensor, last: Tensor) -> Forward:
         """A forward of packed tokens (T,) at `positions` (T,), of which `last` (n,) want logits: at its first unit."""
@@ -265,6 +248,48 @@ class ModuleDecoder(Decoder):
     def start_alone(self, ids: Tensor, cache: Any, seen: int) -> RowForward:
         """As `start`, of one sequence: see `RowForward`."""
         return RowForward(self._model, self._modules_of, ids, cache, seen)
+
+
+class _Bound:
+    """The modules of a unit with its weights, which are put in their places on entry. What each place is given, and
+    which matrices are joined, is found once for each time that weights come, and kept with them."""
+
+    def __init__(self, unit: int, places: Places, joints: list[Joint]) -> None:
+        self._key, self._joints = f"given in unit {unit}", joints
+        self._own = [(where, key, Absent(names[0])) for where, key, names, copied in places if not copied]
+        self._copied = [(where, key, names) for where, key, names, copied in places if copied]
+        self._names = [names for _, _, names, copied in places if not copied]
+        self.weights: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        weights, joints = self.weights, self._joints
+        found = weights.get(self._key)
+        if found is None:
+            given = [_given(weights, names) for names in self._names]
+            self._place(given)
+            found = weights[self._key] = given, [joint.look() for joint in joints]
+        else:
+            self._place(found[0])
+        for where, key, names in self._copied:
+            where[key] = _given(weights, names).clone()
+        for joint, joined in zip(joints, found[1], strict=True):
+            joint.joined = joined
+
+    def _place(self, given: Sequence[Any]) -> None:
+        for (where, key, _), each in zip(self._own, given, strict=True):
+            where[key] = each
+
+    def __exit__(self, *_: object) -> None:
+        for joint in self._joints:
+            joint.joined = None
+        for where, key, absent in self._own:
+            where[key] = absent
+
+
+def _given(weights: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    """What a place is given of these."""
+    weight = weights[names[0]] if len(names) == 1 else _whole(weights, names)
+    return Packed(weight) if isinstance(weight, PackedWeight) else weight
 
 
 def _whole(weights: Mapping[str, Any], names: tuple[str, ...]) -> Tensor:

@@ -1,13 +1,16 @@
 """Fewer, larger operations in place of what transformers' modules do one by one: products of the same tensor, gated
-MLPs and norms, by the engine's kernels. What a module does is found by looking at numbers, not by its name."""
+MLPs, norms and rotations, by the engine's kernels. What a module or function does is found by looking at numbers, not
+by its name."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from inspect import signature
 from itertools import permutations
+from itertools import product as every
+from types import FunctionType, MethodType
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -16,6 +19,8 @@ from torch import Tensor, nn
 
 from h2o_flexgen.config.model.modules import ModuleTensor
 from h2o_flexgen.kernels import ACTIVATIONS, gated, layer_norm, rms_norm
+from h2o_flexgen.kernels.layers import rotate_heads
+from h2o_flexgen.kernels.native import library
 from h2o_flexgen.models.decoder import adjacent
 from h2o_flexgen.models.hf.build import is_product, multiply, product
 
@@ -265,9 +270,7 @@ def _same(module: nn.Module, norm: Norm, x: Tensor, weight: Tensor, bias: Tensor
         return False
     if x.dtype is torch.float32:
         return torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
-    # Sums are taken in another order: now and then a number is rounded to the other side.
-    close = torch.isclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-5)
-    return bool(close.all()) and bool((ours == theirs).float().mean() > 0.97)
+    return _rounds_alike(ours, theirs)
 
 
 def _rms(eps: float, offset: float, module: nn.Module, otherwise: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -280,3 +283,135 @@ def _layer(eps: float, module: nn.Module, otherwise: Callable[[Tensor], Tensor],
     if weight.dtype is not x.dtype:  # type: ignore[union-attr]
         return otherwise(x)
     return layer_norm(x.reshape(-1, x.shape[-1]), weight, bias, eps).view(x.shape)
+
+
+def plain(module: nn.Module) -> Any:
+    """The forward of a module as it is written, or as something here has replaced it: without transformers' wrappers
+    that do nothing for a model that is not trained and is called as transformers calls it. A cache by its older name
+    would be one too few, which attention refuses."""
+    if "forward" in vars(module):
+        return module.forward
+    function: Any = type(module).forward
+    while (inner := getattr(function, "__wrapped__", None)) is not None:
+        if function.__globals__["__name__"] != "transformers.modeling_layers" and _renamed(function) != "cache":
+            break
+        function = inner
+    return MethodType(function, module)
+
+
+def _renamed(wrapper: Any) -> Any:
+    """What a wrapper of `transformers.utils.deprecation` calls an argument; None: it is another."""
+    if wrapper.__globals__["__name__"] != "transformers.utils.deprecation":
+        return None
+    closed = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True))
+    return closed["new_name"].cell_contents if "new_name" in closed else None
+
+
+def among(function: FunctionType, places: Mapping[str, Any]) -> FunctionType:
+    """A function with other globals: those of transformers stay what they are."""
+    given = {**function.__globals__, **places}
+    own = FunctionType(function.__code__, given, function.__name__, function.__defaults__, function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
+
+
+def take_rotations(model: nn.Module) -> None:
+    """From now on queries and keys of bfloat16 numbers are rotated by our kernel, where a module calls a function of
+    these that is known by its numbers."""
+    made: dict[FunctionType, FunctionType | None] = {}
+    for module in model.modules() if library() is not None else ():
+        forward = plain(module)
+        function = forward.__func__ if isinstance(forward, MethodType) else None
+        if not isinstance(function, FunctionType):
+            continue
+        if function not in made:
+            named = ((name, function.__globals__.get(name)) for name in function.__code__.co_names)
+            found = {name: _rotation(each) for name, each in named if isinstance(each, FunctionType)}
+            ours = {name: each for name, each in found.items() if each is not None}
+            made[function] = among(function, ours) if ours else None
+        if (own := made[function]) is not None:
+            module.forward = MethodType(own, module)
+
+
+@cache
+def _rotation(function: FunctionType) -> Callable[..., Any] | None:
+    """What does the same as a function of (q, k, cos, sin) or (x, cos, sin), wherever the kernel takes its arguments;
+    None where nothing here does."""
+    names = tuple(signature(function).parameters)
+    alone = names[:3] == ("x", "cos", "sin")
+    if not alone and names[:4] != ("q", "k", "cos", "sin"):
+        return None
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator).bfloat16()
+
+    heads = [numbers(1, _TOKENS, count, 32).transpose(1, 2) for count in ((4,) if alone else (4, 2))]
+    parts = [(numbers(1, _TOKENS, dim), numbers(1, _TOKENS, dim)) for dim in (32, 16)]
+    theirs = [_rotated_by(function, *heads, *angles) for angles in parts]
+    for rounds, some in every((True, False), repeat=2):
+        how = _Rotation(function, len(heads), rounds, some)
+        ours = [how.turned(heads, *angles, 1) for angles in (parts if some else parts[:1])]
+        if all(_alike(mine, other, rounds) for mine, other in zip(ours, theirs, strict=False)):
+            return how
+    return None
+
+
+class _Rotation:
+    """In place of a function that rotates `count` tensors. `rounds`: see `rotate_heads`. `some`: there may be fewer
+    angles than dimensions, of which the last then stay."""
+
+    def __init__(self, original: Callable[..., Any], count: int, rounds: bool, some: bool) -> None:
+        self._original, self._count, self._rounds, self._some = original, count, rounds, some
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the function."""
+        if len(args) == self._count + 2 and (not kwargs or kwargs.keys() == {"unsqueeze_dim"}):
+            made = self.turned(args[: self._count], args[-2], args[-1], kwargs.get("unsqueeze_dim", 1))
+            if made is not None:
+                return made if self._count > 1 else made[0]
+        return self._original(*args, **kwargs)
+
+    def turned(self, x: Sequence[Tensor], cos: Tensor, sin: Tensor, heads_at: int) -> tuple[Tensor, ...] | None:
+        """Each (1, heads, T, d), or (1, T, heads, d) where `heads_at` is 2; None where the kernel does not take it."""
+        q, k = x[0], x[-1]
+        if (
+            q.dim() != 4
+            or k.dim() != 4
+            or cos.dim() != 3
+            or heads_at not in (1, 2)
+            or not len(q) == len(k) == len(cos) == 1
+        ):
+            return None
+        if cos.shape[-1] != q.shape[-1] and not self._some:
+            return None
+        q, k = (q[0].transpose(0, 1), k[0].transpose(0, 1)) if heads_at == 1 else (q[0], k[0])
+        made = rotate_heads(q, k if self._count > 1 else None, cos[0], sin[0], rounds=self._rounds)
+        if made is None:
+            return None
+        return tuple((each.transpose(0, 1) if heads_at == 1 else each).unsqueeze(0) for each in made[: self._count])
+
+
+def _rotated_by(function: Callable[..., Any], *args: Tensor) -> tuple[Tensor, ...] | None:
+    try:
+        with torch.inference_mode():
+            made = function(*args)
+    except Exception:  # it is of something else, or of all dimensions
+        return None
+    made = (made,) if torch.is_tensor(made) else made
+    return made if isinstance(made, tuple) and all(torch.is_tensor(each) for each in made) else None
+
+
+def _alike(ours: Sequence[Tensor] | None, theirs: Sequence[Tensor] | None, exactly: bool) -> bool:
+    if ours is None or theirs is None or [each.shape for each in ours] != [each.shape for each in theirs]:
+        return False
+    pairs = list(zip(ours, theirs, strict=True))
+    if exactly or any(each.dtype is not torch.bfloat16 for each in theirs):
+        return all(torch.equal(mine, other) and mine.dtype is other.dtype for mine, other in pairs)
+    return all(_rounds_alike(mine, other) for mine, other in pairs)
+
+
+def _rounds_alike(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether sums are but taken in another order: now and then a number is rounded to the other side."""
+    close = torch.isclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-5)
+    return bool(close.all()) and bool((ours == theirs).float().mean() > 0.97)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from h2o_flexgen.kernels import states
 from h2o_flexgen.kernels.native import library
-from h2o_flexgen.models.hf.fused import kind_of
+from h2o_flexgen.models.hf.fused import among, kind_of
 
 Original = Callable[..., Any]
 
@@ -251,11 +251,8 @@ def take_recurrences(model: nn.Module, by: Callable[..., Any] | None = None) -> 
         found = [name for name in OURS if name in function.__code__.co_names and name in function.__globals__]
         if not found or not isinstance(function, FunctionType):
             continue
-        places = dict(function.__globals__)
-        places.update({name: partial(by or OURS[name], places[name]) for name in found})
-        own = FunctionType(function.__code__, places, function.__name__, function.__defaults__, function.__closure__)
-        own.__kwdefaults__ = function.__kwdefaults__
-        module.forward = MethodType(own, module)
+        ours = {name: partial(by or OURS[name], function.__globals__[name]) for name in found}
+        module.forward = MethodType(among(function, ours), module)
         taken.update(found)
     return sorted(taken)
 
