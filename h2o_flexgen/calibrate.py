@@ -41,7 +41,7 @@ from h2o_flexgen.errors import StorageError, UsageError
 from h2o_flexgen.units import format_bytes, format_rate, format_seconds
 
 TAKEN = (
-    *("model", "path", "revision", "offline", "dtype", "device", "emulate_gpu", "offload_dir"),
+    *("model", "path", "revision", "offline", "model_impl", "dtype", "device", "cpu_mem", "emulate_gpu", "offload_dir"),
     *("weight_bits", "weight_group", "dequantize"),
 )
 """The settings of an engine that say what is measured, and where."""
@@ -87,7 +87,7 @@ def _calibration(config: EngineConfig, args: Namespace) -> Any:
     found = resolve_model(
         config.model, path=config.path, revision=config.revision, offline=config.offline, need_weights=False
     )
-    spec, device = config.kept(stored_spec(found)), resolve_device(config)
+    spec, device = config.kept(stored_spec(found, found.impl(config.model_impl))), resolve_device(config)
     return Calibration(
         spec,
         resolve_dtype(config.dtype, spec.dtype, device),
@@ -95,6 +95,7 @@ def _calibration(config: EngineConfig, args: Namespace) -> Any:
         offload_folder(config.offload_dir),
         budget_s=args.budget_s,
         emulated=config.emulate_gpu is not None,
+        cpu_mem=config.cpu_mem,
     )
 
 

@@ -18,6 +18,7 @@ from h2o_flexgen.calibration.timing import Repeats, Sample, Spreads, Timer
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import TENSOR_ALIGN, round_up
 from h2o_flexgen.config.offload import Kernels
+from h2o_flexgen.engine.limits.devices import cgroup_room
 from h2o_flexgen.memory.cuda import open_device
 from h2o_flexgen.memory.handle import torch_dtype
 from h2o_flexgen.memory.pages import DeviceMemory, HostMemory
@@ -41,17 +42,24 @@ def largest_cache() -> int:
     return max(sizes, default=0) or _UNKNOWN_CACHE
 
 
-def arena_size() -> int:
+def free_memory(cap: int | None = None) -> int:
+    """Bytes that this process may still take of the host's memory, of `cap` bytes in all where that is given."""
+    rooms = [psutil.virtual_memory().available, cgroup_room()]
+    rooms.append(None if cap is None else cap - psutil.Process().memory_info().rss)
+    return max(0, min(room for room in rooms if room is not None))
+
+
+def arena_size(free: int) -> int:
     """Bytes that are gone through in turns: several times any cache, an eighth of what is free at most."""
     wanted = min(max(_LEAST, _ROTATION * largest_cache()), _MOST)
-    return min(wanted, max(psutil.virtual_memory().available // 8, 16 * MIB)) // (2 * MIB) * (2 * MIB)
+    return min(wanted, max(free // 8, 16 * MIB)) // (2 * MIB) * (2 * MIB)
 
 
 class Bench:
     """One compute device. Owns its arena: memory of the kind that weights and caches lie in, full of small numbers.
 
-    `arena_bytes`: how much; None: `arena_size`. `spreads` and `repeats` are those of the whole calibration. A context
-    manager.
+    `arena_bytes`: how much; None: `arena_size`. `spreads` and `repeats` are those of the whole calibration, `cap` its
+    bytes of host memory. A context manager.
     """
 
     def __init__(
@@ -62,6 +70,7 @@ class Bench:
         arena_bytes: int | None = None,
         spreads: Spreads | None = None,
         repeats: Repeats | None = None,
+        cap: int | None = None,
     ) -> None:
         self.spec, self.dtype, self.device = spec, torch_dtype(dtype), device
         self.itemsize = self.dtype.itemsize
@@ -76,7 +85,8 @@ class Bench:
         self._tile = tile.to(device)
         gpu = open_device(device)
         memory = HostMemory() if gpu is None else DeviceMemory(gpu)
-        self._allocation = memory.allocate(arena_bytes or arena_size())
+        self._cap = cap
+        self._allocation = memory.allocate(arena_bytes or arena_size(free_memory(cap)))
         self.arena = self._allocation.tensor
         # The first touch of memory can take longer than anything that is measured: all of it is written here.
         self.refill()
@@ -84,6 +94,10 @@ class Bench:
     def measure(self, figure: str, call: Callable[[], object], seconds: float, **settings: Any) -> Sample:
         """See Timer.measure; the sample is one of those that `figure` of this device is made of."""
         return self.spreads.note(f"{self.name} {figure}", self.timer.measure(call, seconds, **settings))
+
+    def room(self) -> int:
+        """Bytes of host memory that may be taken now, whatever the device is."""
+        return free_memory(self._cap)
 
     def noise(self, *shape: int) -> Tensor:
         """Small normal numbers in memory of their own."""

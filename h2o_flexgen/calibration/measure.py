@@ -29,10 +29,11 @@ from h2o_flexgen.calibration.links import (
 )
 from h2o_flexgen.calibration.packed import packed_factors, usual_packings
 from h2o_flexgen.calibration.stored import keep_profile, machine_facts, profile_key
-from h2o_flexgen.calibration.ticks import recorded_ticks, unexplained_ticks
+from h2o_flexgen.calibration.ticks import prompt_ticks, recorded_ticks, unexplained_ticks
 from h2o_flexgen.calibration.timing import WIDE, Repeats, Spreads, TimeBudget, Timer
 from h2o_flexgen.config.hardware.profile import HardwareProfile
 from h2o_flexgen.config.hardware.rates import UNIT_KINDS, ComputeRates, LinkRate
+from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.reports.record import utc_now
 from h2o_flexgen.cores import CoreCount, sharing_warning
@@ -62,6 +63,7 @@ COMPUTE_PARTS = {
 """Weights of what is measured on each compute device."""
 RECORDED, _RECORDED_WEIGHT = "recorded steps", 2.0
 EXPERTS, _EXPERTS_WEIGHT = "experts", 6.0
+PROMPTS, _PROMPTS_WEIGHT = "ticks of prompts", 4.0
 DISK_PARTS = {"disk writes": 5.0, "disk reads": 4.0, "disk rewrites": 2.0}
 _COPIES = {"cpu->gpu": "copies to the GPU", "gpu->cpu": "copies from the GPU"}
 _COPIES_WEIGHT, _PAGEABLE_WEIGHT = 1.5, 0.5
@@ -90,6 +92,8 @@ class Calibration:
     emulated: bool = False
     file_bytes: int = FILE
     arena_bytes: int | None = None
+    cpu_mem: int | None = None
+    """Bytes of host memory that the process may use in all; None: what the machine has free."""
 
     def __post_init__(self) -> None:
         if not 0 < self.budget_s < float("inf"):
@@ -187,7 +191,7 @@ class CalibrationRun:
 
     def _bench(self, device: torch.device) -> Bench:
         spec = replace(self._c.spec, packings=())
-        return Bench(spec, self._c.dtype, device, self._c.arena_bytes, self.spreads, self._repeats)
+        return Bench(spec, self._c.dtype, device, self._c.arena_bytes, self.spreads, self._repeats, self._c.cpu_mem)
 
     def _start(self, part: str) -> float:
         self._on_progress(part, self._budget.elapsed, self._budget.seconds)
@@ -236,7 +240,9 @@ class CalibrationRun:
             experts=experts,
         )
         recorded = recorded_ticks(bench, rates, seconds(RECORDED)) if bench.name == "gpu" else None
-        return replace(rates, tick_s=unexplained_ticks(bench, rates, seconds("ticks")), graph_tick_s=recorded)
+        prompts = prompt_ticks(bench, rates, seconds(PROMPTS)) if isinstance(spec, ModuleSpec) else {}
+        ticks = unexplained_ticks(bench, rates, seconds("ticks"))
+        return replace(rates, tick_s=ticks, prompt_tick_s=prompts, graph_tick_s=recorded)
 
     def _all_links(self, bench: Bench) -> Factors:
         """Measures every link, and then all of them beside each other, and beside products."""
@@ -315,6 +321,7 @@ def _weights(calibration: Calibration) -> dict[str, float]:
         name = "gpu" if device.type == "cuda" else "cpu"
         parts = COMPUTE_PARTS | ({RECORDED: _RECORDED_WEIGHT} if name == "gpu" else {})
         parts |= {EXPERTS: _EXPERTS_WEIGHT} if calibration.spec.arch.experts else {}
+        parts |= {PROMPTS: _PROMPTS_WEIGHT} if isinstance(calibration.spec, ModuleSpec) else {}
         weights |= {_on(name, part): weight for part, weight in parts.items()}
     weights |= DISK_PARTS
     if calibration.has_gpu:

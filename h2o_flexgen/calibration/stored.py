@@ -14,6 +14,7 @@ import torch
 
 from h2o_flexgen.config.hardware.profile import HardwareProfile, kept_file, load_kept
 from h2o_flexgen.config.model.packing import groupwise
+from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.reports.record import host_facts
 from h2o_flexgen.engine.execution.cuda_graphs import recorder
@@ -50,6 +51,8 @@ def profile_key(
     everything: list[object] = [machine, memory, place, dtype, emulated, *shapes, spec.embed_dim, *kinds]
     if packed := sorted({str(packing) for _, packing in spec.packings} - {str(groupwise(bits, 64)) for bits in (8, 4)}):
         everything.append(packed)  # others than those that are measured for every model
+    if isinstance(spec, ModuleSpec):
+        everything.append("modules")
     digest = hashlib.sha256(json.dumps(everything).encode()).hexdigest()[:16]
     return f"{'gpu' if device.type == 'cuda' or emulated else 'cpu'}-{dtype}-{spec.hidden_size}-{digest}"
 

@@ -8,8 +8,10 @@ the tick. Caches are small ones that evict, as they are where such costs count.
 
 from __future__ import annotations
 
+import json
+import logging
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -17,18 +19,18 @@ from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
-import psutil
 import torch
 
 from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.calibration.bench import Bench, largest_cache
 from h2o_flexgen.calibration.compute import greedy_sequences
-from h2o_flexgen.calibration.timing import Sample, sample_of
+from h2o_flexgen.calibration.timing import MOST_SAMPLES, Sample, sample_of
 from h2o_flexgen.checkpoint.source import DummySource
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.hardware.profile import HardwareProfile
 from h2o_flexgen.config.hardware.rates import UNIT_KINDS, ComputeRates, Curve
+from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import ModelSpec, UnitSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
@@ -37,13 +39,19 @@ from h2o_flexgen.engine.execution.block import BlockRunner
 from h2o_flexgen.engine.limits.plan import Plan, make_plan
 from h2o_flexgen.engine.metrics.recorder import BlockTotals
 from h2o_flexgen.engine.metrics.trace import Trace
+from h2o_flexgen.engine.model import decoder_of
 from h2o_flexgen.engine.sampling.sampler import Sampler
 from h2o_flexgen.engine.state.loader import Loaded, load
+from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.decoder import Decoder
 from h2o_flexgen.schedule.request import Caps, PlanRequest
 from h2o_flexgen.schedule.tasks import FIRST_REPLAYED, Task, TaskKind
 
+log = logging.getLogger(__name__)
+
 ROWS = (1, 8, 32)
+PROMPTS, _PROMPTS, _PROMPT_STEPS = (16, 64, 256), 8, 2
+"""Tokens of each of so many prompts, and the steps that they go through."""
 _WIDTH, _VOCABULARY = 64, 64
 _PROMPT, _BUDGET, MOST_STEPS, _LEAST_STEPS = 33, 32, 48, 6
 _WARM = 2  # steps that nothing is taken from, the prompts' included
@@ -53,28 +61,69 @@ _MOST_BYTES = 2 << 30
 _LEAST = 1e-7
 
 
-def _short_model(spec: ModelSpec, dtype: str) -> ModelSpec:
-    """`spec` with so few layers that they just leave the processor's caches before they come again.
+def short_plan(spec: ModelSpec, dtype: str, tier: str, room: int) -> Plan:
+    """A plan of a short model of the kind of `spec`, all of it on `tier`, that takes no more than `room` bytes.
 
-    Where even that takes much memory the widths are tiny, too: what is left unexplained is small beside such layers.
+    Where layers as wide as those of `spec` take more they are tiny: what is left unexplained is small beside such.
+    ModelError where neither can be made.
     """
-    sizes = {group.key: group.buffer_bytes(dtype) for group in spec.weight_groups}
-    layer = sum(nbytes for key, nbytes in sizes.items() if key.startswith("layers.0."))
-    layers = min(max(_LEAST_LAYERS, -(-_TURNS * largest_cache() // layer)), _MOST_LAYERS, spec.num_layers)
+    plan = None
+    for short in (_modules if isinstance(spec, ModuleSpec) else _natives)(spec, dtype):
+        eviction = EvictionConfig("h2o", budget=_BUDGET) if short.keeps_caches else EvictionConfig()
+        request = PlanRequest(short, Workload(_PROMPT, MOST_STEPS), eviction, dtype, Caps(), tier)
+        at_home = {tier: 1.0}
+        plan = make_plan(request, OffloadPolicy(max(ROWS), weights=at_home, cache=at_home, hidden=at_home))
+        longest = with_prompts(plan, PROMPTS[-1]) if isinstance(short, ModuleSpec) else plan
+        if max(each.footprint.total(tier) for each in (plan, longest)) <= room:
+            break
+    if plan is None:
+        raise ModelError(f"{spec.name} has no short model of its kind, so that what its units take is not known")
+    return plan
+
+
+def with_prompts(plan: Plan, length: int) -> Plan:
+    """The same model for `_PROMPTS` prompts of another length."""
+    request = replace(plan.request, workload=Workload(length, MOST_STEPS))
+    return make_plan(request, replace(plan.policy, gpu_batch_size=_PROMPTS))
+
+
+def _enough_layers(spec: ModelSpec, dtype: str) -> int:
+    """As many as just leave the processor's caches before they come again."""
+    sizes = (group.buffer_bytes(dtype) for group in spec.weight_groups if group.key.startswith("layers.0."))
+    return min(max(_LEAST_LAYERS, -(-_TURNS * largest_cache() // sum(sizes))), _MOST_LAYERS, spec.num_layers)
+
+
+def _modules(spec: ModuleSpec, dtype: str) -> Iterator[ModelSpec]:
+    """Of a model of transformers' modules: its first layers, until there is one of each kind, and a tiny one."""
+    # They import transformers.
+    from h2o_flexgen.models.hf.record import spec_of
+    from h2o_flexgen.models.hf.rows import spec_of_rows
+    from h2o_flexgen.models.hf.shrink import shortened, shrunk
+
+    kinds = [(*spec.layers[i][1:4], spec.windows[i], spec.arch.experts_of(i)) for i in range(spec.num_layers)]
+    layers = max(1 + max(kinds.index(kind) for kind in kinds), _enough_layers(spec, dtype))
+    for make in (partial(shortened, share=layers / spec.num_layers), shrunk):
+        try:
+            config = json.loads(make(json.loads(spec.config)).to_json_string())
+            yield spec_of_rows(config, "short", spec.alone) if spec.alone else spec_of(config, "short")
+        except Exception as error:  # whatever transformers raises, such a config is none of its
+            log.debug("%s cannot be made short: %s", spec.name, error)
+
+
+def _natives(spec: ModelSpec, dtype: str) -> Iterator[ModelSpec]:
+    """`spec` with few layers, and with tiny ones."""
     short = replace(
         spec,
         name="short",
-        num_layers=layers,
+        num_layers=_enough_layers(spec, dtype),
         max_positions=max(spec.max_positions, _PROMPT + MOST_STEPS),
         bos_token_id=0,
         eos_token_id=0,
         pad_token_id=None,
     )
-    outer = sum(nbytes for key, nbytes in sizes.items() if not key.startswith("layers."))
-    if outer + layers * layer <= min(_MOST_BYTES, psutil.virtual_memory().available // 4):
-        return short
+    yield short
     bridged = spec.embed_dim != spec.hidden_size
-    return replace(
+    yield replace(
         short,
         vocab_size=_VOCABULARY,
         hidden_size=_WIDTH,
@@ -98,6 +147,7 @@ class ShortRun:
 
     plan: Plan
     loaded: Loaded
+    decoder: Decoder
 
     @property
     def units(self) -> tuple[UnitSpec, ...]:
@@ -110,8 +160,8 @@ class ShortRun:
         """One block of `rows` rows through so many steps; `on_step` is called when each starts."""
         request, totals = self.plan.request, BlockTotals()
         spec, policy = request.spec, make_policy(request.eviction)
-        runner = BlockRunner(Decoder(spec), self.loaded.stages, policy, Sampler(), trace, on_tokens=on_step)
-        sequences = greedy_sequences(spec, request.eviction, rows, (_PROMPT, steps))
+        runner = BlockRunner(self.decoder, self.loaded.stages, policy, Sampler(), trace, on_tokens=on_step)
+        sequences = greedy_sequences(spec, request.eviction, rows, (request.workload.prompt_len, steps))
         for _ in runner.run(self.plan, [sequences], totals):
             pass
         return totals
@@ -143,14 +193,10 @@ class ShortRun:
 @contextmanager
 def _short_run(bench: Bench) -> Iterator[ShortRun]:
     dtype = str(bench.dtype).removeprefix("torch.")
-    spec, tier = _short_model(bench.spec, dtype), bench.name
-    eviction = EvictionConfig("h2o", budget=_BUDGET)
-    request = PlanRequest(spec, Workload(_PROMPT, MOST_STEPS), eviction, dtype, Caps(), tier)
-    at_home = {tier: 1.0}
-    plan = make_plan(request, OffloadPolicy(max(ROWS), weights=at_home, cache=at_home, hidden=at_home))
-    source = DummySource(spec, dtype)
+    plan = short_plan(bench.spec, dtype, bench.name, min(_MOST_BYTES, bench.room() // 4))
+    source = DummySource(plan.request.spec, dtype)
     with closing(load(plan, source, EngineConfig(), [bench.device], "", _ignore, _ignore)) as loaded:
-        yield ShortRun(plan, loaded)
+        yield ShortRun(plan, loaded, decoder_of(plan.request.spec, source, dtype, bench.device))
 
 
 @torch.inference_mode()
@@ -203,6 +249,38 @@ def recorded_ticks(bench: Bench, rates: ComputeRates, seconds: float) -> Curve |
             return {"step": taken}
 
         return _beyond(bench, "recorded steps", seconds, take).get("step")
+
+
+@torch.inference_mode()
+def prompt_ticks(bench: Bench, rates: ComputeRates, seconds: float) -> dict[str, Curve]:
+    """Seconds of each prompt in the ticks of a step of prompts beyond what `rates`, which know of none, say, over its
+    tokens, by the kind of the unit: of transformers' modules, empty for others. As long prompts as there is time for.
+
+    What mixers do prompt by prompt is in here.
+    """
+    beyond: dict[str, list[tuple[float, float]]] = {kind: [] for kind in UNIT_KINDS}
+    if not isinstance(bench.spec, ModuleSpec):
+        return {}
+    clock, last = bench.timer.clock, 0.0
+    with _short_run(bench) as run:
+        begun = clock()
+        for length in PROMPTS:
+            fits = length + _PROMPT_STEPS <= run.plan.request.spec.max_positions
+            if beyond["attn"] and (not fits or 4 * last > seconds - (clock() - begun)):
+                break
+            long, start = replace(run, plan=with_prompts(run.plan, length)), clock()
+            known, taken = long.priced(rates, _PROMPTS), list[dict[str, float]]()
+            while len(taken) < 2 or (len(taken) < MOST_SAMPLES and clock() - start < seconds / len(PROMPTS)):
+                sums = dict.fromkeys(UNIT_KINDS, 0.0)
+                for unit, step, lasted in long.ticks(_PROMPTS, _PROMPT_STEPS):
+                    sums[unit.kind] += 0.0 if step else lasted - known(unit, 0)
+                taken.append(sums)
+            last = (clock() - start) / len(taken)
+            counts = Counter(unit.kind for unit in run.units)
+            for kind, points in beyond.items():
+                each = statistics.median(sums[kind] for sums in taken) / (counts[kind] or 1) / _PROMPTS
+                points.append((length, max(_LEAST, each)))
+    return {kind: Curve(tuple(points)) for kind, points in beyond.items()}
 
 
 def _beyond(

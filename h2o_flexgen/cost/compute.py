@@ -46,7 +46,10 @@ class Compute:
         parts = make(unit, task.step, rows, task.batch)
         parts["moving state"] = parts.get("moving state", 0.0) + self._arrival(unit, task)
         replayed = self._block.recorded and task.step >= FIRST_REPLAYED
-        parts["overhead"] = self._rates.tick_seconds(unit.kind, self._tokens(task.step, rows), replayed=replayed)
+        if task.step > 0:
+            parts["overhead"] = self._rates.tick_seconds(unit.kind, rows, replayed=replayed)
+        else:
+            parts["overhead"] = self._rates.prompts_seconds(unit.kind, rows, self._block.prompt_len)
         return parts
 
     def seconds(self, task: Task) -> float:
@@ -123,7 +126,7 @@ class Compute:
 
     def _mlp(self, unit: UnitSpec, step: int, rows: int, batch: int) -> Parts:
         spec = self._block.spec
-        if unit.layer == spec.num_layers - 1:
+        if unit.layer == spec.num_layers - 1 and not spec.arch.whole_ends:
             step = 1  # nothing but the prompts' last tokens has come this far
         tokens = self._tokens(step, rows)
         if unit.experts:

@@ -134,7 +134,8 @@ class CostInputs:
     def mixture_tokens(self, step: int, unit: UnitSpec, sequences: int = 0) -> int:
         """Tokens of all GPU batches that the experts of `unit` are chosen by in `step`; of a block of `sequences` where
         these are given."""
-        whole = step == 0 and unit.layer != self.spec.num_layers - 1
+        ends = unit.layer == self.spec.num_layers - 1 and not self.spec.arch.whole_ends
+        whole = step == 0 and not ends
         return (sequences or self.sequences) * (self.prompt_len if whole else 1)
 
     def reads_ahead(self, step: int, unit: UnitSpec) -> bool:

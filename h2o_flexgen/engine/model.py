@@ -156,14 +156,19 @@ def _opened(found: ResolvedModel, config: EngineConfig, device: torch.device, ma
 
 def make_decoder(model: Model, device: torch.device) -> Decoder:
     """What computes the units of a model. ModelError where transformers' modules cannot in the model's dtype."""
-    if not isinstance(model.spec, ModuleSpec):
-        return Decoder(model.spec)
+    return decoder_of(model.spec, model.stored, model.dtype, device)
+
+
+def decoder_of(spec: ModelSpec, weights: WeightSource, dtype: str, device: torch.device) -> Decoder:
+    """As `make_decoder`; what is float32 whatever the dtype is read from `weights`."""
+    if not isinstance(spec, ModuleSpec):
+        return Decoder(spec)
     from h2o_flexgen.models.hf.decoder import ModuleDecoder  # imports transformers
 
-    decoder = ModuleDecoder(model.spec, torch_dtype(model.dtype), device)
+    decoder = ModuleDecoder(spec, torch_dtype(dtype), device)
     for name in decoder.exact:
-        tensor = torch.empty(model.spec.tensors[name].shape)
-        model.stored.read_into(name, tensor)
+        tensor = torch.empty(spec.tensors[name].shape)
+        weights.read_into(name, tensor)
         decoder.keep(name, tensor.to(device))
     return decoder
 

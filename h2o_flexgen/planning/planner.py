@@ -28,7 +28,7 @@ FindRates = Callable[[], HardwareProfile | None]
 """Finds or measures the rates of this machine; None where it cannot."""
 
 _MEASURED = (
-    *("model", "path", "revision", "offline", "dtype", "device", "emulate_gpu", "offload_dir"),
+    *("model", "path", "revision", "offline", "model_impl", "dtype", "device", "cpu_mem", "emulate_gpu", "offload_dir"),
     *("weight_bits", "weight_group", "dequantize"),
 )
 """The settings of an engine that say what is calibrated, and where."""
@@ -164,5 +164,6 @@ def _flags(config: EngineConfig) -> Iterator[str]:
         value = getattr(config, item.name)
         if item.name in _MEASURED and value is not None:
             name = item.metadata["flags"][0]
-            shown = f"{value}B" if item.name == "emulate_gpu" else str(value).lower() if value is True else value
+            size = item.name in ("cpu_mem", "emulate_gpu")
+            shown = f"{value}B" if size else str(value).lower() if value is True else value
             yield f"{name}={shown}"

@@ -91,7 +91,7 @@ class HardwareProfile:
         """Every field, as plain JSON values."""
         plain: dict[str, Any] = _plain(self)
         for rates in plain["compute"].values():
-            for name in ("packed", "experts"):
+            for name in ("packed", "experts", "prompt_tick_s"):
                 if not rates[name]:  # programs that do not know of it read the rest
                     del rates[name]
         return plain
@@ -121,8 +121,8 @@ def _rates(data: Mapping[str, Any]) -> ComputeRates:
     fields["tick_s"] = {kind: Curve(tuple(t)) if isinstance(t, list) else t for kind, t in ticks.items()}
     shapes = [known_keys(shape, GemmShape) for shape in fields.get("shapes", ())]
     fields["shapes"] = tuple(GemmShape(**{**shape, "seconds": Curve(shape["seconds"])}) for shape in shapes)
-    for name in ("packed", "experts"):
-        fields[name] = {bits: Curve(points) for bits, points in fields.get(name, {}).items()}
+    for name in ("packed", "experts", "prompt_tick_s"):
+        fields[name] = {key: Curve(points) for key, points in fields.get(name, {}).items()}
     if fields.get("graph_tick_s") is not None:
         fields["graph_tick_s"] = Curve(tuple(fields["graph_tick_s"]))
     return ComputeRates(**{**fields, "gemm_flops": Curve(fields["gemm_flops"])})

@@ -130,6 +130,8 @@ class ComputeRates:
                         tokens, measured in decode ticks of the engine
     graph_tick_s        the same of decode steps that are recorded once and launched as a whole (`schedule.tasks`):
                         seconds over a tick's tokens, of whatever unit, their mean. None: no steps are recorded
+    prompt_tick_s       the same of transformers' modules in a step of prompts, by kind of unit: seconds of each prompt
+                        over its tokens. Empty: as in a decode tick
     sample_s            of choosing one row's token, greedily, beside the output head's product
     fresh_bytes_per_s   of the first write to memory that the system has just given, as the caches of a call's first
                         block are on a CPU: its pages have to be found and zeroed, which may be slower than a disk.
@@ -149,6 +151,7 @@ class ComputeRates:
     graph_tick_s: Curve | None = None
     fused_products: bool = False
     torch_attention: bool = False
+    prompt_tick_s: Mapping[str, Curve] = field(default_factory=dict)
     packed: Mapping[str, Curve] = field(default_factory=dict)
     experts: Mapping[str, Curve] = field(default_factory=dict)
 
@@ -166,6 +169,8 @@ class ComputeRates:
         ):
             if set(getattr(self, name)) != set(keys):
                 raise UsageError(f"{name} has {sorted(getattr(self, name))}", f"needed {', '.join(keys)}")
+        if self.prompt_tick_s and set(self.prompt_tick_s) != set(UNIT_KINDS):
+            raise UsageError(f"prompt_tick_s has {sorted(self.prompt_tick_s)}", f"needed {', '.join(UNIT_KINDS)}")
         if not set(self.packed) <= set(PACKED_BITS):
             raise UsageError(f"packed has {sorted(self.packed)}", f"needed bits among {', '.join(PACKED_BITS)}")
         ticks = [("tick_s", value) for value in self.tick_s.values() if not isinstance(value, Curve)]
@@ -179,6 +184,11 @@ class ComputeRates:
             return self.graph_tick_s.at(tokens)
         tick = self.tick_s[kind]
         return tick.at(tokens) if isinstance(tick, Curve) else tick
+
+    def prompts_seconds(self, kind: str, prompts: int, length: int) -> float:
+        """As `tick_seconds`, of a tick that computes so many prompts of `length` tokens each."""
+        known = self.prompt_tick_s.get(kind)
+        return self.tick_seconds(kind, prompts * length) if known is None else prompts * known.time_at(length)
 
     def gemm_seconds(self, rows: float, out_features: int, in_features: int, itemsize: int) -> float:
         """Of x (rows, in) times (out, in) in numbers of `itemsize` bytes: as measured at this shape, else by the

@@ -159,6 +159,8 @@ class ArchSpec:
     predicting: int = 0
     """Layers of the checkpoint behind the model's own, which predict more tokens at once and are not read."""
     tied_head: bool = True
+    whole_ends: bool = False
+    """All tokens of a prompt go through the last layer's second half, not its last alone (transformers' modules)."""
     nested: bool = False
     """Its checkpoint is that of a multimodal model, of which nothing else is read (Gemma 3)."""
 

@@ -42,8 +42,9 @@ class WorkCounter:
         groups = spec.groups_by_key
         # After the last attention only each prompt's last token goes on.
         *before, last, _ = spec.units
-        self._before = Counter(unit.products for unit in before if unit.kind == "mlp")
-        self._behind = Counter([last.products] if last.kind == "mlp" else [])
+        whole = spec.arch.whole_ends
+        self._before = Counter(unit.products for unit in (*before, *([last] * whole)) if unit.kind == "mlp")
+        self._behind = Counter([last.products] if last.kind == "mlp" and not whole else [])
         self._attend = Counter(unit.products for unit in spec.units if unit.kind == "attn")
         self._streamed, self._experts = Counter[str](), Counter[str]()
         for key, tier in plan.placement.weights.items():

@@ -201,6 +201,7 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
             chunked=any(each.chunked for each in calls),
             gated_mlp=True,
             tied_head=tied,
+            whole_ends=True,
             activation=activation,
             experts=experts,
         ),
@@ -238,7 +239,8 @@ def positions_of(config: Any) -> int:
 def read_beside(read: ConfigReader, config: Any) -> dict[str, Any]:
     """The fields of a ModelSpec that no module shows."""
     tokens = read.special_tokens(*(_token(config, each) for each in ("bos_token_id", "eos_token_id", "pad_token_id")))
-    return {"dtype": read.dtype("float32"), **tokens}
+    # Those of several parts say it of each.
+    return {"dtype": read.dtype(read.section("text_config").dtype("float32")), **tokens}
 
 
 def _token(config: Any, key: str) -> int | None:

@@ -83,6 +83,7 @@ def spec_of_rows(config: Mapping[str, Any], name: str, why: str) -> ModuleSpec:
             positions="rotary",
             gated_mlp=True,
             tied_head=tied,
+            whole_ends=True,
             activation=activation,
             experts=experts,
         ),

@@ -3,9 +3,11 @@ numbers."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,20 +16,26 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 LAYERS, VOCAB, WINDOW = 4, 128, 8
+SHORT_EXPERTS, SHORT_VOCAB = 16, 4096
+"""Of a model that is short, and as wide as it was."""
 MOST = 200_000_000
 """Numbers that a tiny model may have: others would take long."""
+_LAYERS = "num_hidden_layers n_layer n_layers num_layers decoder_layers"
+_EXPERTS = "num_experts num_local_experts n_routed_experts moe_num_experts"
+_VOCABULARIES = "vocab_size vocab_size_per_layer_input unpadded_vocab_size"
 SIZES: list[tuple[int, str]] = [
     (64, "hidden_size d_model n_embd dim hidden_dim word_embed_proj_dim"),
     (4, "num_attention_heads n_head n_heads decoder_attention_heads num_heads swa_num_attention_heads"),
-    (LAYERS, "num_hidden_layers n_layer n_layers num_layers decoder_layers"),
+    (LAYERS, _LAYERS),
     (2, "num_key_value_heads swa_num_key_value_heads num_global_key_value_heads num_kv_shared_layers n_group"),
     (2, "num_experts_per_tok moe_topk moe_k moe_top_k top_k_experts num_experts_per_token zero_expert_num"),
     (16, "head_dim v_head_dim kv_lora_rank qk_nope_head_dim attention_head_dim global_head_dim swa_head_dim d_kv"),
     (96, "intermediate_size ffn_dim n_inner d_ff dff decoder_ffn_dim ffn_hidden_size intermediate_size_mlp"),
     (96, "dense_intermediate_size swa_intermediate_size inner_dim"),
-    (VOCAB, "vocab_size vocab_size_per_layer_input unpadded_vocab_size"),
+    (VOCAB, _VOCABULARIES),
     (256, "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions"),
-    (8, "num_experts num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim"),
+    (8, _EXPERTS),
+    (8, "qk_rope_head_dim"),
     (8, "attention_chunk_size hidden_size_per_layer_input rotary_dim"),
     (32, "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size q_lora_rank"),
     (32, "expert_ffn_hidden_size moe_shared_expert_intermediate_size shared_experts_intermediate_size"),
@@ -143,25 +151,52 @@ SECTIONS = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm_ocr", "paddleocr_vl")
 """Types whose positions have three parts by default, of as many dimensions as the default head has."""
 
 
+Fields = Callable[[PreTrainedConfig], dict[str, Any]]
+"""What of a decoder's config is to be otherwise."""
+
+
 def shrunk(raw: Mapping[str, Any]) -> PreTrainedConfig:
     """The config of a config.json, tiny: of a decoder, or of one in a wrapper with what looks at images.
 
     What it says beside sizes stays, as kinds of layers and of positions do. Raises as transformers does.
     """
+    return _changed(raw, small)
+
+
+def shortened(raw: Mapping[str, Any], share: float) -> PreTrainedConfig:
+    """As `shrunk`, but layers keep their widths: of them there are as many as are `share` of all, from the first on,
+    of their experts some, and of the vocabulary a part."""
+    return _changed(raw, partial(_short, share=share))
+
+
+def _short(given: PreTrainedConfig, share: float) -> dict[str, Any]:
+    have = given.to_dict()
+    layers = next((have[name] for name in _LAYERS.split() if type(have.get(name)) is int), 0)
+    left = max(1, math.ceil(share * layers))
+    most = {_LAYERS: left, _EXPERTS: SHORT_EXPERTS, _VOCABULARIES: SHORT_VOCAB}
+    sizes = {name: size for names, size in most.items() for name in names.split()}
+    made = {name: min(have[name], size) for name, size in sizes.items() if type(have.get(name)) is int}
+    made |= {name: value for name, value in TOKENS.items() if name in have}
+    lists = {name: value for name, value in have.items() if isinstance(value, list)}
+    made |= {name: value[:left] for name, value in lists.items() if len(value) == layers > left}
+    return {name: value for name, value in made.items() if name not in UNSAID.get(given.model_type, ())}
+
+
+def _changed(raw: Mapping[str, Any], fields: Fields) -> PreTrainedConfig:
     kind = CONFIG_MAPPING[raw["model_type"]]
     given = kind.from_dict(dict(raw))
     text = given.get_text_config(decoder=True)
     if text is given:
-        return kind.from_dict({**raw, **small(given)})
+        return kind.from_dict({**raw, **fields(given)})
     said = raw.get("text_config") or (text.to_dict() if "hidden_size" in raw else {})  # some have it beside the rest
     if raw["model_type"] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and raw["model_type"] not in ("gemma3", "mistral3"):
-        return type(text).from_dict({**said, **small(text)})
+        return type(text).from_dict({**said, **fields(text)})
     whole = given.to_dict()
-    whole["text_config"] |= small(text)
+    whole["text_config"] |= fields(text)
     whole["vision_config"] |= {key: value for key, value in VISION.items() if key in whole["vision_config"]}
     whole |= {key: VOCAB - 1 for key in whole if re.search(r"(image|video|vision\w*|boi|eoi)_token_(id|index)$", key)}
     rope = whole["text_config"].get("rope_parameters") or {}
-    if "mrope_section" in rope or raw["model_type"] in SECTIONS:
+    if fields is small and ("mrope_section" in rope or raw["model_type"] in SECTIONS):
         rope["mrope_section"] = [4, 2, 2]
     return kind.from_dict(whole)
 

@@ -115,7 +115,7 @@ def test_a_calibration_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) 
     assert flags[0] == "h2o_flexgen.calibrate"
     assert {"--model=opt-125m", "--offload-dir=/somewhere", "--offline=true", "--quiet"} <= set(flags)
     assert f"--emulate-gpu={2 << 30}B" in flags
-    assert not [flag for flag in flags if "mem" in flag]
+    assert [flag for flag in flags if "mem" in flag] == [f"--cpu-mem={9 << 30}B"], "it keeps to the cap as well"
     monkeypatch.setattr(FakeProcess, "ending", 6)
     assert calibrate_here(config, quiet=False) is None
     monkeypatch.setattr(FakeProcess, "ending", KeyboardInterrupt)
