@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import cycle
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,13 @@ import pytest
 import torch
 
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.cost.model import CostModel
 from h2o_flexgen.cost.simulate import simulate
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.state.kv_store import CacheMaker
+from h2o_flexgen.models.families import spec_from_config
+from h2o_flexgen.models.hf.shrink import shrunk
 from tests.cost.machines import profile
 from tests.cost.test_against_engine import BATCHES, CASES, NEW, PROMPT, ROWS
 from tests.engine.test_modules import tiny
@@ -95,3 +100,21 @@ def test_caches_and_weights_take_what_was_planned(
     assert sum(made.values()) <= planned["KV cache"] <= sum(-(-nbytes // 4096) * 4096 for nbytes in made.values())
     weights = sum(nbytes for what, nbytes in held.items() if "weight" in what)
     assert weights == planned["weights"]
+
+
+@pytest.mark.parametrize("kind", ["longcat_flash", "deepseek_v3", "qwen3_5_moe", "zamba2", "bloom", "gemma3n_text"])
+def test_the_products_of_units_are_their_matrices(kind: str) -> None:
+    """In the mean over the units of a kind, which may differ: LongCat's attention follows a dense MLP in every second,
+    and Zamba's layers share one that is read at each place."""
+    spec = spec_from_config(json.loads(shrunk({"model_type": kind}).to_json_string()), kind, "transformers")
+    assert isinstance(spec, ModuleSpec)
+    routers = spec.arch.experts.count * spec.hidden_size if spec.arch.experts else 0
+    counted, held = Counter[str](), Counter[str]()
+    for unit in spec.units:
+        own = [each for each in dict(spec.groups)[unit.weights] if each.name.startswith(f"{unit.name}.")]
+        head = spec.vocab_size * spec.embed_dim if unit.kind == "head" and spec.arch.tied_head else 0
+        held[unit.products] += sum(prod(each.shape) for each in own if each.product) + head
+        held[unit.products] += routers if unit.experts else 0
+        calls = spec.product_calls(unit.products, 3)
+        counted[unit.products] += sum(times * a * b for (a, b), rows, times in calls if rows == 3)
+    assert dict(counted) == pytest.approx(dict(held))

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from h2o_flexgen.config.model.packing import groupwise
-from h2o_flexgen.config.model.spec import ModelSpec, Product, UnitSpec
+from h2o_flexgen.config.model.spec import ModelSpec, Product, ProductCall, UnitSpec
 from h2o_flexgen.config.model.tensors import LayerHeads, StateSpec, TensorSpec, WeightGroup
 
 
@@ -87,6 +87,8 @@ class Activations(NamedTuple):
 
 
 NOTHING = Activations()
+Matrices = tuple[tuple[str, tuple[tuple[Product, float], ...]], ...]
+"""By the kind of units, products, and how many of each a unit has in the mean."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class ModuleSpec(ModelSpec):
     config    the config.json of the model, from which the modules are made
     layers    what each holds of a row
     halves    the units between the embedding and the head
-    matrices  the products of the first unit of each kind
+    matrices  the products of the units of each kind
     starts    the module at whose call each unit but the embedding begins, in the order of units: the next call of it
     """
 
@@ -104,7 +106,7 @@ class ModuleSpec(ModelSpec):
     groups: tuple[tuple[str, tuple[ModuleTensor, ...]], ...] = ()
     layers: tuple[LayerSpec, ...] = ()
     halves: tuple[HalfSpec, ...] = ()
-    matrices: tuple[tuple[str, tuple[Product, ...]], ...] = ()
+    matrices: Matrices = ()
     starts: tuple[str, ...] = ()
     joined: tuple[tuple[str, ...], ...] = ()
     """Paths of modules whose products are of the same tensor, in the order of their calls."""
@@ -176,8 +178,14 @@ class ModuleSpec(ModelSpec):
         return max(2 * self.hidden_size, self.activations.held)
 
     def products(self, kind: str) -> tuple[Product, ...]:
-        """The products of one kind of unit, those of the first for all."""
-        return dict(self.matrices).get(kind, ())
+        """The products of one kind of unit: all that any unit of the kind has."""
+        return tuple(product for product, _ in dict(self.matrices).get(kind, ()))
+
+    def product_calls(self, kind: str, rows: float) -> tuple[ProductCall, ...]:
+        """As of any model; units of a kind may differ, and have the mean of all."""
+        if kind == "experts":
+            return super().product_calls(kind, rows)
+        return tuple(ProductCall(product, rows, times) for product, times in dict(self.matrices).get(kind, ()))
 
 
 def half_names(halves: tuple[HalfSpec, ...]) -> list[str]:

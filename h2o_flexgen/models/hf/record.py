@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.fx.experimental import _config
 from transformers import PreTrainedModel
 
 from h2o_flexgen.config.model.arch import Activation, ArchSpec, ExpertSpec
-from h2o_flexgen.config.model.modules import LayerSpec, ModuleSpec
+from h2o_flexgen.config.model.modules import LayerSpec, Matrices, ModuleSpec
 from h2o_flexgen.config.model.spec import Product
 from h2o_flexgen.config.model.tensors import LayerHeads, StateSpec
 from h2o_flexgen.errors import ModelError
@@ -178,13 +179,13 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
     matrices = matrices_of(model, timeline)
     tables = [module for path, module in model.named_modules() if timeline.first.get(path) == 0]
     learned = sum(isinstance(module, nn.Embedding) for module in tables) > 1
-    head = dict(matrices)["head"][-1]
+    head = dict(matrices)["head"][-1][0]
     windowed = tuple(layer for layer, window in enumerate(windows) if window is not None)
     return ModuleSpec(
         name=name,
         vocab_size=head.out_features,
         hidden_size=head.in_features,
-        ffn_size=max(each.out_features for kind, products in matrices if kind in _INNER for each in products),
+        ffn_size=max(each.out_features for kind, products in matrices if kind in _INNER for each, _ in products),
         num_layers=len(layers),
         num_heads=heads.queries,
         num_kv_heads=heads.keys,
@@ -268,23 +269,26 @@ def experts_of(timeline: RecordedUnits, name: str, model: PreTrainedModel) -> tu
     return spec, form.activation
 
 
-def matrices_of(model: PreTrainedModel, timeline: RecordedUnits) -> tuple[tuple[str, tuple[Product, ...]], ...]:
-    """The products of the first unit of each kind; of experts, too."""
-    units = {0: "embed", len(timeline.halves) + 1: "head"}
-    for number, half in enumerate(timeline.halves, 1):
-        if half.products not in units.values():
-            units[number] = half.products
-    made: dict[str, list[Product]] = {kind: [] for kind in units.values()}
+def matrices_of(model: PreTrainedModel, timeline: RecordedUnits) -> Matrices:
+    """The products of the units of each kind, and how many of each a unit has in the mean; of experts, too."""
+    kinds = ["embed", *(half.products for half in timeline.halves), "head"]
+    made: dict[str, Counter[Product]] = {kind: Counter() for kind in kinds}
     for path in timeline.first:  # in the order of their calls
-        module, kind = model.get_submodule(path), units.get(timeline.first[path])
+        module = model.get_submodule(path)
         scaled = module is model.get_output_embeddings() and isinstance(module, nn.Linear)  # of a kind of its own
-        if kind is not None and (is_product(module) or scaled):
-            first, second = module._parameters["weight"].shape  # type: ignore[union-attr]
-            made[kind].append(Product(first, second) if isinstance(module, nn.Linear) else Product(second, first))
+        if is_product(module) or scaled:
+            sizes = module._parameters["weight"].shape  # type: ignore[union-attr]
+            product = Product(*(sizes if isinstance(module, nn.Linear) else reversed(sizes)))
+            for unit in timeline.units_of(path):
+                made[kinds[unit]][product] += 1
     for _, routing in list(timeline.routings.values())[:1]:
         form = form_of(routing.module)
         shapes = [part.shape for part in form.parts if len(part.shape) == 2]
         wide, hidden = sum(outs for outs, _ in shapes[:-1]), shapes[0][1]
-        made["router"].append(Product(form.count, hidden))
-        made["experts"] = [Product(wide, hidden), Product(*shapes[-1])]
-    return tuple((kind, tuple(products)) for kind, products in made.items())
+        made["router"][Product(form.count, hidden)] += kinds.count("router")
+        made["experts"] = Counter((Product(wide, hidden), Product(*shapes[-1])))
+    units = Counter([*kinds, "experts"])
+    return tuple(
+        (kind, tuple((product, count / units[kind]) for product, count in products.items()))
+        for kind, products in made.items()
+    )

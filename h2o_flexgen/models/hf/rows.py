@@ -64,13 +64,15 @@ def spec_of_rows(config: Mapping[str, Any], name: str, why: str) -> ModuleSpec:
     groups, tied = weight_groups(model, timeline, name)
     experts, activation = record.experts_of(timeline, name, model)
     matrices = record.matrices_of(model, timeline)
-    made, head, layers = model.config.get_text_config(decoder=True), dict(matrices)["head"][-1], len(timeline.layers)
+    made, layers = model.config.get_text_config(decoder=True), len(timeline.layers)
+    head, _ = dict(matrices)["head"][-1]
+    inner = [product for kind, each in matrices if kind in ("attn", "mlp") for product, _ in each]
     heads, kv_heads, head_dim = _heads(made, -(-max(0, more - few) // (record.TOKENS * layers)))
     return ModuleSpec(
         name=name,
         vocab_size=head.out_features,
         hidden_size=head.in_features,
-        ffn_size=max((p.out_features for kind, each in matrices if kind in ("attn", "mlp") for p in each), default=1),
+        ffn_size=max((product.out_features for product in inner), default=1),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
