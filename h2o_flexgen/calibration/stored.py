@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from h2o_flexgen.config.hardware.profile import HardwareProfile, kept_file, load_kept
-from h2o_flexgen.config.model.packing import groupwise
 from h2o_flexgen.config.model.modules import ModuleSpec
+from h2o_flexgen.config.model.packing import groupwise
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.reports.record import host_facts
 from h2o_flexgen.engine.execution.cuda_graphs import recorder

@@ -21,8 +21,8 @@ from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.engine.execution.passes import Passes
 from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.engine.execution.passes import Passes
 from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.units import GIB, MIB
 from tests.cost.machines import model_of, profile, ticking

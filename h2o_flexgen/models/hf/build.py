@@ -29,8 +29,9 @@ from h2o_flexgen.config.model.modules import Activations
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.packed import PackedWeight, look_up
-from h2o_flexgen.models.hf.attention import NAME, NotUnderstood, current
-from h2o_flexgen.models.hf.experts import CHANGES, TEXT_ONLY, ExpertPart, Routing, adapt, tell_form
+from h2o_flexgen.models.hf.attention import NAME
+from h2o_flexgen.models.hf.changes import adapt
+from h2o_flexgen.models.hf.experts import TEXT_ONLY
 
 T = TypeVar("T", bound=NamedTuple)
 
@@ -294,58 +295,3 @@ def activations(events: Marked, starts: Sequence[int], tokens: int) -> Activatio
     head = max(amount.most for amount in amounts[last:]) - amounts[last].now
     each, busy, asked = (-(-max(numbers) // tokens) for numbers in (held, working, attending))
     return Activations(each, busy, asked, head, events.mixers(0), events.mixers(1))
-
-
-NOBODY = -1
-"""Chosen instead of LongCat-Flash's experts without weights (arXiv 2509.01322), which give back what they are given."""
-
-
-class _Classifier(nn.Linear):
-    """A router's projection: in float32, whatever its matrix is kept in, which is none of a product's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x.float(), self.weight.float())
-
-
-def _longcat_router(module: Any) -> None:
-    """Its projection is called, and not its matrix taken, so that it is seen whose that is."""
-    if module.classifier.bias is not None:
-        raise NotUnderstood(f"{type(module).__name__} has a bias, which transformers leaves out")
-    weight = module.classifier.weight
-    module.classifier = _Classifier(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    module.classifier.weight = weight
-    module.forward = partial(_longcat_route, module)
-
-
-def _longcat_route(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x (1, T, H) -> logits (T, experts), the shares of those that are chosen (T, k), and their numbers (T, k)."""
-    logits = module.classifier(hidden_states.reshape(-1, module.hidden_dim))
-    scores = logits.softmax(-1)
-    chosen = module.get_topk_indices(scores)
-    return logits, scores.gather(1, chosen) * module.routed_scaling_factor, chosen
-
-
-def _longcat_experts(module: Any) -> None:
-    """The wide matrices have rows for all experts, those back only for such as have weights: these come first."""
-    ffn, hidden, count = module.intermediate_size, module.hidden_size, module.num_routed_experts
-    if not count:
-        raise NotUnderstood(f"{type(module).__name__} has no experts with weights")
-    wide = [
-        ExpertPart(f"{name}.weight", "gate_up_proj", (ffn, hidden), start, 2 * ffn)
-        for name, start in (("up", ffn), ("gate", 0))
-    ]
-    down = ExpertPart("down.weight", "down_proj", (hidden, ffn), 0, hidden)
-    tell_form(module, module.act_fn, count, (ffn, hidden), [*wide, down])
-    module.forward = partial(_longcat_forward, module)
-
-
-def _longcat_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """x (T, H), experts (T, k) and their shares (T, k) -> (T, H)."""
-    without = top_k_index >= module.num_routed_experts
-    chosen = top_k_index.masked_fill(without, NOBODY)
-    made = current().route(Routing(module, hidden_states, chosen, top_k_weights)).to(hidden_states.dtype)
-    kept = top_k_weights.masked_fill(~without, 0.0).sum(1, keepdim=True)
-    return made + (hidden_states * kept).to(hidden_states.dtype)
-
-
-CHANGES.update({"LongcatFlashExperts": _longcat_experts, "LongcatFlashTopkRouter": _longcat_router})

@@ -1,7 +1,7 @@
 """What transformers' modules call in place of their own experts: those of a pass are computed one by one, elsewhere;
 and of indexers, which choose among tokens that are kept elsewhere.
 
-Modules that do in a way of their own what ours can only do by the interface have their forwards replaced, see `adapt`.
+Modules that do in a way of their own what ours can only do by the interface have their forwards replaced: `changes`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 from transformers.activations import ACT2CLS
 from transformers.integrations import moe
 
@@ -24,7 +22,7 @@ from h2o_flexgen.config.model.arch import Activation
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.types import Choice, Seen
 from h2o_flexgen.models.fields import ACTIVATIONS
-from h2o_flexgen.models.hf.attention import NAME, NotUnderstood, attention, current, named
+from h2o_flexgen.models.hf.attention import NAME, NotUnderstood, current, named
 
 TEXT_ONLY = frozenset({"llama4", "gemma3n"})
 """Types whose model for images and text transformers cannot run, or not without another library: their language model
@@ -122,6 +120,18 @@ def _between(module: Any) -> tuple[Activation, float | None, bool]:
     return "silu", None, True
 
 
+def tell_form(
+    module: Any, activation: nn.Module, count: int, sizes: tuple[int, int], parts: Sequence[ExpertPart]
+) -> None:
+    """Tells `form_of` what the experts of a module are: gated, by tensors that it keeps in a way of its own. `sizes`:
+    of what is between their projections, and of hidden states."""
+    module.has_gate, module.act_fn, module.num_experts = True, activation, count
+    ours, _, own = _between(module)
+    if own:
+        raise NotUnderstood(f"{type(module).__name__} has experts with {type(activation).__name__} between projections")
+    module.expert_form = ExpertForm(count, sizes[0], ours, None, False, False, tuple(parts))
+
+
 def settings_of(module: nn.Module) -> dict[str, Any]:
     """The numbers that a module computes its experts with, but for that of its layer."""
     own = {key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str)}
@@ -135,210 +145,6 @@ def feed_forward(module: Any, w: Mapping[str, Any], x: Tensor) -> Tensor:
     inner = module._apply_gate(wide) if module.has_gate else module.act_fn(wide)
     out = linear(inner.to(x.dtype), w["down.weight"], w.get("down.bias"))
     return module.post_expert_norm(out) if getattr(module, "has_post_expert_norm", False) else out
-
-
-def adapt(model: nn.Module) -> None:
-    """From now on experts are asked for where ours can answer, and positions are those of packed tokens."""
-    for module in model.modules():
-        change = CHANGES.get(type(module).__name__)
-        if change is not None:
-            change(module)
-
-
-def _llama4_experts(module: Any) -> None:
-    module.has_gate, module.is_transposed, module.is_concatenated, module.has_bias = True, True, True, False
-    module._apply_gate = partial(moe._default_apply_gate, module)
-
-
-def _llama4_mixture(module: Any) -> None:
-    module.forward = partial(_llama4_forward, module)
-
-
-def _llama4_forward(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Llama 4 weighs what experts are given, not what they make of it."""
-    x = hidden_states.reshape(-1, module.hidden_dim)
-    scores, logits = module.router(x)
-    shares, experts = scores.topk(module.top_k, dim=-1)
-    weighed = (x.unsqueeze(1) * shares.unsqueeze(2)).flatten(0, 1)
-    chosen = experts.reshape(-1, 1)
-    made = current().route(Routing(module.experts, weighed, chosen, torch.ones_like(chosen, dtype=x.dtype)))
-    out = module.shared_expert(x)
-    return out + made.to(x.dtype).unflatten(0, (-1, module.top_k)).sum(1), logits
-
-
-def _llama4_attention(module: Any) -> None:
-    """Queries of layers that turn nothing grow with their positions, which it would take from the cache."""
-    if module.attn_temperature_tuning and not module.use_rope:
-        module.attn_temperature_tuning = False
-        module.query_scale = partial(_temperature, module.floor_scale, module.attn_scale)
-
-
-def _temperature(floor: float, scale: float, positions: Tensor) -> Tensor:
-    return torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * scale + 1.0
-
-
-PAIRS = f"{NAME}_pairs"
-"""Of attention that each head does twice, over the values of two heads."""
-
-
-def _pairs(module: Any) -> None:
-    if module.config._attn_implementation == NAME:
-        module.config = copy(module.config)
-        module.config._attn_implementation = PAIRS
-
-
-def _attention_of_pairs(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **others: Any
-) -> tuple[Tensor, None]:
-    """As `attention`, of DiffLlama: it attends with the same queries and keys to the first half of the value heads, and
-    then to the second. KV heads i and i + n / 2 are made one of twice the size, both halves of whose values are mixed
-    at once; of its queries each looks at one half of the keys."""
-    run = current()
-    if run.cache.given is None:
-        second: Tensor = module.second
-        del module.second
-        return second, None
-    layer, own_k, own_v = run.cache.given
-    if key is not own_k or own_v.shape[1] % 2 or value.shape != own_v.shape:
-        raise NotUnderstood(f"{type(module).__name__} attends to other keys or values than its cache was given")
-    k, v = (torch.cat(each.chunk(2, 1), -1) for each in (own_k, own_v))
-    heads, dim = k.shape[1], query.shape[-1]
-    first, last = query.unflatten(1, (2, heads, -1)).unbind(1)
-    pad = nn.functional.pad
-    q = torch.cat([pad(first, (0, dim)), pad(last, (dim, 0))], 2).flatten(1, 2)
-    run.cache.given = layer, k, v
-    mixed, _ = attention(module, q, k, v, *args, **others)
-    one, module.second = mixed.unflatten(2, (heads, 2, -1)).transpose(2, 3).flatten(2, 4).chunk(2, -1)
-    return one, None
-
-
-def tell_form(
-    module: Any, activation: nn.Module, count: int, sizes: tuple[int, int], parts: Sequence[ExpertPart]
-) -> None:
-    """Tells `form_of` what the experts of a module are: gated, by tensors that it keeps in a way of its own. `sizes`:
-    of what is between their projections, and of hidden states."""
-    module.has_gate, module.act_fn, module.num_experts = True, activation, count
-    ours, _, own = _between(module)
-    if own:
-        raise NotUnderstood(f"{type(module).__name__} has experts with {type(activation).__name__} between projections")
-    module.expert_form = ExpertForm(count, sizes[0], ours, None, False, False, tuple(parts))
-
-
-def _dbrx_experts(module: Any) -> None:
-    """Experts are rows of matrices; what is between their projections is not the columns but the rows of all three."""
-    ffn, hidden = module.ffn_hidden_size, module.hidden_size
-    wide = [ExpertPart(f"{name}.weight", f"mlp.{key}", (ffn, hidden), 0, ffn) for name, key in _DBRX]
-    down = ExpertPart("down.weight", "mlp.w2", (hidden, ffn), 0, ffn, transposed=True)
-    tell_form(module, module.mlp.activation_fn, module.num_experts, (ffn, hidden), [*wide, down])
-    module.forward = partial(_dbrx_forward, module)
-
-
-_DBRX = (("up", "v1"), ("gate", "w1"))
-
-
-def _dbrx_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    x = hidden_states.reshape(-1, module.hidden_size)
-    made = current().route(Routing(module, x, top_k_index, top_k_weights))
-    return made.to(x.dtype).view(hidden_states.shape)
-
-
-def _jetmoe_router(module: Any) -> None:
-    module.forward = partial(_jetmoe_route, module)
-
-
-def _jetmoe_route(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (T, H) -> experts (T, k) and their shares (T, k)."""
-    logits, experts = module.layer(x).float().topk(module.top_k, dim=1)
-    return experts, logits.softmax(1).type_as(x)
-
-
-def _jetmoe_mixture(module: Any) -> None:
-    ffn, hidden = module.hidden_size, module.input_size
-    wide = [
-        ExpertPart(f"{name}.weight", "input_linear.weight", (ffn, hidden), start, 2 * ffn)
-        for name, start in (("up", ffn), ("gate", 0))
-    ]
-    down = ExpertPart("down.weight", "output_linear.weight", (hidden, ffn), 0, hidden)
-    tell_form(module, module.activation, module.router.num_experts, (ffn, hidden), [*wide, down])
-    module.forward = partial(_jetmoe_forward, module)
-
-
-def _jetmoe_forward(module: Any, layer_input: Tensor) -> Tensor:
-    x = layer_input.reshape(-1, layer_input.shape[-1])
-    made = current().route(Routing(module, x, *module.router(x)))
-    return (made.to(x.dtype) + module.bias).view(layer_input.shape)
-
-
-REPEATED = f"{NAME}_repeated"
-"""Of attention whose keys and values are repeated for heads that are in our order already."""
-
-
-def _attention_of_repeated(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **others: Any
-) -> tuple[Tensor, None]:
-    given = current().cache.given
-    if given is not None:
-        _, key, value = given
-    return attention(module, query, key, value, *args, **others)
-
-
-def _jetmoe_attention(module: Any) -> None:
-    """Each token's experts make its queries, of which there are as many for each key, and mix what these have found.
-    All of them are read, with the other weights of the layer."""
-    experts, heads = module.experts, 0
-    if module.config._attn_implementation == NAME:
-        module.config, heads = copy(module.config), module.num_key_value_heads
-        module.config._attn_implementation = REPEATED
-    experts.map, experts.reduce = partial(_jetmoe_queries, experts, heads), partial(_jetmoe_mixed, experts, heads)
-    for each in (experts.input_linear, experts.output_linear):
-        each.forward = partial(_jetmoe_products, each)
-
-
-def _jetmoe_queries(module: Any, heads: int, layer_input: Tensor) -> tuple[Tensor, None, tuple[Tensor, Tensor]]:
-    """x (1, T, H) -> queries (1, T, k, heads * d). `heads`: of keys, whose queries are then side by side, as our
-    attention has them; 0: they are left where they are."""
-    x = layer_input.reshape(-1, layer_input.shape[-1])
-    experts, shares = module.router(x)
-    queries = module.input_linear(x.repeat_interleave(module.top_k, 0), experts.flatten())
-    queries = queries.view(len(x), module.top_k, -1)
-    queries = _turned(queries, module.top_k, heads) if heads else queries
-    return queries[None], None, (experts, shares)
-
-
-def _jetmoe_mixed(module: Any, heads: int, layer_input: Tensor, chosen: tuple[Tensor, Tensor]) -> Tensor:
-    """What was found (1, T, k, heads * d), and the chosen experts and their shares -> (1, T, H)."""
-    experts, shares = chosen
-    found = layer_input[0]
-    found = _turned(found, heads, module.top_k) if heads else found
-    made = module.output_linear(found.flatten(0, 1), experts.flatten()) * shares.flatten()[:, None]
-    return (made.view(len(experts), module.top_k, -1).sum(1) + module.bias)[None]
-
-
-def _jetmoe_products(module: Any, x: Tensor, experts: Tensor) -> Tensor:
-    """x (N, in) by the expert of each row, of experts (N,) -> (N, out)."""
-    out = x.new_empty(len(x), module.output_size)
-    for expert in () if x.is_meta else experts.unique().tolist():
-        rows = (experts == expert).nonzero()[:, 0]
-        out[rows] = linear(x[rows], module.weight[expert])
-    return out
-
-
-def _turned(x: Tensor, first: int, second: int) -> Tensor:
-    """Heads in the order [first][second] (T, ...) in that of [second][first], in the same shape."""
-    return x.reshape(len(x), first, second, -1).transpose(1, 2).reshape(x.shape)
-
-
-CHANGES: dict[str, Callable[[Any], None]] = {
-    "DbrxExperts": _dbrx_experts,
-    "DiffLlamaAttention": _pairs,
-    "JetMoeAttention": _jetmoe_attention,
-    "JetMoeMoE": _jetmoe_mixture,
-    "JetMoeTopKGating": _jetmoe_router,
-    "Llama4TextAttention": _llama4_attention,
-    "Llama4TextExperts": _llama4_experts,
-    "Llama4TextMoe": _llama4_mixture,
-}
-"""By the names of modules, what is done to them; `build` has more."""
 
 
 _INDEXES = "update_indexer"
@@ -482,5 +288,3 @@ class IndexerChoice(Choice):
 
 
 moe.ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
-AttentionInterface.register(PAIRS, _attention_of_pairs)
-AttentionInterface.register(REPEATED, _attention_of_repeated)
