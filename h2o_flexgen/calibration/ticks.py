@@ -9,15 +9,14 @@ the tick. Caches are small ones that evict, as they are where such costs count.
 from __future__ import annotations
 
 import json
-import logging
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,12 +41,9 @@ from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.engine.model import decoder_of
 from h2o_flexgen.engine.sampling.sampler import Sampler
 from h2o_flexgen.engine.state.loader import Loaded, load
-from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.decoder import Decoder
 from h2o_flexgen.schedule.request import Caps, PlanRequest
 from h2o_flexgen.schedule.tasks import FIRST_REPLAYED, Task, TaskKind
-
-log = logging.getLogger(__name__)
 
 ROWS = (1, 8, 32)
 PROMPTS, _PROMPTS, _PROMPT_STEPS = (16, 64, 256), 8, 2
@@ -67,7 +63,6 @@ def short_plan(spec: ModelSpec, dtype: str, tier: str, room: int) -> Plan:
     Where layers as wide as those of `spec` take more they are tiny: what is left unexplained is small beside such.
     ModelError where neither can be made.
     """
-    plan = None
     for short in (_modules if isinstance(spec, ModuleSpec) else _natives)(spec, dtype):
         eviction = EvictionConfig("h2o", budget=_BUDGET) if short.keeps_caches else EvictionConfig()
         request = PlanRequest(short, Workload(_PROMPT, MOST_STEPS), eviction, dtype, Caps(), tier)
@@ -76,8 +71,6 @@ def short_plan(spec: ModelSpec, dtype: str, tier: str, room: int) -> Plan:
         longest = with_prompts(plan, PROMPTS[-1]) if isinstance(short, ModuleSpec) else plan
         if max(each.footprint.total(tier) for each in (plan, longest)) <= room:
             break
-    if plan is None:
-        raise ModelError(f"{spec.name} has no short model of its kind, so that what its units take is not known")
     return plan
 
 
@@ -95,19 +88,24 @@ def _enough_layers(spec: ModelSpec, dtype: str) -> int:
 
 def _modules(spec: ModuleSpec, dtype: str) -> Iterator[ModelSpec]:
     """Of a model of transformers' modules: its first layers, until there is one of each kind, and a tiny one."""
-    # They import transformers.
-    from h2o_flexgen.models.hf.record import spec_of
-    from h2o_flexgen.models.hf.rows import spec_of_rows
-    from h2o_flexgen.models.hf.shrink import shortened, shrunk
+    from h2o_flexgen.models.hf.shrink import shortened, shrunk  # imports transformers
 
     kinds = [(*spec.layers[i][1:4], spec.windows[i], spec.arch.experts_of(i)) for i in range(spec.num_layers)]
     layers = max(1 + max(kinds.index(kind) for kind in kinds), _enough_layers(spec, dtype))
-    for make in (partial(shortened, share=layers / spec.num_layers), shrunk):
-        try:
-            config = json.loads(make(json.loads(spec.config)).to_json_string())
-            yield spec_of_rows(config, "short", spec.alone) if spec.alone else spec_of(config, "short")
-        except Exception as error:  # whatever transformers raises, such a config is none of its
-            log.debug("%s cannot be made short: %s", spec.name, error)
+    for config_of in (partial(shortened, share=layers / spec.num_layers), shrunk):
+        with suppress(Exception) if config_of is not shrunk else nullcontext():  # not every type can be made short
+            yield _module_spec(spec, config_of)
+
+
+@torch.inference_mode(False)
+def _module_spec(spec: ModuleSpec, config_of: Callable[[Mapping[str, Any]], Any]) -> ModelSpec:
+    """Of a config that is made of the one of `spec`. Raises what transformers does, and ModelError."""
+    from h2o_flexgen.models.hf.record import spec_of
+    from h2o_flexgen.models.hf.rows import spec_of_rows
+
+    config = json.loads(config_of(json.loads(spec.config)).to_json_string())
+    name = f"a short {spec.name}"
+    return spec_of_rows(config, name, spec.alone) if spec.alone else spec_of(config, name)
 
 
 def _natives(spec: ModelSpec, dtype: str) -> Iterator[ModelSpec]:

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.tensors import dtype_bytes
 from h2o_flexgen.engine import self_test
@@ -114,6 +115,17 @@ def test_what_rows_cannot_have_is_refused_by_name(tmp_path: Path) -> None:
     for named, settings in cases.items():
         with pytest.raises(UsageError, match=f"{named}.*row by row"):
             Engine(str(tmp_path), **settings)
+
+
+@pytest.mark.parametrize("kind", ["llama", "bloom"])
+def test_without_a_gpu_its_share_is_the_cpus(kind: str, tmp_path: Path) -> None:
+    """As with native families: FlexGen's usual `--percent 100 0 100 0 100 0` runs on any machine."""
+    tiny(kind).save_pretrained(tmp_path)
+    policy = OffloadPolicy.from_percent([100, 0, 100, 0, 100, 0], gpu_batch_size=2, num_gpu_batches=2)
+    with Engine(str(tmp_path), policy=policy, dtype="float32", model_impl="transformers", device="cpu") as llm:
+        llm.generate(prompts_of([5, 3, 4]), max_new_tokens=2, ignore_eos=True)
+        assert llm.last_plan is not None
+        assert llm.last_plan.placement.tiers == {"cpu"}
 
 
 @pytest.fixture
