@@ -240,8 +240,9 @@ class CalibrationRun:
             experts=experts,
         )
         recorded = recorded_ticks(bench, rates, seconds(RECORDED)) if bench.name == "gpu" else None
-        prompts = prompt_ticks(bench, rates, seconds(PROMPTS)) if isinstance(spec, ModuleSpec) else {}
-        ticks = unexplained_ticks(bench, rates, seconds("ticks"))
+        own = self._c.spec if isinstance(self._c.spec, ModuleSpec) else None
+        prompts = {} if own is None else prompt_ticks(bench, rates, seconds(PROMPTS), own)
+        ticks = unexplained_ticks(bench, rates, seconds("ticks"), own)
         return replace(rates, tick_s=ticks, prompt_tick_s=prompts, graph_tick_s=recorded)
 
     def _all_links(self, bench: Bench) -> Factors:

@@ -52,7 +52,7 @@ def profile_key(
     if packed := sorted({str(packing) for _, packing in spec.packings} - {str(groupwise(bits, 64)) for bits in (8, 4)}):
         everything.append(packed)  # others than those that are measured for every model
     if isinstance(spec, ModuleSpec):
-        everything.append("modules")
+        everything.append(["modules", spec.packed_kind])
     digest = hashlib.sha256(json.dumps(everything).encode()).hexdigest()[:16]
     return f"{'gpu' if device.type == 'cuda' or emulated else 'cpu'}-{dtype}-{spec.hidden_size}-{digest}"
 

@@ -24,12 +24,14 @@ from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.calibration.bench import Bench, largest_cache
 from h2o_flexgen.calibration.compute import greedy_sequences
 from h2o_flexgen.calibration.timing import MOST_SAMPLES, Sample, sample_of
-from h2o_flexgen.checkpoint.source import DummySource
+from h2o_flexgen.checkpoint.quantising import QuantisingSource
+from h2o_flexgen.checkpoint.source import DummySource, WeightSource
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.hardware.profile import HardwareProfile
 from h2o_flexgen.config.hardware.rates import UNIT_KINDS, ComputeRates, Curve
 from h2o_flexgen.config.model.modules import ModuleSpec
+from h2o_flexgen.config.model.packing import groupwise
 from h2o_flexgen.config.model.spec import ModelSpec, UnitSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
@@ -63,7 +65,7 @@ def short_plan(spec: ModelSpec, dtype: str, tier: str, room: int) -> Plan:
     Where layers as wide as those of `spec` take more they are tiny: what is left unexplained is small beside such.
     ModelError where neither can be made.
     """
-    for short in (_modules if isinstance(spec, ModuleSpec) else _natives)(spec, dtype):
+    for short in _modules(spec, dtype) if isinstance(spec, ModuleSpec) else _natives(spec, dtype):
         eviction = EvictionConfig("h2o", budget=_BUDGET) if short.keeps_caches else EvictionConfig()
         request = PlanRequest(short, Workload(_PROMPT, MOST_STEPS), eviction, dtype, Caps(), tier)
         at_home = {tier: 1.0}
@@ -105,7 +107,18 @@ def _module_spec(spec: ModuleSpec, config_of: Callable[[Mapping[str, Any]], Any]
 
     config = json.loads(config_of(json.loads(spec.config)).to_json_string())
     name = f"a short {spec.name}"
-    return spec_of_rows(config, name, spec.alone) if spec.alone else spec_of(config, name)
+    made = spec_of_rows(config, name, spec.alone) if spec.alone else spec_of(config, name)
+    bits = _own_bits(spec)
+    return made if bits is None else made.with_bits(*bits)
+
+
+def _own_bits(spec: ModuleSpec) -> tuple[int, int] | None:
+    """Bits and group of weights that are packed while they are loaded: a short model has them too, as what products of
+    a few rows take in a row is not what each takes alone."""
+    kind = spec.packed_kind or {}
+    bits, group = int(kind.get("bits") or 0), int(kind.get("group") or 0)
+    usual = [groupwise(each, group) for each in (4, 8)] if group else []
+    return (bits, group) if usual and all(packing in usual for _, packing in spec.packings) else None
 
 
 def _natives(spec: ModelSpec, dtype: str) -> Iterator[ModelSpec]:
@@ -189,22 +202,29 @@ class ShortRun:
 
 
 @contextmanager
-def _short_run(bench: Bench) -> Iterator[ShortRun]:
+def _short_run(bench: Bench, spec: ModelSpec | None = None) -> Iterator[ShortRun]:
+    """`spec`: that of the bench where none is given."""
     dtype = str(bench.dtype).removeprefix("torch.")
-    plan = short_plan(bench.spec, dtype, bench.name, min(_MOST_BYTES, bench.room() // 4))
-    source = DummySource(plan.request.spec, dtype)
+    plan = short_plan(spec or bench.spec, dtype, bench.name, min(_MOST_BYTES, bench.room() // 4))
+    short = plan.request.spec
+    source: WeightSource = DummySource(replace(short, packings=()), dtype)
+    if short.packings:
+        source = QuantisingSource(source, short)
     with closing(load(plan, source, EngineConfig(), [bench.device], "", _ignore, _ignore)) as loaded:
-        yield ShortRun(plan, loaded, decoder_of(plan.request.spec, source, dtype, bench.device))
+        yield ShortRun(plan, loaded, decoder_of(short, source, dtype, bench.device))
 
 
 @torch.inference_mode()
-def unexplained_ticks(bench: Bench, rates: ComputeRates, seconds: float) -> dict[str, Curve]:
+def unexplained_ticks(
+    bench: Bench, rates: ComputeRates, seconds: float, spec: ModelSpec | None = None
+) -> dict[str, Curve]:
     """Seconds of decode ticks, from the start of one to that of the next, beyond what `rates` say, over their rows.
 
-    By the kind of the unit. The first run of all, which warms up, is left out.
+    By the kind of the unit. The first run of all, which warms up, is left out. `spec`: of the model, where it is not
+    that of the bench.
     """
     clock = bench.timer.clock
-    with _short_run(bench) as run:
+    with _short_run(bench, spec) as run:
 
         def take(rows: int, seconds: float) -> dict[str, list[_Timed]]:
             known, begun = run.priced(rates, rows), clock()
@@ -250,17 +270,15 @@ def recorded_ticks(bench: Bench, rates: ComputeRates, seconds: float) -> Curve |
 
 
 @torch.inference_mode()
-def prompt_ticks(bench: Bench, rates: ComputeRates, seconds: float) -> dict[str, Curve]:
+def prompt_ticks(bench: Bench, rates: ComputeRates, seconds: float, spec: ModuleSpec) -> dict[str, Curve]:
     """Seconds of each prompt in the ticks of a step of prompts beyond what `rates`, which know of none, say, over its
-    tokens, by the kind of the unit: of transformers' modules, empty for others. As long prompts as there is time for.
+    tokens, by the kind of the unit: of transformers' modules. As long prompts as there is time for.
 
     What mixers do prompt by prompt is in here.
     """
     beyond: dict[str, list[tuple[float, float]]] = {kind: [] for kind in UNIT_KINDS}
-    if not isinstance(bench.spec, ModuleSpec):
-        return {}
     clock, last = bench.timer.clock, 0.0
-    with _short_run(bench) as run:
+    with _short_run(bench, spec) as run:
         begun = clock()
         for length in PROMPTS:
             fits = length + _PROMPT_STEPS <= run.plan.request.spec.max_positions
@@ -274,7 +292,7 @@ def prompt_ticks(bench: Bench, rates: ComputeRates, seconds: float) -> dict[str,
                     sums[unit.kind] += 0.0 if step else lasted - known(unit, 0)
                 taken.append(sums)
             last = (clock() - start) / len(taken)
-            counts = Counter(unit.kind for unit in run.units)
+            counts = Counter[str](unit.kind for unit in run.units)
             for kind, points in beyond.items():
                 each = statistics.median(sums[kind] for sums in taken) / (counts[kind] or 1) / _PROMPTS
                 points.append((length, max(_LEAST, each)))

@@ -105,9 +105,12 @@ class Compute:
         block, layer = self._block, unit.layer or 0
         spec, tokens = block.spec, self._tokens(step, rows)
         kept = self._elementwise(2 * block.kept_bytes(layer, batch))  # states are read, and written
+        fresh = self._fresh(block.kept_bytes(layer, batch), layer, batch) if step == 0 else {}
         if not spec.attends(layer):
-            products = self._chunked(unit.products, self._parts(step, rows))
-            return {"products": products, "elementwise": kept + self._half(tokens, attn=True)}
+            # A mixer goes through prompts one by one.
+            parts = self._parts(step, rows) if step > 0 else Counter({block.prompt_len: rows})
+            products = self._chunked(unit.products, parts)
+            return {"products": products, "elementwise": kept + self._half(tokens, attn=True), **fresh}
         query, kv = block.query_width, block.kv_width
         elementwise = self._half(tokens, attn=True)
         if spec.arch.qk_norm:
@@ -119,9 +122,9 @@ class Compute:
             attend = self._decode(layer, step, rows, batch)
         else:
             attend = self._prompt(layer, rows, batch)
-        for part, seconds in self._recalling(layer, step, batch).items():
-            attend[part] = attend.get(part, 0.0) + seconds
-        attend["elementwise"] = attend.get("elementwise", 0.0) + elementwise + kept
+        for more in (self._recalling(layer, step, batch), {"elementwise": elementwise + kept, **fresh}):
+            for part, seconds in more.items():
+                attend[part] = attend.get(part, 0.0) + seconds
         return {**attend, "products": self._chunked(unit.products, self._parts(step, rows))}
 
     def _mlp(self, unit: UnitSpec, step: int, rows: int, batch: int) -> Parts:
@@ -202,10 +205,16 @@ class Compute:
         rates, kept = block.machine.rates(device), min(block.prompt_len, block.request.budgets[layer].after_prompt)
         copied = 4 * block.rows[batch] * kept * block.kv_width * block.itemsize
         parts = {"elementwise": copied / rates.elementwise_bytes_per_s}
+        return {**parts, **self._fresh(self._moves.cache_bytes(layer, batch), layer, batch)}
+
+    def _fresh(self, nbytes: int, layer: int, batch: int) -> Parts:
+        """The first write of so much of a resident cache, where that is new memory."""
+        block = self._block
+        rate = block.machine.rates(block.attention_device(layer, batch)).fresh_bytes_per_s
         resident = (layer, batch) not in block.shape.cache_moves
-        if rates.fresh_bytes_per_s is not None and resident and not (block.later or block.request.endless):
-            parts["fresh memory"] = self._moves.cache_bytes(layer, batch) / rates.fresh_bytes_per_s
-        return parts
+        if rate is None or not nbytes or not resident or block.later or block.request.endless:
+            return {}
+        return {"fresh memory": nbytes / rate}
 
     def _keys(self, layer: int, part: PromptPart) -> int:
         """Keys per query that the kernel multiplies: all, or with a window what a chunk of queries sees together."""

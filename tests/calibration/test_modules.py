@@ -84,7 +84,7 @@ def test_ticks_of_steps_and_of_prompts(hybrid: ModelSpec, tmp_path: Path, monkey
     monkeypatch.setattr(ticks, "largest_cache", lambda: 1)
     monkeypatch.setattr(ticks, "ROWS", (1, 3))
     sizes: dict[str, Any] = {"budget_s": 0.01, "file_bytes": 2 * MIB, "arena_bytes": 2 * MIB}
-    found = calibrate(Calibration(hybrid, "float32", CPU, tmp_path, **sizes))
+    found = calibrate(Calibration(hybrid.with_bits(4, 32), "float32", CPU, tmp_path, **sizes))
     rates = found.compute["cpu"]
     assert set(rates.prompt_tick_s) == set(rates.tick_s) == set(UNIT_KINDS)
     assert all(curve.points[0][0] == PROMPTS[0] for curve in rates.prompt_tick_s.values())
@@ -96,7 +96,9 @@ def test_profiles_of_modules_have_keys_of_their_own() -> None:
     config = {**(known_config("granite-3.1-8b") or {}), **sizes, "num_attention_heads": 4, "num_key_value_heads": 2}
     native, modules = (spec_from_config(config, "it", impl) for impl in ("native", "transformers"))
     alike = replace(native, ffn_size=modules.ffn_size, arch=modules.arch)
-    assert profile_key(alike, "float32", CPU) != profile_key(modules, "float32", CPU)
+    keys = {profile_key(spec, "float32", CPU) for spec in (alike, modules, modules.with_bits(4, 64))}
+    assert len(keys) == 3, "and by bits, which short models have too"
+    assert all(spec.packings for spec in ticks._modules(modules.with_bits(8, 32), "float32"))
 
 
 def test_prompts_cost_by_their_number_and_length() -> None:

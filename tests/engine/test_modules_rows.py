@@ -11,14 +11,15 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.tensors import dtype_bytes
+from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.engine import self_test
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import ModelError, PlanError, UsageError
 from h2o_flexgen.models.hf import trusted
 from h2o_flexgen.models.hf.shrink import random_model
+from tests.engine.test_modules import tiny as packed
 from tests.tiny import VOCAB, decided, prompts_of, transformers_agrees
 
 TOKENS = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2}
@@ -120,7 +121,7 @@ def test_what_rows_cannot_have_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["llama", "bloom"])
 def test_without_a_gpu_its_share_is_the_cpus(kind: str, tmp_path: Path) -> None:
     """As with native families: FlexGen's usual `--percent 100 0 100 0 100 0` runs on any machine."""
-    tiny(kind).save_pretrained(tmp_path)
+    (packed if kind == "llama" else tiny)(kind).save_pretrained(tmp_path)
     policy = OffloadPolicy.from_percent([100, 0, 100, 0, 100, 0], gpu_batch_size=2, num_gpu_batches=2)
     with Engine(str(tmp_path), policy=policy, dtype="float32", model_impl="transformers", device="cpu") as llm:
         llm.generate(prompts_of([5, 3, 4]), max_new_tokens=2, ignore_eos=True)
