@@ -34,7 +34,7 @@ from h2o_flexgen.kernels.prompt import keep_prompts, keeps
 from h2o_flexgen.kernels.types import DecodeAttention, KeysValues, PackedPrompts, PackedRow
 
 PromptWatch = Callable[[int, int, Tensor], None]
-"""Told of a prompt that comes in: row id, layer, and what its tokens are chosen by, (kv_heads, length) float32."""
+"""Called for each prompt with its row id, layer, and its tokens' scores (kv_heads, length) float32."""
 
 
 class KVCache:
@@ -85,7 +85,7 @@ class KVCache:
         self._dropping: dict[int, tuple[Range, ...]] = {}
         self._last: int | Tensor | None = None
         self.rewritten = 0
-        """How often more has changed in K and V than a token per step."""
+        """How often a step changed more of K and V than one token."""
         self._reads_occupied = False  # steps read nothing but occupied slots, unless positions roll
         self.k: Tensor | None = None
         self.v: Tensor | None = None
@@ -131,7 +131,7 @@ class KVCache:
 
     @property
     def scales(self) -> KeyScales | None:
-        """Of keys; None where they are kept as they come."""
+        """Scales of keys; None if keys are stored unscaled."""
         return self._kept.scales
 
     @property
@@ -204,11 +204,11 @@ class KVCache:
                 self._kept.fill(target, held, ends, self._buffers())
 
     def scores_of(self, rows: Sequence[int], prompts: AttendedPrompts) -> Tensor | None:
-        """What `fill` of these rows chooses by: float32, (n, parts, kv_heads, S); None where no score decides.
+        """The scores by which `fill` chooses: float32, (n, parts, kv_heads, S); None if no score decides.
 
         prompts: of the rows, in this order, on any device.
         """
-        if self._slots.packs:  # what it chooses by are the column sums
+        if self._slots.packs:  # column sums are the scores
             return prompts.column_sums
         same_budget, found = dict[Budget, list[int]](), dict[int, tuple[Rows, Tensor]]()
         for index, row in enumerate(rows):
@@ -373,7 +373,7 @@ class KVCache:
         self._lengths.tick(steps)
 
     def _start(self, k: Tensor, v: Tensor, q: Tensor, rolling: bool, sinks: bool) -> None:
-        """All prompts are in: which way the steps go is settled for good, by the first query among others."""
+        """All prompts are in: chooses kernel or torch for all further steps, from the first query among others."""
         self._lengths.start()
         self._slots.start(rolling)
         torch_only = rolling or self.choice is not None or (sinks and self.device.type != "cpu")
@@ -435,7 +435,7 @@ class KVCache:
         table: tuple[Tensor, Tensor] | None,
         sink_logits: Tensor | None,
     ) -> DecodeAttention:
-        """Of some rows, None: of all, over the first `width` slots."""
+        """Attention of some rows (None: all) over the first `width` slots."""
         k, v = (some_of(buffer, rows).narrow(2, 0, width) for buffer in self._buffers())
         keys, values = self._kept.expanded(KeysValues(k, v), q.dtype, rows)
         asked, seen = some_of(q, rows), None if valid is None else some_of(valid, rows)

@@ -1,5 +1,4 @@
-"""Slots of a cache that are taken in the order of arrival, what is asked of slots in any order, and which of them steps
-attend to."""
+"""The interface of cache slots, slots taken in order of arrival, and the choice of slots that a step attends to."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ class CacheSlots(ABC):
     score: Tensor | None = None  # (b, kv_heads, capacity) float32
     needs_rows = scores_keys = False
     packs = True
-    """Whether a kernel may fill K, V and `table` with prompts by itself: what it chooses by is their column sums."""
+    """Whether a kernel may fill K, V and `table` with prompts by itself, choosing by their column sums."""
     table: tuple[Tensor, Tensor] | None = None
     """Score and position of every slot, as `fill` leaves them, (b, kv_heads, capacity) float32 and int32; if kept."""
 
@@ -56,7 +55,7 @@ class CacheSlots(ABC):
     def resume(self, parts: Sequence[tuple[CacheSlots, Sequence[int]]]) -> None:
         """Instead of `fill`: rows of other caches go on in this one, in this order, with K and V in the same slots.
 
-        The lengths have them already.
+        The lengths of this cache already count these rows.
         """
 
     @abstractmethod
@@ -83,22 +82,22 @@ class CacheSlots(ABC):
 
     @abstractmethod
     def evict(self, row: Tensor | None, length: int, held: Held, asked: Asked | None = None) -> None:
-        """Attention over the first `length` slots gave `row` (b, kv_heads, length): score, let one per row go."""
+        """Adds `row` (b, kv_heads, length), attention over the first slots, to the scores; evicts a token per row."""
 
     def moves(self) -> tuple[list[int], Tensor] | None:
-        """What the last `evict` makes necessary: (rows, order), slot i of a row takes over what order[.., i] holds.
+        """Moves that the last `evict` requires: (rows, order); slot i of a row takes the contents of slot order[.., i].
 
         order: (len(rows), kv_heads, capacity) int64. The slots of these rows have done so; K and V are to follow.
         """
         return None
 
     def restart(self, rows: list[int]) -> None:
-        """All tokens of `rows` go; `go_on` follows."""
+        """Evicts all tokens of `rows`; `go_on` follows."""
         return None
 
     @abstractmethod
     def go_on(self, lengths: CacheLengths) -> None:
-        """Several tokens have gone, and these are the lengths of what is left; `start` follows."""
+        """Several tokens were evicted; `lengths` are those of the remaining ones. `start` follows."""
 
     def seen(self, width: int) -> Tensor | None:
         """Whether the newest query sees the token in each slot, (b, kv_heads, width) bool, where more than the count

@@ -36,12 +36,12 @@ Before = Callable[[Weights, Tensor], Tensor]
 Inner = Callable[[Tensor | None], Tensor]
 """The output of a half: (T, H), newly made, or added in place to what it is given."""
 After = Callable[[Weights, Tensor, Inner], None]
-"""Brings that into hidden."""
+"""Adds the output of a half to hidden."""
 
 
 class Routed(NamedTuple):
-    """Tokens that a mixture's router has seen: `x` (T, H) is what experts compute from, `experts` (T, k) int64 those
-    that each token chose, `shares` (T, k) float32 their weights, and `shared` (T, H) what a shared expert has made.
+    """Tokens after a mixture's router: `x` (T, H), the experts' input; `experts` (T, k) int64, the experts that each
+    token chose; `shares` (T, k) float32, their weights; `shared` (T, H), the output of a shared expert.
     """
 
     x: Tensor
@@ -98,7 +98,7 @@ class Decoder:
     """Computes units of one model. Stateless apart from the choices made at construction; safe to share."""
 
     def __init__(self, spec: ModelSpec, product: Callable[..., Tensor] = linear) -> None:
-        """product: what multiplies, called as `linear` is."""
+        """product: the matrix product, called like `linear`."""
         arch = spec.arch
         self.spec, self._linear = spec, product
         self.scale = spec.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale
@@ -122,7 +122,7 @@ class Decoder:
         self._rotaries = [None if each is None else made[each] for each in specs]
 
     def scale_of(self, layer: int) -> float:
-        """What the logits of a layer's attention are multiplied by."""
+        """The factor of the logits of a layer's attention."""
         return self.scale
 
     def rotary_of(self, layer: int) -> Rotary | None:
@@ -175,8 +175,8 @@ class Decoder:
         self._after_mlp(w, hidden, lambda onto: self._feed_forward(w, self._before(w, hidden), onto))
 
     def route(self, w: Weights, hidden: Tensor) -> Routed:
-        """The MLP half of a layer with experts up to these: `add_experts` and `add_mixture` do the rest. Leaves hidden
-        (T, hidden_width) as it is."""
+        """The MLP half of a layer with experts, up to the choice; `add_experts` and `add_mixture` do the rest. Does not
+        change hidden (T, hidden_width)."""
         x, mixture = self._before(w, hidden), self._mixture
         if mixture is None:
             raise RuntimeError("the model has no experts")
@@ -192,7 +192,7 @@ class Decoder:
     def add_experts(
         self, x: Tensor, out: Tensor, choices: Choices, experts: range, weights: Sequence[Weights], most: int
     ) -> None:
-        """Adds to `out` (T, H) what `experts`, places in `choices`, make of x (T, H), `most` tokens at a time."""
+        """Adds the outputs of `experts` (places in `choices`) for x (T, H) to `out` (T, H), `most` tokens at a time."""
         add_experts(x, out, choices, experts, weights, self._gate, most, self._expert)
 
     def add_mixture(self, hidden: Tensor, out: Tensor) -> None:

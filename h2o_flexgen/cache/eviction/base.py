@@ -38,13 +38,13 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True)
 class AttendedPrompts:
-    """Prompts of one length S in one layer, once their attention is computed: what a policy may look at.
+    """Prompts of one length S in one layer after attention: the inputs of a policy.
 
-    k, v and stored_k are of the last L tokens, (n, kv_heads, L, d); `past` has K, V and stored K (kv_heads, S - L, d)
-    of those before, which the n rows share. `stored_k` is what a cache keeps, k what queries saw: where positions roll,
-    they differ by the rotation. queries: the last m, (n, heads, m, d), as `RankedPolicy.queries` asks for them.
-    column_sums: (n, kv_heads, S) float32. turn: how queries are rotated, None where they are not. sink_logits: float32
-    (heads,), of each head a logit that is no token's.
+    k, v and stored_k hold the last L tokens, (n, kv_heads, L, d). `past` holds K, V and stored K (kv_heads, S - L, d)
+    of the tokens before, which the n rows share. Queries saw k; a cache stores `stored_k`. The two differ, by the
+    rotation, only if positions roll. queries: the last m, (n, heads, m, d), as many as `RankedPolicy.queries` asks for.
+    column_sums: (n, kv_heads, S) float32. turn: how queries are rotated; None if they are not. sink_logits: float32
+    (heads,), an extra logit per head that belongs to no token.
     """
 
     k: Tensor
@@ -59,13 +59,13 @@ class AttendedPrompts:
     soft_cap: float | None = None
 
     def of(self, rows: slice | Tensor) -> AttendedPrompts:
-        """Those of some rows."""
+        """The prompts of some rows."""
         own = {name: getattr(self, name) for name in ("k", "v", "stored_k", "queries", "column_sums")}
         taken: dict[str, Any] = {name: None if x is None else x[rows] for name, x in own.items()}
         return replace(self, **taken)
 
     def first(self, length: int) -> AttendedPrompts:
-        """K and V of the first `length` tokens alone, which end behind those of `past` or among them."""
+        """Only K and V of the first `length` tokens; `length` may end after those of `past` or among them."""
         if length >= self.length:
             return self
         before = 0 if self.past is None else self.past[0].shape[1]
@@ -76,7 +76,7 @@ class AttendedPrompts:
         return replace(self, past=(k, v, stored_k), **own)
 
     def last(self, count: int) -> AttendedPrompts:
-        """The last `count` tokens as if they were prompts: nothing but them saw them."""
+        """The last `count` tokens as if they were the prompts: only they attend to each other."""
         own, whole = self.k.shape[2], self.length
         taken: dict[str, Any] = {
             name: getattr(self, name)[:, :, max(0, own - count) :] for name in ("k", "v", "stored_k")
@@ -91,7 +91,7 @@ class AttendedPrompts:
         return replace(self, past=past, queries=queries, column_sums=sums, **taken)
 
     def part(self, start: int, stop: int) -> AttendedPrompts:
-        """The tokens [start, stop) as if they were prompts; `queries` are those of all tokens. Their positions stay."""
+        """The tokens [start, stop) as if they were the prompts, at their positions; `queries` must be of all tokens."""
         turn, before = self.turn, self.length - (stop - start)
         later: Turn | None = None if turn is None else lambda positions: turn(positions + before)
         return replace(
@@ -132,36 +132,36 @@ class AttendedPrompts:
 
 
 class PromptRows(NamedTuple):
-    """What is known of prompts beside their attention; the tokens are those of the prompts."""
+    """Facts about prompts beside their attention: their tokens, budget and window."""
 
     tokens: Tokens
     budget: Budget
-    """Of each of them."""
+    """The budget of each prompt."""
     window: int | None
-    """Of the layer."""
+    """The layer's window."""
 
 
 class PromptScores(NamedTuple):
-    """What stays of prompts, and what decode steps go on with; each (n, kv_heads, S) float32."""
+    """Scores of prompt tokens: for the choice, and for decode steps to start from; each (n, kv_heads, S) float32."""
 
     rank: Tensor
     """Higher stays; never negative."""
     state: Tensor | None = None
     """The score that steps start from; None: `rank`."""
     extra: Tensor | None = None
-    """The second number of a policy that keeps two."""
+    """The second number per slot, for a policy that `keeps_two`."""
 
 
 @dataclass(frozen=True)
 class AttendedStep:
     """A decode step of b rows over the first N slots, once attention is computed; (b, kv_heads, N) unless it says else.
 
-    score, extra: what the policy keeps, to be changed in place. row: probabilities, 0 where nothing is seen; None
-    unless the policy `needs_rows`. pos: positions, int32, -1 in slots never used. now: positions of the newest tokens,
-    (b, 1, 1). tokens: of the newest; their positions are `now`. held: gives keys and values as they are kept, (b,
-    kv_heads, N, d). queries: the last m, (b, heads, m, d), of a policy that `looks_back` so far, in any order, with
-    asked_at, the positions of these (b, m). pinned: bool, what never goes, where spans say so. once: gives what was
-    made before under a name, for steps of the same rows.
+    score, extra: the policy's numbers per slot, changed in place. row: probabilities, 0 in slots that are not seen;
+    None unless the policy `needs_rows`. pos: positions, int32, -1 in slots never used. now: positions of the newest
+    tokens, (b, 1, 1). tokens: the newest tokens, at positions `now`. held: gives keys and values as stored, (b,
+    kv_heads, N, d). queries: the last m, (b, heads, m, d), in any order, if the policy `looks_back`; asked_at: their
+    positions (b, m). pinned: bool, True for tokens that spans protect. once: makes a value once per name for steps of
+    the same rows, and returns it again.
     """
 
     score: Tensor
@@ -204,15 +204,15 @@ class AttendedStep:
 
 
 class EvictionPolicy:
-    """Which tokens stay. This base keeps the sinks and the most recent: only the order of arrival counts, no score.
+    """Decides which tokens stay. This base keeps sinks and the most recent tokens, by order of arrival, without scores.
 
     For every policy, the first `sinks` and the last `recent` positions of a row's budget are protected; among equal
     scores the lower position stays. Policies hold no state of a sequence: one object serves all layers and batches.
     """
 
     name: ClassVar[str]
-    statistic: ClassVar[Statistic] = "none"  # what the attention of the prompt must deliver
-    needs_rows: ClassVar[bool] = False  # whether a decode step must deliver its probability row
+    statistic: ClassVar[Statistic] = "none"  # the statistic of the prompt's attention that the policy needs
+    needs_rows: ClassVar[bool] = False  # whether the policy needs the probability row of a decode step
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -221,28 +221,28 @@ class EvictionPolicy:
 class RankedPolicy(EvictionPolicy, ABC):
     """A policy that gives every token a score, float32 and never negative; higher stays.
 
-    The cache keeps a score for each slot. Prompts and new tokens start it, `update` changes it in a decode step, and
-    `ranks` says what the tokens are compared by. A policy that overrides neither of the last two is served by one
-    kernel per step.
+    The cache stores a score per slot. `prompt_scores` and `new_scores` set it, `update` changes it in a decode step,
+    and `ranks` gives the numbers by which tokens are compared. A policy that overrides neither of the last two is
+    served by one kernel per step.
     """
 
-    raw_queries: ClassVar[bool] = False  # whether `queries` are asked for as they were before rotation
-    scores_keys: ClassVar[bool] = False  # whether a new token's score follows from its key
-    keeps_two: ClassVar[bool] = False  # whether a second number is kept for each slot
+    raw_queries: ClassVar[bool] = False  # whether `queries` are needed as they were before rotation
+    scores_keys: ClassVar[bool] = False  # whether a new token's score is computed from its key
+    keeps_two: ClassVar[bool] = False  # whether a second number is stored per slot
     looks_back: ClassVar[int] = 0  # how many of the last queries `ranks` looks at
-    by: ClassVar[RankedBy | None] = None  # the rule of the kernel in C that does as `update` and `ranks` do
+    by: ClassVar[RankedBy | None] = None  # the C kernel's rule that equals `update` and `ranks`
 
     def queries(self, length: int, budget: Budget) -> int:
         """How many of the last queries of a prompt of `length` tokens `prompt_scores` looks at."""
         return 0
 
     def scope(self, budget: Budget) -> int:
-        """Of how many tokens of a row one goes in a step, of a policy that ranks by "steady"."""
+        """The number of candidates of a row from which a step evicts one; used by policies that rank by "steady"."""
         return budget.total
 
     @abstractmethod
     def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
-        """Of prompts in one layer that have one length and one budget."""
+        """The scores of prompts in one layer that share one length and one budget."""
 
     def new_scores(self, tokens: Tokens, keys: Tensor | None) -> Tensor | None:
         """Scores of the b tokens just written, (b, kv_heads, 1), before their own row is accumulated; None: zero.
@@ -252,16 +252,16 @@ class RankedPolicy(EvictionPolicy, ABC):
         return None
 
     def update(self, step: AttendedStep) -> None:
-        """Take a step's probabilities into the scores, in place. Called where `needs_rows`."""
+        """Adds a step's probabilities to the scores, in place. Called if the policy `needs_rows`."""
         step.score.add_(step.received)
 
     def ranks(self, step: AttendedStep) -> Tensor:
-        """What tokens are compared by now, (b, kv_heads, N) float32, never negative; the lowest goes."""
+        """The numbers that tokens are compared by, (b, kv_heads, N) float32, never negative; the lowest is evicted."""
         return step.score
 
 
 def in_spans(budget: Budget, length: int, device: torch.device) -> Tensor:
-    """Of a prompt of so many tokens, which are in spans of the budget: (length,) bool."""
+    """Which of a prompt's `length` tokens lie in spans of the budget: (length,) bool."""
     found = torch.zeros(length, dtype=torch.bool, device=device)
     for start, stop in budget.spans:
         found[start:stop] = True
@@ -309,7 +309,7 @@ def attention_rows(
 
 
 def summed_rows(prompts: AttendedPrompts, count: int, window: int | None) -> Tensor:
-    """The sum of those rows, in the mean over the query heads of each KV head: (n, kv_heads, S) float32."""
+    """The sum of the last `count` attention rows, averaged over a KV head's query heads: (n, kv_heads, S) float32."""
     return sum_of(rows.mean(2).sum(2) for _, rows in attention_rows(prompts, count, window))
 
 

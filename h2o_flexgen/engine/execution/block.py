@@ -52,12 +52,12 @@ class BlockRunner:
     on_tokens: Callable[[int], None] = lambda tokens: None
     """Called before every step with the tokens so far; a finished sequence counts as all it asked for."""
     on_prompts: Callable[[int], None] = lambda tokens: None
-    """Called with the prompt tokens so far when prompts begin and when they have been through another unit; tokens that
-    are under way count by the share of the layers that they have been through."""
+    """Called with the number of prompt tokens done, when prompts begin and after each unit; a token under way counts by
+    the share of layers that it has passed."""
     finished_tokens: int = 0
     """The tokens that the finished sequences asked for."""
     prompt_halves: int = 0
-    """Prompt tokens times the layer halves that they have been through."""
+    """Prompt tokens, times the layer halves that they have passed."""
 
     def run(
         self, plan: Plan, rows: list[list[Sequence]], totals: BlockTotals, waiting: WaitingQueue | None = None
@@ -84,7 +84,7 @@ class BlockRunner:
                     stack.callback(stored.store.release, scheduler)
             stack.callback(self._reset)
             stages = self._open_stages(plan, rows, waiting, maker, gpu_batches, groups, stack)
-            # Whatever is still under way writes to buffers and files that go then; its errors no longer matter.
+            # Transfers under way write to buffers and files that are released next; their errors no longer matter.
             stack.callback(self._drain)
             executor = Executor(
                 self.decoder,
@@ -112,7 +112,7 @@ class BlockRunner:
                             self.scores.ended(row, [stage.caches.kept_of(row.row_id) for stage in stages])
                         yield row
             finally:
-                # Of a block that failed, too: what was computed in vain took its time.
+                # Also for a block that failed: its work took time.
                 totals.prefill_seconds += executor.prefill_seconds
                 totals.decode_seconds += executor.decode_seconds
                 totals.graph_launches += executor.graph_launches
@@ -208,7 +208,7 @@ class BlockRunner:
     ) -> list[Stage]:
         spec, dtype, places = self.decoder.spec, plan.request.dtype, len(rows[0])
         self._charge_shelves(plan, len(rows), stack)
-        # Of a GPU batch in any later step, and in the first.
+        # The most tokens of a GPU batch, in the first step or any later one.
         tokens = max(waiting.longest_prompt * places, *(gpu_batch.prompt_tokens for gpu_batch in gpu_batches))
         longest, prompt_room = max(waiting.longest_prompt, *(len(row.pass_ids) for each in rows for row in each)), 0
         waiting.room = BlockRoom(self._slots(maker), min(longest, tokens // places))
@@ -230,7 +230,7 @@ class BlockRunner:
         )
 
     def _charge_shelves(self, plan: Plan, batches: int, stack: ExitStack) -> None:
-        """Counts what recall takes beside caches, which is made row by row; `stack` gives it back."""
+        """Charges the memory of recall, which is allocated row by row; `stack` refunds it."""
         policy = replace(plan.policy, num_gpu_batches=batches)
         tiers = self.stages[0].tiers
         for item in recall_items(BlockShape(plan.request, policy)):
@@ -239,7 +239,7 @@ class BlockRunner:
             stack.callback(tier.refund, item.nbytes, item.what)
 
     def _slots(self, maker: CacheMaker) -> dict[tuple[int, int | None], int]:
-        """Those that every cache of a layer has, by layer and window."""
+        """Slots that every cache of a layer has, by layer and window."""
         slots = dict[tuple[int, int | None], int]()
         for (layer, _), shape in maker.shapes.items():
             if self.decoder.spec.attends(layer):

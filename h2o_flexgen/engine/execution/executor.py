@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class _StageGroup(NamedTuple):
-    """GPU batches whose prompts come one right after the other in every unit, and what their prompts share in it."""
+    """GPU batches whose prompts follow one another in every unit, with the prefix and states that they share in it."""
 
     gpu_batches: list[GpuBatch]
     path: PrefixPath
@@ -133,11 +133,11 @@ class Executor:
 
     @property
     def not_recorded(self) -> str | None:
-        """Why decode steps that could have been launched as a whole were not; None where nothing failed."""
+        """Why recordable decode steps were not launched as a whole; None if nothing failed."""
         return None if self._graphs is None else self._graphs.failure
 
     def close(self) -> None:
-        """Forgets what was recorded, and ends what is under way."""
+        """Drops recorded steps, and ends forwards that are under way."""
         if self._passes is not None:
             self._passes.close()
         if self._graphs is not None:
@@ -171,7 +171,7 @@ class Executor:
         return []
 
     def _count(self, prompts: float, since: float) -> float:
-        """The time now; what has passed `since` belongs to prompts and decode rows by their share of the tokens."""
+        """The time now. Divides the seconds since `since` between prefill and decode by the share of prompt tokens."""
         now = time.perf_counter()
         self.prefill_seconds += prompts * (now - since)
         self.decode_seconds += (1 - prompts) * (now - since)
@@ -207,8 +207,7 @@ class Executor:
                     stage.loaded.copies.drain()
 
     def whole(self, batch: int) -> bool:
-        """Whether the step that GPU batch `batch` is in was launched as a whole: what is left of it is to choose
-        tokens."""
+        """Whether the current step of GPU batch `batch` was launched as a whole, so that only sampling is left."""
         return batch in self._launched
 
     def _whole(self, task: Task) -> list[Sequence] | None:
@@ -229,7 +228,7 @@ class Executor:
         return self._sampler.take(gpu_batch.rows, *outcome())
 
     def _make_graphs(self) -> DecodeGraphs | None:
-        """Where steps can be recorded, and no single units are looked at."""
+        """CUDA graphs, if steps can be recorded and neither a trace nor `--check-finite` looks at single units."""
         device, first = self._gpu_batches[0].device, self._all_stages[0]
         moves = first.loaded.weights.streamed or first.caches.moves or first.hidden.moves
         can = self._passes is None and recordable(
@@ -348,7 +347,7 @@ class Executor:
     def _attend(
         self, layer: int, gpu_batch: GpuBatch, weights: Weights, cache: BatchCache, task: Task | None = None
     ) -> None:
-        """`task`: which this is, where some of it may be left to be done later."""
+        """`task`: this compute, if host attention may finish part of it later; None: all is done here."""
         hidden, sinks = gpu_batch.take_hidden(), weights.get("sinks")
         sinks = None if sinks is None else sinks.to(torch.float32, copy=True)  # the host may read them later
         attention = self._begin_attention(layer, gpu_batch, cache, sinks, hidden.dtype)
@@ -384,7 +383,7 @@ class Executor:
         return self._attention(layer, gpu_batch, cache, dtype, sinks)
 
     def _end_attention(self, gpu_batch: GpuBatch, cache: BatchCache, last: bool = True) -> None:
-        """Fresh prompts are in their caches: rows and paths go on without them. `last`: no other layer reads them."""
+        """After fresh prompts fill their caches: joins rows, clears paths. `last`: no later layer reads them."""
         if not gpu_batch.fresh:
             return
         if last:
@@ -401,7 +400,7 @@ class Executor:
         scale, rotary, rows = self._decoder.scale_of(layer), self._decoder.rotary_of(layer), gpu_batch.decoding
         prompts = None
         if cache.fresh is not None:
-            # A path may lead from GPU batch to GPU batch: what it is made of serves the most demanding of them.
+            # A prefix path may lead through several GPU batches, so it holds what the most demanding of them needs.
             group, stage = self._groups[gpu_batch.index], self._attending[layer]
             sums = any(self._maker.wants_column_sums(layer, each.fresh) for each in group.gpu_batches)
             fill = None
@@ -448,8 +447,7 @@ class Executor:
         )
 
     def _table(self, rotary: Rotary, device: torch.device, dtype: torch.dtype) -> Angles:
-        """The angles that turn the keys of the caches on `device` by their places in them; one table serves the whole
-        block."""
+        """Angles that rotate cached keys on `device` by their places in the cache; one table serves the block."""
         if (rotary, device) not in self._tables:
             most = max(stage.caches.most_slots for stage in self._all_stages)
             self._tables[rotary, device] = rotary.table(most, dtype, device)
@@ -464,7 +462,7 @@ class Executor:
 
 
 def _passes(decoder: Decoder) -> Passes | None:
-    """Of a model of transformers' modules, whose package is imported for no other."""
+    """Passes of a model that runs by transformers' modules (imported only for it); None for other models."""
     if not isinstance(decoder.spec, ModuleSpec):
         return None
     from h2o_flexgen.engine.execution.passes import Passes, RowPasses
@@ -476,10 +474,10 @@ def _passes(decoder: Decoder) -> Passes | None:
 
 
 def _following_angles(rotary: Rotary, positions: Tensor) -> Angles:
-    """Of `positions`, float32, in a sequence that reaches up to the first of them."""
+    """Float32 angles of `positions`, in a sequence that ends at the first of them."""
     return rotary.angles(positions, positions[:1].expand_as(positions), torch.float32)
 
 
 def _parted(angles: Angles, rows: int) -> tuple[Angles, Angles]:
-    """Those of the first `rows` tokens, and those of the others."""
+    """The angles of the first `rows` tokens, and of the other tokens."""
     return Angles(angles.cos[:rows], angles.sin[:rows]), Angles(angles.cos[rows:], angles.sin[rows:])

@@ -75,7 +75,7 @@ class WeightStore:
             for key, location in locations.items()
             if key in self._resident and location.unit is not None and location.buffer is not None
         }
-        """The memory of resident experts that may give it up."""
+        """The buffers of resident experts that a streamed expert may replace."""
         self._uses = Counter[str]()
         self._chosen = frozenset[str]()
         self._staged: dict[int, Ticket] = {}  # the last copy out of each place of the staging buffer, the latest last
@@ -85,7 +85,7 @@ class WeightStore:
         self._verify = verify
         self._verified: set[str] = set(locations) if verify == "never" else set()
         self.damaged = False
-        """Whether a packed file could not be used and was removed: what is still open of it must not be read again."""
+        """Whether a damaged packed file was removed: open handles of it must not be read again."""
 
     def streams(self, key: str) -> bool:
         """Whether the group has to be loaded before its use, as things are now."""
@@ -113,8 +113,8 @@ class WeightStore:
         self._loading[key] = (index, ticket)
 
     def _take(self, key: str) -> int:
-        """The index of the next place, which is for `key`; where nothing is there, a pass may begin anywhere. Of an
-        expert that of a free place."""
+        """The index of the place for `key`: for an expert a free one, else the next of the cycle. If no group of the
+        cycle is loading, the cycle may begin at any group."""
         if key not in self._first:
             return self._free.popleft()
         index = self._next if any(index < len(self._cycle) for index, _ in self._loading.values()) else self._first[key]
