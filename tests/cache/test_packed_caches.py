@@ -129,7 +129,7 @@ def test_rows_that_are_attended_to_in_parts(
     """Where all rows would take too much memory expanded."""
     runs = []
     for limit in (EXPANDED, 3000):
-        monkeypatch.setattr("h2o_flexgen.cache.kv_cache.EXPANDED", limit)
+        monkeypatch.setattr("h2o_flexgen.cache.packing.EXPANDED", limit)
         streams = [make_stream(prompt, 20, group=2, d=64, seed=prompt) for prompt in (4, 30, 17, 30, 8)]
         budgets = [budget_of(policy, 12, stream.prompt, 20) for stream in streams]
         runs.append(CacheRun(streams, budgets, make_policy(policy.eviction()), bits=8, turning=turning))

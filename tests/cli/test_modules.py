@@ -57,8 +57,8 @@ def olmo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 WORKS = (
     "--hh-ratio 0.5 --eviction h2o --recent 3 --sinks 1 --recall cpu --recall-every 2",
-    "--kv-budget 20 --recent-ratio 0.1 --budget-split far --seed 3 --eviction h2o --no-overlap --lookahead 2",
-    "--keep-prompt --kv-budget 30 --eviction h2o --no-share-prefixes --check-finite --verify always",
+    "--kv-budget 20 --recent-ratio 0.1 --budget-split far --far-layers 0 --eviction h2o --no-overlap --lookahead 2",
+    "--keep-prompt --kv-budget 30 --eviction h2o --no-share-prefixes --check-finite --verify always --seed 3",
     "--spans whitelist --hh-ratio 0.5 --eviction h2o --cache-bits 8 --trace {out}.trace --report {out}.html",
     "--cache-bits 4 --cache-rotation none --prefill-chunk 16 --gpu-batch-size 1 --num-gpu-batches 2",
     "--kv-bytes 0.6 --eviction h2o --cache-bits 8 --cache-newest 2",
