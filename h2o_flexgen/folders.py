@@ -59,3 +59,8 @@ def _temporary(instead_of: str) -> Path:
         return Path(instead_of)  # nothing can be written at all: whoever tries says so
     log.warning("%s cannot be written: %s holds kernels, calibrations and packed weights instead", instead_of, own)
     return own
+
+
+def last_part(name: str) -> str:
+    """The last component of a path, or of a model's name on the hub."""
+    return name.rstrip("/").rpartition("/")[2] or name

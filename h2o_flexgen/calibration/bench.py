@@ -18,7 +18,7 @@ from h2o_flexgen.calibration.timing import Repeats, Sample, Spreads, Timer
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import TENSOR_ALIGN, round_up
 from h2o_flexgen.config.offload import Kernels
-from h2o_flexgen.engine.limits.devices import cgroup_room
+from h2o_flexgen.engine.limits.devices import cgroup_room, rss
 from h2o_flexgen.memory.cuda import open_device
 from h2o_flexgen.memory.handle import torch_dtype
 from h2o_flexgen.memory.pages import DeviceMemory, HostMemory
@@ -45,7 +45,7 @@ def largest_cache() -> int:
 def free_memory(cap: int | None = None) -> int:
     """Bytes that this process may still take of the host's memory, of `cap` bytes in all where that is given."""
     rooms = [psutil.virtual_memory().available, cgroup_room()]
-    rooms.append(None if cap is None else cap - psutil.Process().memory_info().rss)
+    rooms.append(None if cap is None else cap - rss())
     return max(0, min(room for room in rooms if room is not None))
 
 

@@ -12,7 +12,7 @@ import json
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -95,8 +95,13 @@ def _modules(spec: ModuleSpec, dtype: str) -> Iterator[ModelSpec]:
     kinds = [(*spec.layers[i][1:4], spec.windows[i], spec.arch.experts_of(i)) for i in range(spec.num_layers)]
     layers = max(1 + max(kinds.index(kind) for kind in kinds), _enough_layers(spec, dtype))
     for config_of in (partial(shortened, share=layers / spec.num_layers), shrunk):
-        with suppress(Exception) if config_of is not shrunk else nullcontext():  # not every type can be made short
-            yield _module_spec(spec, config_of)
+        try:
+            made = _module_spec(spec, config_of)
+        except Exception:
+            if config_of is shrunk:
+                raise
+            continue  # not every type can be made short
+        yield made
 
 
 @torch.inference_mode(False)

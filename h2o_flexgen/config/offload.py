@@ -18,6 +18,12 @@ TIERS = ("gpu", "cpu", "disk")
 """Fastest first."""
 
 
+def elsewhere(shares: Mapping[str, float], compute_tier: str) -> list[str]:
+    """The tiers with a share that are not the one that computes. A machine without a GPU computes on the CPU with the
+    tensors that are placed on a gpu."""
+    return [tier for tier, share in shares.items() if share and tier not in (compute_tier, "gpu")]
+
+
 class Kernels(StrEnum):
     """Whose kernels attend to prompts, on the device that computes everything else."""
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from h2o_flexgen.config.budget import Budget
 from h2o_flexgen.config.model.packing import CachePacking
+from h2o_flexgen.config.offload import elsewhere
 from h2o_flexgen.errors import UsageError
 
 if TYPE_CHECKING:
@@ -78,8 +79,7 @@ def with_caches_near(fixed: Mapping[str, Any], tier: str | None, compute_tier: s
     with. UsageError where they were to be elsewhere, or the tier is not behind them."""
     if tier is None:
         return dict(fixed)
-    away = [each for each, share in fixed.get("cache", {}).items() if share and each not in (compute_tier, "gpu")]
-    if away:
+    if away := elsewhere(fixed.get("cache", {}), compute_tier):
         raise UsageError(
             f"--recall {tier} is given with caches on {', '.join(away)}",
             f"needed them on {compute_tier}, with which they are computed",

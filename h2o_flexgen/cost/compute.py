@@ -129,8 +129,8 @@ class Compute:
 
     def _mlp(self, unit: UnitSpec, step: int, rows: int, batch: int) -> Parts:
         spec = self._block.spec
-        if unit.layer == spec.num_layers - 1 and not spec.arch.whole_ends:
-            step = 1  # nothing but the prompts' last tokens has come this far
+        if self._block.ends_only(unit):
+            step = 1
         tokens = self._tokens(step, rows)
         if unit.experts:
             routing = self._chunked("router", chunks(tokens, self._block.policy.chunk))

@@ -134,9 +134,12 @@ class CostInputs:
     def mixture_tokens(self, step: int, unit: UnitSpec, sequences: int = 0) -> int:
         """Tokens of all GPU batches that the experts of `unit` are chosen by in `step`; of a block of `sequences` where
         these are given."""
-        ends = unit.layer == self.spec.num_layers - 1 and not self.spec.arch.whole_ends
-        whole = step == 0 and not ends
+        whole = step == 0 and not self.ends_only(unit)
         return (sequences or self.sequences) * (self.prompt_len if whole else 1)
+
+    def ends_only(self, unit: UnitSpec) -> bool:
+        """Whether only the last token of a prompt comes as far as this unit, the second half of a layer."""
+        return unit.layer == self.spec.num_layers - 1 and not self.spec.arch.whole_ends
 
     def reads_ahead(self, step: int, unit: UnitSpec) -> bool:
         """Whether experts of `unit` are read before the tokens of `step` have chosen."""

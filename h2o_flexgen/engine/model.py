@@ -23,6 +23,7 @@ from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.offload import elsewhere
 from h2o_flexgen.config.recall import with_caches_near
 from h2o_flexgen.config.workload import check_eviction, counted_in_bytes
 from h2o_flexgen.engine.limits.devices import resolve_dtype
@@ -210,20 +211,13 @@ def for_modules(config: EngineConfig, spec: ModuleSpec, compute_tier: str) -> En
         _check_states(config, what)
         config = replace(config, policy={**config.fixed, "cpu_cache_compute": False})
     hidden = config.fixed.get("hidden", {compute_tier: 1.0})
-    if _elsewhere(hidden, compute_tier):
+    if elsewhere(hidden, compute_tier):
         raise UsageError(f"hidden states are placed on {', '.join(hidden)} {what}", f"needed all on {compute_tier}")
     if config.fixed.get("cpu_cache_compute") and compute_tier != "cpu":
         raise UsageError(
             f"--cpu-cache-compute is given {what}", f"needed attention on {compute_tier}, where modules wait for it"
         )
     return replace(config, policy={**config.fixed, "hidden": {compute_tier: 1.0}, "cpu_cache_compute": False})
-
-
-def _elsewhere(shares: Mapping[str, float], compute_tier: str) -> bool:
-    """Whether any share is on another tier than the one that computes; on a machine without a GPU it has what is placed
-    on a gpu."""
-    here = {compute_tier, "gpu" if compute_tier == "cpu" else ""}
-    return any(share for tier, share in shares.items() if tier not in here)
 
 
 def _for_rows(config: EngineConfig, what: str, compute_tier: str) -> EngineConfig:
@@ -234,7 +228,7 @@ def _for_rows(config: EngineConfig, what: str, compute_tier: str) -> EngineConfi
         f"the eviction policy is {eviction.name}": eviction.name != "full",
         "--rolling-positions is given": eviction.rolling_positions,
         f"cache_bits is {config.cache_bits}": config.cache_bits != 16,
-        f"caches are placed on {', '.join(places)}": _elsewhere(places, compute_tier),
+        f"caches are placed on {', '.join(places)}": bool(elsewhere(places, compute_tier)),
         "cpu_cache_compute is given": bool(config.fixed.get("cpu_cache_compute")) and compute_tier != "cpu",
         "a store of prefixes is asked for": config.keeps_prefixes,
         "record_scores is given": config.record_scores,

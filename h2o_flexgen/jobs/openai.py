@@ -20,6 +20,7 @@ from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.engine.requests.tokenizer import TextCodec, added_text
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.folders import last_part
 from h2o_flexgen.jobs.idle import asks_nothing, known
 from h2o_flexgen.jobs.reasoning import SPEECH_FIELDS, Speaker
 from h2o_flexgen.jobs.requests import BatchRequest, Refused, finite, seed_of, sure_text, talk_of, with_spans
@@ -94,7 +95,7 @@ class OpenAIFormat:
                 why = f"is {shown(value)}, which is not supported" if known(name) else "is not known"
                 raise Refused(f"the field {name!r} of the body {why}", "unsupported_field", param=name)
         fields = _Body(body)
-        names = {self.model, self.model.rstrip("/").rpartition("/")[2], *self.served}
+        names = {self.model, last_part(self.model), *self.served}
         if body.get("model") is not None and fields.text("model") not in names:
             found = f"model is {shown(body['model'])}, and this job runs {self.model} (see --served-model-name)"
             raise Refused(found, "model_not_found", status=404, param="model")

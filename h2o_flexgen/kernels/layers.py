@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 
 import torch
@@ -62,7 +63,7 @@ def linear(
         fits = 0 < rows <= MOST_ROWS and outs and ins and ins == same and one == 1 and weight.is_contiguous()
         if fits and library() and _is_vector(bias, outs) and (onto is None or _takes(onto, rows, outs)):
             call = function("product", "PPPPllllliiiiPi", "i")
-            y = _new(rows, outs, torch.float32 if wide else torch.bfloat16) if onto is None else onto
+            y = _new(rows, outs, dtype=torch.float32 if wide else torch.bfloat16) if onto is None else onto
             places = x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
             kind = wide, relu, onto is not None, torch.get_num_threads()
             if call(*places, rows, outs, ins, stride, y.stride(0), *kind, None, False):
@@ -81,7 +82,7 @@ def _packed_linear(
     place = weight.place if native and _is_vector(bias, outs) and (onto is None or _takes(onto, rows, outs)) else None
     if place is not None:
         call = function("product", "PPPPllllliiiiPi", "i")
-        y = _new(rows, outs, torch.float32 if wide else torch.bfloat16) if onto is None else onto
+        y = _new(rows, outs, dtype=torch.float32 if wide else torch.bfloat16) if onto is None else onto
         places = x.data_ptr(), None, None if bias is None else bias.data_ptr(), y.data_ptr()
         kind = wide, relu, onto is not None, torch.get_num_threads()
         if call(*places, rows, outs, ins, x.stride(0), y.stride(0), *kind, ctypes.byref(place), weight.whole):
@@ -116,7 +117,7 @@ def _exact_linear(
     taken = onto is None or _takes(onto, len(x), outs, exact)
     if not taken or not _is_vector(bias, outs, exact) or weight.place is None:
         return None
-    y = _new(len(x), outs, exact) if onto is None else onto
+    y = _new(len(x), outs, dtype=exact) if onto is None else onto
     places = x.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
     kind = relu, onto is not None, torch.get_num_threads(), ctypes.byref(weight.place)
     call = function("exact", "PPPllllliiiP", "i")
@@ -125,8 +126,8 @@ def _exact_linear(
     return y
 
 
-def _new(rows: int, outs: int, dtype: torch.dtype) -> Tensor:
-    return LARGE.empty(rows, outs, dtype=dtype) if rows * outs >= _MANY else torch.empty(rows, outs, dtype=dtype)
+def _new(*shape: int, dtype: torch.dtype) -> Tensor:
+    return LARGE.empty(*shape, dtype=dtype) if math.prod(shape) >= _MANY else torch.empty(shape, dtype=dtype)
 
 
 def _is_vector(x: Tensor | None, n: int, dtype: torch.dtype = torch.bfloat16) -> bool:
@@ -264,17 +265,11 @@ def rotate_heads(
     fits = keys.dtype is torch.bfloat16 and keys.is_cpu and keys.shape == (rows, kv_heads, dim)
     if not fits or (kv_heads and keys.stride(2) != 1):
         return None
-    new_q, new_k = (_new_heads(rows, count, dim) for count in (heads, kv_heads))
+    new_q, new_k = (_new(rows, count, dim, dtype=torch.bfloat16) for count in (heads, kv_heads))
     places = q.data_ptr(), keys.data_ptr(), new_q.data_ptr(), new_k.data_ptr(), cos.data_ptr(), sin.data_ptr()
     sizes = rows, heads, kv_heads, *q.stride()[:2], *keys.stride()[:2], dim, turned // 2, cos.stride(0)
     function("rotate_halves", "PPPPPPllllllllllii")(*places, *sizes, rounds, torch.get_num_threads())
     return new_q, new_k
-
-
-def _new_heads(rows: int, heads: int, dim: int) -> Tensor:
-    if rows * heads * dim >= _MANY:
-        return LARGE.empty(rows, heads, dim, dtype=torch.bfloat16)
-    return torch.empty(rows, heads, dim, dtype=torch.bfloat16)
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from h2o_flexgen.engine.limits.devices import cpu_limit
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.model import Model
 from h2o_flexgen.errors import H2OFlexGenError, UsageError
+from h2o_flexgen.folders import last_part
 from h2o_flexgen.jobs.forecast import Forecast, expected, outlook, outlook_text, seconds_text
 from h2o_flexgen.jobs.job import Job, Summary, bounded, under_way
 from h2o_flexgen.jobs.journal import FAILED, JobResults
@@ -272,7 +273,7 @@ def request_format(
         hashlib.sha256(json.dumps(header.get("job")).encode()).hexdigest(),
         model.dummy,
         doubled,
-        (typed, typed.rstrip("/").rpartition("/")[2], *arguments.served_model_name),
+        (typed, last_part(typed), *arguments.served_model_name),
     )
 
 

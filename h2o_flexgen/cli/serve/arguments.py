@@ -17,7 +17,7 @@ from h2o_flexgen.cli.batch.arguments import BatchArguments, job_arguments
 from h2o_flexgen.cli.parser import Parser, misspelt
 from h2o_flexgen.config.flags import called
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.folders import expanded
+from h2o_flexgen.folders import expanded, last_part
 from h2o_flexgen.units import parse_bytes
 
 NEEDED = ("starlette", "uvicorn", "python_multipart")
@@ -47,8 +47,8 @@ class ServeArguments:
         for typed in (self.jobs.engine.model, *self.more_models):
             engine = replace(self.jobs.engine, model=typed, revision=None)
             jobs = replace(self.jobs, engine=engine, served_model_name=()) if found else self.jobs
-            if found.setdefault(_id_of(typed), jobs) is not jobs:
-                raise _one_name(_id_of(typed))
+            if found.setdefault(last_part(typed), jobs) is not jobs:
+                raise _one_name(last_part(typed))
         return found
 
     @cached_property
@@ -96,10 +96,6 @@ def require_libraries() -> None:
 
 
 _KEY = "H2O_FLEXGEN_API_KEY"
-
-
-def _id_of(typed: str) -> str:
-    return typed.rstrip("/").rpartition("/")[2] or typed
 
 
 def _one_name(name: str) -> UsageError:
