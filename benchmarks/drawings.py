@@ -30,7 +30,7 @@ ROOMS = {
     "calibration": Room(10.0, 5.2, VIOLET, ["calibration", "rates of links, disk", "and products, once"]),
     "requests": Room(1.3, 3.5, BLUE, ["engine/requests", "token ids, checked;", "a budget per sequence"]),
     "execution": Room(4.2, 3.5, BLUE, ["engine/execution", "walks the ticks of a block,", "decides nothing"]),
-    "schedule": Room(7.1, 3.5, VIOLET, ["schedule", "zig-zag: loads, compute,", "stores, frees as ticks"]),
+    "schedule": Room(7.1, 3.5, VIOLET, ["schedule", "zig-zag: stores, loads,", "compute, frees as ticks"]),
     "sampling": Room(10.0, 3.5, BLUE, ["engine/sampling", "logits to tokens;", "finished rows leave"]),
     "models": Room(1.3, 1.8, BLUE, ["models, kernels", "a layer half at a time,", "in C, Triton or torch"]),
     "cache": Room(4.2, 1.8, GREEN, ["cache, cache/eviction", "keys and values at their", "budget, in place"]),
