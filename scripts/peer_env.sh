@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the environment of a peer of the comparison, with the versions pinned in configs/peers/NAME.txt.
-#   scripts/peer_env.sh accelerate|flexgen|deepspeed|kvpress|llamacpp|all [FOLDER]         default: .venv-peers/NAME
+#   scripts/peer_env.sh accelerate|airllm|flexgen|deepspeed|kvpress|llamacpp|all [FOLDER]  default: .venv-peers/NAME
 # h2o_flexgen.bench finds them there, or in the folder that --peers names. Once made, it is left until its pins change.
 # llama.cpp is built for this machine's processor, or with INSTRUCTIONS=v3 for any with AVX2 (x86-64-v3), to lie beside
 # H2O_FLEXGEN_KERNELS=avx2 on a processor that has more; give that a FOLDER of its own, such as .venv-peers/v3/llamacpp.

@@ -86,6 +86,13 @@ for _name, _system in {
         scratch="hf",
         prepares=True,
     ),
+    "airllm": System(
+        _PEER + "airllm",
+        "AirLLM: transformers' modules, read from disk one by one for every pass; SDPA attention, default cache",
+        environment="airllm",
+        scratch="airllm",
+        prepares=True,
+    ),
     "flexgen": System(
         _PEER + "flexgen",
         "the published package, full KV cache; without a GPU shimmed to the CPU: host memory for its GPU, streams "

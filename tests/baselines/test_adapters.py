@@ -156,6 +156,14 @@ def test_installed_peers_give_our_tokens(name: str, work) -> None:
 
 
 @pytest.mark.slow
+def test_airllm_gives_our_tokens(tmp_path: Path) -> None:
+    work = _maker(make_model("llama"), tmp_path)  # it knows where layers of OPT are as little as those of GPT-2
+    finished = _peer("airllm", work())
+    assert finished.exit_code == 0, finished.errors
+    assert Outcome.from_line(finished.last_line).token_ids == _outcome(own, work()).token_ids
+
+
+@pytest.mark.slow
 def test_accelerate_gives_our_tokens_from_the_disk(work) -> None:
     finished = _peer("accelerate", work(cpu_mem=1))
     assert finished.exit_code == 0, finished.errors
