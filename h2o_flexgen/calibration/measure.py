@@ -39,6 +39,7 @@ from h2o_flexgen.config.reports.record import utc_now
 from h2o_flexgen.cores import CoreCount, sharing_warning
 from h2o_flexgen.engine.limits.devices import cgroup_limit
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.folders import last_part
 from h2o_flexgen.kernels.decode import available
 from h2o_flexgen.kernels.native import library, why_not
 from h2o_flexgen.kernels.prompt import by_triton
@@ -178,7 +179,7 @@ class CalibrationRun:
         took = {"calibrated_s": round(self._budget.elapsed + again.spent, 1), "repeated_s": round(again.spent, 1)}
         self._cores.stop()
         return HardwareProfile(
-            name=f"{facts.get('gpu', facts['cpu'])}{emulated}, {c.spec.name}",
+            name=f"{facts.get('gpu', facts['cpu'])}{emulated}, {last_part(c.spec.name)}",
             date=utc_now(),
             dtype=c.dtype,
             links=self._links,
