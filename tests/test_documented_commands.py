@@ -57,7 +57,6 @@ COMMANDS: dict[str, str] = {
     "h2o-flexgen report results/2026-11-22-offload-peers/16+128 docs/demo/quality.json -o report.html": STARTED,
     "h2o-flexgen run --json-schema person.json": AS_DOCUMENTED,
     "h2o-flexgen doctor": "h2o-flexgen doctor --json",
-    "python -m h2o_flexgen.run": "python -m h2o_flexgen.run --gen-len 2",
     "python -m h2o_flexgen.run --model demo --weight-bits 4": (
         "python -m h2o_flexgen.run --model demo --weight-bits 4 --gen-len 2"
     ),
@@ -68,10 +67,6 @@ COMMANDS: dict[str, str] = {
         AS_DOCUMENTED
     ),
     "python -m h2o_flexgen.run --model opt-30b --hh-ratio 0.2": AS_DOCUMENTED,
-    "python -m h2o_flexgen.run --model opt-6.7b --weights dummy --weight-bits 4 --cpu-mem 6GiB --num-prompts 32 "
-    "--prompt-len 64 --gen-len 16": STARTED,
-    "python -m h2o_flexgen.run --model opt-30b --weights dummy --weight-bits 4 --cpu-mem 6GiB --num-prompts 32 "
-    "--prompt-len 16 --gen-len 8": STARTED,
     "python -m h2o_flexgen.evaluate --policies full,h2o,local --ratios 0.2": (
         "python -m h2o_flexgen.evaluate --policies full,h2o,local --ratios 0.2 --limit 1 --context 16 "
         "--recall recall.jsonl --text text.txt"
@@ -96,16 +91,20 @@ COMMANDS: dict[str, str] = {
     "python -m benchmarks.products": STARTED,
     "python -m benchmarks.products --models llama-3.2-1b --weight-bits 4 --turns 7": STARTED,
     "python -m benchmarks.experts": STARTED,
+    "python -m benchmarks.overnight": STARTED,
+    "python -m h2o_flexgen.batch -i requests.jsonl -o results.jsonl --model allenai/OLMoE-1B-7B-0924-Instruct "
+    "--weight-bits 4 --hh-ratio 0.2 --cache-bits 4 --cpu-mem 6GiB": (
+        "python -m h2o_flexgen.batch -i requests.jsonl -o results.jsonl --model facebook/opt-6.7b "
+        "--weight-bits 4 --hh-ratio 0.2 --cache-bits 4 --cpu-mem 6GiB"
+    ),
     "python -m h2o_flexgen.calibrate --model olmoe-1b-7b --weight-bits 4": STARTED,
     "python -m h2o_flexgen.bench --systems h2o,full,transformers": STARTED,
     "python -m h2o_flexgen.bench --systems h2o,full,transformers,flexgen --model opt-1.3b --batch-size 8 "
     "--prompt-len 256 --gen-len 32 --repetitions 5": STARTED,
-    "bench --systems h2o,full,transformers,accelerate,flexgen,deepspeed,kvpress": STARTED,
+    "bench --systems h2o,full,transformers,accelerate,airllm,flexgen,deepspeed,kvpress": STARTED,
     "bench --systems full,llamacpp --weight-bits 4 --model qwen2.5-0.5b": STARTED,
     "python -m h2o_flexgen.calibrate": STARTED,
     "python -m h2o_flexgen.calibrate --model M": "python -m h2o_flexgen.calibrate --model opt-30b --budget-s 0.01",
-    "python -m h2o_flexgen.calibrate --model opt-1.3b --dtype bfloat16": STARTED,
-    "python -m h2o_flexgen.calibrate --model opt-6.7b --dtype bfloat16": STARTED,
     "python -m h2o_flexgen.search --hardware t4": STARTED,
     "python -m h2o_flexgen.search --model opt-30b --hardware t4-16gb --gpu-mem 16 --cpu-mem 208 --prompt-len 512 "
     "--gen-len 32 --hh-ratio 0.2": (
@@ -131,7 +130,6 @@ COMMANDS: dict[str, str] = {
     "--batch-of h2o=192": SCRIPT,
     "CHECK= SYSTEMS=accelerate,h2o PROMPT_LEN=128 GEN_LEN=32 BATCHES=40 REPETITIONS=5 scripts/compare_offload.sh "
     "--batch-of h2o=128 --reference h2o": SCRIPT,
-    "SYSTEMS= scripts/compare_offload.sh": SCRIPT,
     "scripts/compare_throughput.sh": SCRIPT,
     "scripts/compare_latency.sh": SCRIPT,
     "scripts/compare_offload.sh": SCRIPT,

@@ -21,7 +21,7 @@ def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> Non
     build.build(settings)
     pages = {str(path.relative_to(tmp_path / "site")): path.read_text() for path in (tmp_path / "site").rglob("*.html")}
     named = {name.removesuffix(".html") for name in pages}
-    assert named >= {"index", "tutorial", "tasks", "migrating", "reports", "reference/commands"}
+    assert named >= {"index", "tutorial", "overnight", "migrating", "reports", "reference/commands"}
     assert {name for name, text in pages.items() if LOADED.search(text)} == set()
     assert "--record-scores" in pages["reference/commands.html"]
     assert "LLM.generate" in pages["reference/python.html"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bits, cost_check, experts, opt30b, prompts, ragged, scaling
+from benchmarks import bits, cost_check, experts, opt30b, overnight, prompts, ragged, scaling
 from h2o_flexgen.baselines.store import RecordFile, Store
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -18,6 +18,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], Iterable[str]]] = {
     "cost-grid": cost_check.report,
     "experts": experts.table,
     "opt30b": opt30b.table,
+    "overnight": overnight.table,
     "ragged": ragged.table,
     "scaling": scaling.table,
 }
