@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ def test_our_command_is_one_of_run() -> None:
 def test_their_cache_is_of_16_bits_within_an_eighth_of_the_cap(sequences: int, kind: str) -> None:
     """16 layers x 16 heads of 128: 128 KiB a token, so that 192 MiB hold 1,536 of them, which 24 x 64 are."""
     words = overnight.theirs({**POINT, "sequences": sequences})
-    values = dict(zip(words, words[1:], strict=False))
+    values = dict(pairwise(words))
     assert values["-c"] == str(64 * sequences)
     assert values["-ctk"] == values["-ctv"] == kind
     assert (values["-npl"], values["-ntg"], values["-m"]) == (str(sequences), "31", "/data/olmoe/x.gguf")
@@ -48,7 +49,7 @@ def _answer(command: list[str], seconds: float) -> dict[str, Any]:
 
 
 def test_records_and_their_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Sides in turn, no more sequences than llama.cpp takes, no path of this machine; a second call measures nothing."""
+    """Sides in turn, llama.cpp up to its most sequences, no path of this machine; a second call measures nothing."""
     asked: list[list[str]] = []
 
     def run(command: list[str], **settings: Any) -> Any:
