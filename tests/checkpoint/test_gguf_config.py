@@ -145,7 +145,7 @@ def test_layers_that_predict_more_tokens_are_left_out(tmp_path: Path) -> None:
     header = header_of(tmp_path, "glm4moe", extra, **tensors)
     spec = spec_of(header)
     assert spec.num_layers == 3
-    assert all(place.name.split(".")[1] != "3" for parts in bind(header, spec).values() for _, place, _ in parts)
+    assert all(each.place.name.split(".")[1] != "3" for parts in bind(header, spec).values() for each in parts)
 
 
 def test_yarns_factor_of_logits_is_the_configs(tmp_path: Path) -> None:

@@ -41,11 +41,19 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-mamba": ("falcon_mamba", {}),
     "falcon-h1": ("falcon_h1", {**_TIMES, "mlp_multipliers": [0.7, 1.2], "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
                                 "mamba_rms_norm": True}),
+    "deepseek2": ("deepseek_v3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                                  "original_max_position_embeddings": 32, "mscale": 0.8, "mscale_all_dim": 0.8}}),
+    "deepseek2-old": ("deepseek_v2", {"rope_parameters": _THETA, "q_lora_rank": None}),
+    "lfm2moe": ("lfm2_moe", {"routed_scaling_factor": 1.5}),
+    "qwen3next": ("qwen3_next", {"rope_parameters": {**_THETA, "partial_rotary_factor": 0.5}}),
+    "qwen35": ("qwen3_5_text", {"rope_parameters": {**_THETA, "partial_rotary_factor": 1.0}}),
+    "qwen35moe": ("qwen3_5_moe_text", {"rope_parameters": {**_THETA, "partial_rotary_factor": 0.5}}),
 }  # fmt: skip
 """Of each architecture the type in transformers, and what is said besides sizes."""
 READ = ("gpt2", "starcoder2", "stablelm", "nemotron", "lfm2", "mamba")
 """What transformers reads, too."""
-PERMUTED, ADDED = ("olmo", "arcee", "falcon-h1"), ("gemma", "nemotron")
+HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
+PERMUTED, ADDED = ("olmo", "arcee", "falcon-h1"), ("gemma", "nemotron", *HYBRIDS)
 
 
 def stored(row: str, model: PreTrainedModel, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -60,7 +68,7 @@ def stored(row: str, model: PreTrainedModel, name: str, x: torch.Tensor) -> torc
         x = x.view(heads, 2, -1, x.shape[1]).transpose(1, 2).reshape(x.shape)
     if name.endswith("A_log"):
         x = -x.exp()
-    if row in ADDED and name.endswith(("norm.weight", "layernorm.weight")):
+    if row in ADDED and name.endswith(("norm.weight", "layernorm.weight")) and "linear_attn" not in name:
         x = x + 1
     return multiplied(config, name, x) if row == "falcon-h1" else x
 
@@ -89,36 +97,73 @@ def multiplied(config: Any, name: str, x: torch.Tensor) -> torch.Tensor:
     return x * next((factor for part, factor in factors.items() if f"{part}.weight" in name), 1.0)
 
 
+def tiled(config: Any, name: str, x: torch.Tensor) -> torch.Tensor:
+    """A tensor of Qwen 3.5's mixers: of value heads that share a key, each first one comes before each second."""
+    groups, heads, keys = config.linear_num_key_heads, config.linear_num_value_heads, 0
+    if "in_proj_qkv." in name or "conv1d" in name:
+        keys = 2 * groups * config.linear_key_head_dim
+    dim, size = int("out_proj" in name), x.shape[int("out_proj" in name)] - keys
+    kept, moved = x.split([keys, size], dim)
+    moved = moved.unflatten(dim, (groups, heads // groups, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+    return torch.cat([kept, moved], dim)
+
+
+def parts(row: str, model: PreTrainedModel, name: str, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A tensor as llama.cpp's converter has it, in several where it makes several of one, by names for its table."""
+    config, x = model.config, stored(row, model, name, x)
+    if row.startswith("qwen35") and "linear_attn" in name and ".norm." not in name:
+        x = tiled(config, name, x)
+    if name.endswith("experts.gate_up_proj"):
+        return {name.replace("gate_up", part): each for part, each in zip(("gate", "up"), x.chunk(2, 1), strict=True)}
+    if row == "deepseek2" and "kv_b_proj" in name:
+        keys, values = x.unflatten(0, (config.num_attention_heads, -1)).split(
+            [config.qk_nope_head_dim, config.v_head_dim], 1
+        )
+        return {name.replace("kv_b", "k_b"): keys.transpose(1, 2), name.replace("kv_b", "v_b"): values}
+    if "in_proj_qkvz" in name:
+        key, groups = config.linear_key_head_dim, config.linear_num_key_heads
+        own = config.linear_num_value_heads // groups * config.linear_value_head_dim
+        *qkv, gates = x.unflatten(0, (groups, -1)).split([key, key, own, own], 1)
+        joint = torch.cat([each.flatten(0, 1) for each in qkv])
+        return {name.replace("qkvz", "qkv"): joint, name.replace("qkvz", "z"): gates.flatten(0, 1)}
+    return {name: x}
+
+
 def write(path: Path, row: str, model: PreTrainedModel, blocks: Blocks = FLOATS) -> Path:
-    word = {"stablelm-12b": "stablelm", "falcon-mamba": "mamba"}.get(row, row)
+    word = {"stablelm-12b": "stablelm", "falcon-mamba": "mamba", "deepseek2-old": "deepseek2"}.get(row, row)
     writer, config = gguf.GGUFWriter(str(path), word), model.config
     known = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == word)
     names, lists = gguf.get_tensor_name_map(known, config.num_hidden_layers), dict[str, list[np.ndarray]]()
-    keys(writer, word, config)
+    keys(writer, word, config, row.endswith("-old"))
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        plain = re.sub(r"\.norms\.\d+", "", name.replace(".dt_bias", ".dt_proj.bias"))
-        found = names.get_name(plain, try_suffixes=(".weight", ".bias"))
-        assert found is not None, name
-        lists.setdefault(found, []).append(stored(row, model, name, tensor.float()).contiguous().numpy())
+        for part, values in parts(row, model, name, tensor.float()).items():
+            plain = re.sub(r"\.norms\.\d+", "", part.replace(".dt_bias", ".dt_proj.bias"))
+            expert = re.search(r"(\d+)\.\w+\.experts\.(gate|up|down)_proj", plain)
+            plain = plain.replace("correction_bias", "correction.bias").replace("expert_bias", "expert_bias.bias")
+            found = names.get_name(plain, try_suffixes=(".weight", ".bias"))
+            found = f"blk.{expert[1]}.ffn_{expert[2]}_exps.weight" if expert else found
+            assert found is not None, part
+            lists.setdefault(found, []).append(values.contiguous().numpy())
     for name, values in lists.items():
         whole = values[0] if len(values) == 1 else np.stack(values)
-        matrix = whole.ndim == 2 and not re.search("norm|conv|ssm_[ad]", name) and whole.shape[1] % 32 == 0
+        matrix = whole.ndim > 1 and not re.search("norm|conv|ssm_[ad]|gate_inp", name) and whole.shape[-1] % 32 == 0
         data, kind = blocks(name, whole) if matrix else (whole, Kind.F32)
         writer.add_tensor(name, data, raw_dtype=None if kind == Kind.F32 else kind)
     return written(writer, path)
 
 
-def keys(writer: gguf.GGUFWriter, word: str, config: Any) -> None:
+def keys(writer: gguf.GGUFWriter, word: str, config: Any, old: bool = False) -> None:
     heads, hidden, mamba = config.num_attention_heads if word != "mamba" else 0, config.hidden_size, word == "mamba"
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(1 << 20 if mamba else config.max_position_embeddings)
     writer.add_embedding_length(hidden)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(0 if mamba else config.n_inner if word == "gpt2" else config.intermediate_size)
+    if word != "qwen35moe":  # it has no dense layer
+        writer.add_feed_forward_length(0 if mamba else config.n_inner if word == "gpt2" else config.intermediate_size)
     writer.add_head_count(heads)
-    rms = word in ("gemma", "arcee", "lfm2", "mamba", "falcon-h1")
+    rms = word in ("gemma", "arcee", "lfm2", "lfm2moe", "mamba", "falcon-h1", "deepseek2", *HYBRIDS)
     eps = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
     found = next((getattr(config, name) for name in eps if hasattr(config, name)), 1e-5)
     (writer.add_layer_norm_rms_eps if rms else writer.add_layer_norm_eps)(found)
@@ -131,12 +176,25 @@ def keys(writer: gguf.GGUFWriter, word: str, config: Any) -> None:
             writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
             writer.add_rope_scaling_factor(rope["factor"])
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        if dim * heads != hidden or word in ("gemma", "falcon-h1", "nemotron"):
+        if word != "deepseek2" and (dim * heads != hidden or word in ("gemma", "falcon-h1", "nemotron")):
             writer.add_key_length(dim)
             writer.add_value_length(dim)
         count = config.num_key_value_heads
-        kinds = getattr(config, "layer_types", None) if word == "lfm2" else None
+        kinds = getattr(config, "layer_types", None) if word.startswith("lfm2") else None
+        if word == "deepseek2":
+            count = latents(writer, config, old)
         writer.add_head_count_kv([count if kind != "conv" else 0 for kind in kinds] if kinds else count)
+    if getattr(config, "num_experts_per_tok", None):
+        experts(writer, word, config, old)
+    if word in HYBRIDS:
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        writer.add_full_attention_interval(2)
+    if word in ("qwen35", "qwen35moe"):
+        writer.add_rope_dimension_sections([2, 1, 1, 0])
     if word == "stablelm":
         writer.add_parallel_residual(config.use_parallel_residual)
     if word == "olmo":
@@ -144,7 +202,7 @@ def keys(writer: gguf.GGUFWriter, word: str, config: Any) -> None:
     if word == "command-r":
         writer.add_logit_scale(config.logit_scale)
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
-    if word == "lfm2":
+    if word.startswith("lfm2"):
         writer.add_shortconv_l_cache(config.conv_L_cache)
     if mamba:
         writer.add_ssm_conv_kernel(config.conv_kernel)
@@ -160,6 +218,40 @@ def keys(writer: gguf.GGUFWriter, word: str, config: Any) -> None:
         writer.add_ssm_group_count(config.mamba_n_groups)
 
 
+def latents(writer: gguf.GGUFWriter, config: Any, old: bool) -> int:
+    """The keys of latent attention; gives the number of KV heads, which newer files say is that of the latents."""
+    rank, turned, nope = config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim
+    writer.add_kv_lora_rank(rank)
+    if config.q_lora_rank:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_key_length(nope + turned if old else rank + turned)
+    writer.add_value_length(config.v_head_dim if old else rank)
+    if not old:
+        writer.add_key_length_mla(nope + turned)
+        writer.add_value_length_mla(config.v_head_dim)
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+    return int(config.num_attention_heads) if old else 1
+
+
+def experts(writer: gguf.GGUFWriter, word: str, config: Any, old: bool) -> None:
+    writer.add_expert_count(getattr(config, "n_routed_experts", None) or config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if word in HYBRIDS:
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+        return
+    writer.add_leading_dense_block_count(getattr(config, "first_k_dense_replace", 0) or config.num_dense_layers)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if not old:
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if word == "deepseek2":
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_norm(not old and config.norm_topk_prob)
+    if word == "deepseek2" and not old:
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+
+
 def made(row: str) -> PreTrainedModel:
     kind, changes = ROWS[row]
     config = shrunk({"model_type": kind, **changes})
@@ -169,11 +261,16 @@ def made(row: str) -> PreTrainedModel:
         config.block_auto_adjust_ff_dim = False
     if "mamba" in kind:
         config.intermediate_size = config.expand * config.hidden_size
+    if row == "deepseek2":  # whole blocks
+        config.kv_lora_rank, config.qk_nope_head_dim, config.qk_head_dim = 32, 32, 40
     model = random_model(config)
     with torch.no_grad():  # else none of them would tell an order or a shift
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", ".D")) or "norm" in name:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+        for name, buffer in model.named_buffers():
+            if name.endswith(("correction_bias", "expert_bias")):
+                buffer.copy_(torch.linspace(0.2, -0.2, len(buffer)))
     return model
 
 
@@ -191,6 +288,24 @@ def test_tokens_are_those_of_the_model_that_was_written(row: str, tmp_path: Path
     assert len(tensors) > 10
     for name, found in tensors.items():
         torch.testing.assert_close(found.float(), model.state_dict()[name], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("row", ["deepseek2", "qwen35moe"])
+def test_blocks_of_mixtures_stay_packed(row: str, tmp_path: Path) -> None:
+    """Matrices are of two numbers, which blocks of 8 bits have as they are, in whatever direction they lie."""
+    model = made(row)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and "conv" not in name:
+                parameter.copy_(parameter.sign() * 127 * 2.0**-10)
+    llm = check(write(tmp_path / "tiny.gguf", row, model, in_kind(Kind.Q8_0)), model, "disk")
+    packed = {name.split(".")[-2] for name, _ in llm.model.spec.packings}
+    assert packed >= {"gate", "up", "down", "o_proj", "in_proj_qkv" if row == "qwen35moe" else "q_b_proj"}
+    assert "kv_b_proj" not in packed  # keys lie on their side in it
+    assert llm.last_record is not None
+    assert llm.last_record.experts["count"] == 8
+    with Engine(str(tmp_path / "tiny.gguf"), eviction=EvictionConfig("h2o", ratio=0.5)) as llm:
+        assert len(llm.generate([[5, 9, 30, 7, 12, 3]], max_new_tokens=4, ignore_eos=True)[0].token_ids) == 4
 
 
 @pytest.mark.slow

@@ -136,7 +136,7 @@ def _glm4(keys: GgufKeys) -> dict[str, Any]:
     return {"model_type": "glm4", **_part_of_heads(keys), "attention_bias": biased}
 
 
-def _routed(keys: GgufKeys, function: int) -> dict[str, Any]:
+def routed(keys: GgufKeys, function: int) -> dict[str, Any]:
     """Experts by DeepSeek's router; `function`: how logits become weights, by GGUF's number (1 softmax, 2 sigmoid)."""
     if keys.whole("expert_gating_func", function) != function:
         raise keys.error("expert_gating_func", f"{function}: others are not supported for this architecture")
@@ -152,17 +152,22 @@ def _routed(keys: GgufKeys, function: int) -> dict[str, Any]:
     }
 
 
-def _glm4_moe(keys: GgufKeys) -> dict[str, Any]:
+def layers_of(keys: GgufKeys) -> int:
     """Layers that predict more tokens at once stand behind the others, and are left out."""
-    tensors, layers = keys.header.tensors, keys.whole("block_count") - keys.count("nextn_predict_layers")
+    layers = keys.whole("block_count") - keys.count("nextn_predict_layers")
     if layers < 1:
         raise keys.error("nextn_predict_layers", f"fewer than block_count, {keys.whole('block_count')}")
+    return layers
+
+
+def _glm4_moe(keys: GgufKeys) -> dict[str, Any]:
+    tensors = keys.header.tensors
     return {
         "model_type": "glm4_moe",
         **_part_of_heads(keys),
-        **_routed(keys, 2),
+        **routed(keys, 2),
         "norm_topk_prob": keys.flag("expert_weights_norm", True),
-        "num_hidden_layers": layers,
+        "num_hidden_layers": layers_of(keys),
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
     }
@@ -171,24 +176,24 @@ def _glm4_moe(keys: GgufKeys) -> dict[str, Any]:
 def _dots1(keys: GgufKeys) -> dict[str, Any]:
     biased = "blk.0.attn_q.bias" in keys.header.tensors
     norms = keys.flag("expert_weights_norm", False)
-    config = {"model_type": "dots1", **_whole_heads(keys), **_routed(keys, 2), "norm_topk_prob": norms}
+    config = {"model_type": "dots1", **_whole_heads(keys), **routed(keys, 2), "norm_topk_prob": norms}
     return {**config, "attention_bias": biased, "layer_types": ["full_attention"] * keys.whole("block_count")}
 
 
 def _ernie_moe(keys: GgufKeys) -> dict[str, Any]:
     """The size of a shared expert is that of the others: what the key says is not needed."""
     keys.value("expert_shared_feed_forward_length")
-    routed = _routed(keys, 1)
-    if routed["routed_scaling_factor"] != 1:
+    found = routed(keys, 1)
+    if found["routed_scaling_factor"] != 1:
         raise keys.error("expert_weights_scale", "1: others are not supported for this architecture")
     return {
         "model_type": "ernie4_5_moe",
         **_whole_heads(keys),
-        "moe_num_experts": routed["n_routed_experts"],
-        "moe_k": routed["num_experts_per_tok"],
-        "moe_intermediate_size": routed["moe_intermediate_size"],
-        "moe_num_shared_experts": routed["n_shared_experts"],
-        "moe_layer_start_index": routed["first_k_dense_replace"],
+        "moe_num_experts": found["n_routed_experts"],
+        "moe_k": found["num_experts_per_tok"],
+        "moe_intermediate_size": found["moe_intermediate_size"],
+        "moe_num_shared_experts": found["n_shared_experts"],
+        "moe_layer_start_index": found["first_k_dense_replace"],
         "moe_layer_interval": keys.whole("interleave_moe_layer_step", 1),
     }
 

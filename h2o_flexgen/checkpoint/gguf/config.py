@@ -7,12 +7,12 @@ different model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from h2o_flexgen.checkpoint.gguf.architectures import ARCHITECTURES, heads_of
+from h2o_flexgen.checkpoint.gguf.architectures import ARCHITECTURES, heads_of, layers_of, routed
 from h2o_flexgen.checkpoint.gguf.blocks import FORMATS
 from h2o_flexgen.checkpoint.gguf.header import GgufHeader
 from h2o_flexgen.checkpoint.gguf.keys import GgufKeys, scaling_of
@@ -38,12 +38,14 @@ class ModuleArchitecture(NamedTuple):
     turned   whether the rows of q and k are in the order of llama.cpp's Llama
     offset   what norms have too much
     attends  whether layers attend at all, and have an MLP
+    names    GGUF's names where they are not the usual ones, by these
     """
 
     read: Callable[[GgufKeys], dict[str, Any]]
     turned: bool = False
     offset: float = 0.0
     attends: bool = True
+    names: Mapping[str, str] = {}
 
 
 def _rope(keys: GgufKeys, head_dim: int) -> dict[str, Any]:
@@ -151,6 +153,24 @@ def _command_r(keys: GgufKeys) -> dict[str, Any]:
 
 
 def _lfm2(keys: GgufKeys) -> dict[str, Any]:
+    return {"model_type": "lfm2", **_convolved(keys), "block_auto_adjust_ff_dim": False}
+
+
+def _lfm2_moe(keys: GgufKeys) -> dict[str, Any]:
+    found = routed(keys, 2)
+    return {
+        "model_type": "lfm2_moe",
+        **_convolved(keys),
+        "num_experts": found["n_routed_experts"],
+        "num_experts_per_tok": found["num_experts_per_tok"],
+        "moe_intermediate_size": found["moe_intermediate_size"],
+        "num_dense_layers": found["first_k_dense_replace"],
+        "routed_scaling_factor": found["routed_scaling_factor"],
+        "norm_topk_prob": keys.flag("expert_weights_norm", True),
+    }
+
+
+def _convolved(keys: GgufKeys) -> dict[str, Any]:
     """The layers without KV heads are convolutions."""
     counts, layers = keys.value("attention.head_count_kv"), keys.whole("block_count")
     found = {int(count) for count in counts if count > 0} if isinstance(counts, np.ndarray) else set()
@@ -158,14 +178,105 @@ def _lfm2(keys: GgufKeys) -> dict[str, Any]:
         raise keys.error("attention.head_count_kv", f"one number of KV heads, or 0, for each of {layers} layers")
     heads, hidden = keys.whole("attention.head_count"), keys.whole("embedding_length")
     return {
-        "model_type": "lfm2",
         "num_key_value_heads": found.pop(),
         **_rope(keys, max(1, hidden // heads)),
         "layer_types": ["full_attention" if count else "conv" for count in counts],
         "norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "conv_L_cache": keys.whole("shortconv.l_cache"),
         "conv_bias": _biased(keys, "shortconv.conv"),
-        "block_auto_adjust_ff_dim": False,
+    }
+
+
+_GROUPS = {160: (8, 3), 256: (8, 4)}
+"""Of DeepSeek's experts, by their number: how many groups they are in, and how many of these a token chooses from.
+Files from before there was a key for it do not say."""
+
+
+def _deepseek2(keys: GgufKeys) -> dict[str, Any]:
+    """Latent attention, and experts: DeepSeek V2, whose router takes a softmax, and V3 and others with a sigmoid.
+
+    Newer files have what keys and values are made of by head, and name the sizes of the latents as those of a head.
+    """
+    heads, turned = keys.whole("attention.head_count"), keys.whole("rope.dimension_count")
+    rank, by_head = keys.whole("attention.kv_lora_rank"), keys.value("attention.key_length_mla") is not None
+    sizes = {"attention.head_count_kv": 1 if by_head else heads}
+    sizes |= {"attention.key_length": rank + turned, "attention.value_length": rank} if by_head else {}
+    for name, size in sizes.items():
+        if keys.whole(name, size) != size:
+            raise keys.error(name, str(size))
+    key, value = (keys.whole(f"attention.{part}_length{'_mla' * by_head}") for part in ("key", "value"))
+    if key <= turned:
+        raise keys.error("rope.dimension_count", f"less than the {key} of a key")
+    softmax = keys.whole("expert_gating_func", 1) == 1
+    experts, norms = routed(keys, 1 if softmax else 2), keys.flag("expert_weights_norm", False)
+    if keys.value("expert_group_count") is None:
+        experts["n_group"], experts["topk_group"] = _GROUPS.get(experts["n_routed_experts"], (1, 1))
+    if softmax and norms:
+        raise keys.error("expert_weights_norm", "false where expert_gating_func is 1, a softmax")
+    grouped = "group_limited_greedy" if experts["n_group"] > 1 else "greedy"
+    rope = _rope(keys, turned)["rope_parameters"]
+    if rope["rope_type"] == "yarn":  # by which both cosines and logits grow, so that the first grow by nothing
+        share = round(keys.number("rope.scaling.yarn_log_multiplier") / 0.1, 6)
+        rope |= {"mscale": share, "mscale_all_dim": share}
+    return {
+        "model_type": "deepseek_v2" if softmax else "deepseek_v3",
+        **({"topk_method": grouped} if softmax else {"norm_topk_prob": norms}),
+        "num_hidden_layers": layers_of(keys),
+        "num_key_value_heads": heads,
+        "q_lora_rank": keys.count("attention.q_lora_rank") or None,
+        "kv_lora_rank": rank,
+        "qk_nope_head_dim": key - turned,
+        "qk_rope_head_dim": turned,
+        "v_head_dim": value,
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": rope,
+        "num_nextn_predict_layers": 0,
+        **experts,
+    }
+
+
+def _qwen3_next(keys: GgufKeys) -> dict[str, Any]:
+    """Gated delta rules, attention in every n-th layer, experts."""
+    groups = keys.whole("ssm.group_count")
+    return {"model_type": "qwen3_next", **_delta(keys, groups), **_qwen_experts(keys), "norm_topk_prob": True}
+
+
+def _qwen35(keys: GgufKeys) -> dict[str, Any]:
+    """Qwen 3.5 and 3.6. Value heads that share a key are not neighbours in these files: here each has a key of its own,
+    see `names`, which is the same model. Positions have three parts, which are one in texts."""
+    keys.value("rope.dimension_sections")
+    config = _delta(keys, keys.whole("ssm.time_step_rank"))
+    if keys.value("expert_count"):
+        return {"model_type": "qwen3_5_moe_text", **config, **_qwen_experts(keys)}
+    return {"model_type": "qwen3_5_text", **config}
+
+
+def _delta(keys: GgufKeys, key_heads: int) -> dict[str, Any]:
+    """What hybrids of Qwen have, whose mixers have so many heads of keys."""
+    config, values = _heads(keys), keys.whole("ssm.time_step_rank")
+    config["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
+    if values % keys.whole("ssm.group_count") or keys.whole("ssm.inner_size") % values:
+        raise keys.error("ssm.time_step_rank", "a multiple of ssm.group_count by which ssm.inner_size can be divided")
+    layers, every = layers_of(keys), keys.whole("full_attention_interval", 4)
+    return {
+        **config,
+        "num_hidden_layers": layers,
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "layer_types": ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)],
+        "linear_conv_kernel_dim": keys.whole("ssm.conv_kernel"),
+        "linear_key_head_dim": keys.whole("ssm.state_size"),
+        "linear_value_head_dim": keys.whole("ssm.inner_size") // values,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": values,
+    }
+
+
+def _qwen_experts(keys: GgufKeys) -> dict[str, Any]:
+    return {
+        "num_experts": keys.whole("expert_count"),
+        "num_experts_per_tok": keys.whole("expert_used_count"),
+        "moe_intermediate_size": keys.whole("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": keys.whole("expert_shared_feed_forward_length"),
     }
 
 
@@ -211,6 +322,7 @@ def _falcon_h1(keys: GgufKeys) -> dict[str, Any]:
     }
 
 
+_QWEN = {"ffn_norm": "post_attention_norm"}
 MODULES = {
     "gpt2": ModuleArchitecture(_gpt2),
     "starcoder2": ModuleArchitecture(_starcoder2),
@@ -222,6 +334,11 @@ MODULES = {
     "arcee": ModuleArchitecture(_arcee, turned=True),
     "command-r": ModuleArchitecture(_command_r),
     "lfm2": ModuleArchitecture(_lfm2),
+    "lfm2moe": ModuleArchitecture(_lfm2_moe),
+    "deepseek2": ModuleArchitecture(_deepseek2),
+    "qwen3next": ModuleArchitecture(_qwen3_next, offset=1.0, names=_QWEN),
+    "qwen35": ModuleArchitecture(_qwen35, offset=1.0, names=_QWEN),
+    "qwen35moe": ModuleArchitecture(_qwen35, offset=1.0, names=_QWEN),
     "mamba": ModuleArchitecture(_mamba, attends=False),
     "falcon-h1": ModuleArchitecture(_falcon_h1, turned=True),
 }
@@ -252,13 +369,15 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     if keys.whole("block_count") > len(header.tensors):  # a number of layers that can be no other is not counted up to
         raise keys.error("block_count", f"no more layers than there are tensors, {len(header.tensors)}")
     row = ARCHITECTURES.get(architecture) or MODULES[architecture]
-    layers = {"intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count"}
-    read = keys.whole if architecture in ARCHITECTURES or MODULES[architecture].attends else keys.count
+    attends = architecture in ARCHITECTURES or MODULES[architecture].attends
+    dense = attends and (architecture in ARCHITECTURES or not keys.value("expert_count"))
+    heads, ffn = keys.whole if attends else keys.count, keys.whole if dense else keys.count
+    layers = {"intermediate_size": ffn("feed_forward_length"), "num_attention_heads": heads("attention.head_count")}
     config = {
         "vocab_size": vocab,
         "hidden_size": keys.whole("embedding_length"),
         "num_hidden_layers": keys.whole("block_count"),
-        **{name: size for name, key in layers.items() if (size := read(key))},
+        **{name: size for name, size in layers.items() if size},
         "max_position_embeddings": keys.whole("context_length"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "torch_dtype": stored_dtype(header),

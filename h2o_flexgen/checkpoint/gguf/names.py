@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from h2o_flexgen.checkpoint.files import Problems
 from h2o_flexgen.checkpoint.gguf.architectures import ARCHITECTURES
@@ -52,7 +54,7 @@ ROTARY_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factor
 
 
 class StoredRows(NamedTuple):
-    """Rows of a stored tensor that are a canonical one, or those of its rows that are `turn` modulo `turns`.
+    """Rows of a stored tensor that are a canonical one, or some of its rows: `take` of every `turns`, from `turn` on.
 
     start   the first of them
     rows    of the stored tensor in all
@@ -61,6 +63,7 @@ class StoredRows(NamedTuple):
     offset  to be added to every number: GGUF has norms with the 1 that Gemma adds to them
     lists   of numbers that the stored tensor has one below the other, of which one is meant
     decay   whether the numbers are rates of decay: the canonical ones are the logarithms of what they are below 0
+    columns where it is not 0: the rows that are taken together are that many stored rows' columns
     """
 
     name: str
@@ -72,15 +75,23 @@ class StoredRows(NamedTuple):
     rotated: int = 0
     turn: int = 0
     turns: int = 1
+    take: int = 1
     decay: bool = False
+    columns: int = 0
+
+    @property
+    def period(self) -> tuple[int, int, int]:
+        """Which rows they are: from which on of every how many, and how many of these."""
+        return self.turn, self.turns, self.take
 
 
 class StoredTensor(NamedTuple):
-    """A canonical tensor, or the rows of it that a stored one has, of `shape`: `place` in the stored `tensor`."""
+    """A canonical tensor of the shape `whole`, or some of its rows: `place` in the stored `tensor`, as `shape`."""
 
     tensor: GgufTensor
     place: StoredRows
     shape: tuple[int, ...]
+    whole: tuple[int, ...]
 
 
 def bind(header: GgufHeader, spec: ModelSpec) -> dict[str, tuple[StoredTensor, ...]]:
@@ -91,7 +102,7 @@ def bind(header: GgufHeader, spec: ModelSpec) -> dict[str, tuple[StoredTensor, .
     problems, found = Problems(), {}
     architecture = str(header.metadata.get("general.architecture"))
     shapes = {tensor.name: tuple(tensor.shape) for group in spec.weight_groups for tensor in group.tensors}
-    places = {name: _places(architecture, spec, name, shape[0]) for name, shape in shapes.items()}
+    places = {name: _places(header, spec, name, shape) for name, shape in shapes.items()}
     for name, (first, *rest) in places.items():
         bare = first.name.removesuffix(".weight")  # as Falcon-H1's files have one
         if not rest and first.name not in header.tensors and bare in header.tensors:
@@ -118,12 +129,15 @@ def _bound(
         problems.add(f"tensor {place.name!r} ({name}) is missing", download=True)
         return None
     stored = (place.rows, *shape[1:]) if place.lists == 1 else (place.lists, place.rows // place.lists)
+    own = (shape[0] // place.turns * place.take, *shape[1:])
+    if place.columns:
+        stored = own = (shape[0] // place.turns * place.columns, place.take)
     if len(shape) == 1 and FORMATS[tensor.kind].dtype is None:
         problems.add(f"tensor {place.name!r} is a list in blocks of {tensor.kind}: needed floats")
     elif _flat(tensor.shape) == _flat(stored) or (
         place.lists == len(shape) == 1 and math.prod(tensor.shape) == shape[0]
     ):
-        return StoredTensor(tensor, place, (shape[0] // place.turns, *shape[1:]))
+        return StoredTensor(tensor, place, own, shape)
     else:
         problems.add(f"tensor {place.name!r}: expected shape {stored} from the metadata, found {tensor.shape}")
     return None
@@ -137,20 +151,22 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
 def packings_of(header: GgufHeader, spec: ModelSpec) -> tuple[tuple[str, Packing], ...]:
     """The layouts that the tensors in blocks are converted to, by canonical name. ModelError as `bind` raises it.
 
-    Where rows of several kinds take turns, which llama.cpp does not write, there is no layout for all of them.
+    Where rows of several kinds take turns there is no layout for all of them, nor where rows are columns.
     """
     packings = (
-        (name, {FORMATS[part.tensor.kind].packing for part in parts})
+        (name, {None if part.place.columns else FORMATS[part.tensor.kind].packing for part in parts})
         for name, parts in sorted(bind(header, spec).items())
     )
     whole = ((name, next(iter(kinds))) for name, kinds in packings if len(kinds) == 1)
     return tuple((name, packing) for name, packing in whole if packing is not None)
 
 
-def _places(architecture: str, spec: ModelSpec, name: str, rows: int) -> tuple[StoredRows, ...]:
-    """Where the canonical tensor `name` of so many rows is: in gpt-oss' experts rows of gate and up take turns."""
+def _places(header: GgufHeader, spec: ModelSpec, name: str, shape: tuple[int, ...]) -> tuple[StoredRows, ...]:
+    """Where the canonical tensor `name` of this shape is: in gpt-oss' experts rows of gate and up take turns."""
+    architecture, rows = str(header.metadata.get("general.architecture")), shape[0]
     if isinstance(spec, ModuleSpec):
-        return (_module_place(architecture, spec, name, rows),)
+        place = _module_place(architecture, spec, name, rows)
+        return _in_pieces(header, json.loads(spec.config), place, shape)
     if ".gate_up." not in name:
         return (_place(architecture, spec, name, rows),)
     halves = (_place(architecture, spec, name.replace("gate_up", part), rows // 2) for part in ("gate", "up"))
@@ -195,29 +211,45 @@ _MODULES = {
 }
 _LAYER_MODULES = {
     "attn_norm": "input_layernorm ln_1 operator_norm norm",
-    "attn_qkv": "attn.c_attn",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj self_attn.dense self_attn.out_proj attn.c_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
     "attn_q_norm": "self_attn.q_norm self_attn.q_layernorm self_attn.q_layernorm.norms",
     "attn_k_norm": "self_attn.k_norm self_attn.k_layernorm self_attn.k_layernorm.norms",
     "ffn_norm": "post_attention_layernorm ln_2 ffn_norm pre_ff_layernorm",
     "ffn_gate": "mlp.gate_proj feed_forward.w1 feed_forward.gate_proj",
     "ffn_up": "mlp.up_proj mlp.c_fc mlp.fc1 feed_forward.w3 feed_forward.up_proj",
     "ffn_down": "mlp.down_proj mlp.c_proj mlp.fc2 feed_forward.w2 feed_forward.down_proj",
+    "ffn_gate_inp": "mlp.gate feed_forward.gate",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "shortconv.conv": "conv.conv",
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj",
     "ssm_in": "mixer.in_proj mamba.in_proj",
-    "ssm_conv1d": "mixer.conv1d mamba.conv1d",
+    "ssm_conv1d": "mixer.conv1d mamba.conv1d linear_attn.conv1d",
     "ssm_x": "mixer.x_proj",
     "ssm_dt": "mixer.dt_proj mamba.dt_proj",
-    "ssm_out": "mixer.out_proj mamba.out_proj",
-    "ssm_norm": "mamba.norm",
+    "ssm_out": "mixer.out_proj mamba.out_proj linear_attn.out_proj",
+    "ssm_norm": "mamba.norm linear_attn.norm",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "attn_qkv": "attn.c_attn linear_attn.in_proj_qkv linear_attn.in_proj_qkvz",
+    "attn_gate": "linear_attn.in_proj_z",
 }
 """GGUF's names of transformers' modules, with those that they have there: outside of layers, and in them."""
 _ALONE_THERE = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
+_ALONE_THERE |= dict.fromkeys(("e_score_correction_bias", "expert_bias"), "exp_probs_b.bias")
 """Of parameters that are no module's weight or bias."""
 
 
@@ -254,19 +286,62 @@ def gguf_name(parameter: str) -> GgufName | None:
 
 def _module_place(architecture: str, spec: ModuleSpec, name: str, rows: int) -> StoredRows:
     """As `_place`, of a tensor of transformers' modules. ModelError for one that GGUF has no name for."""
-    parameter, row = spec.tensors[name].parameter, MODULES[architecture]
-    found = gguf_name(parameter)
+    each, row = spec.tensors[name], MODULES[architecture]
+    if each.expert is not None and spec.arch.experts is not None:
+        layer, kind = re.search(r"\.(\d+)\.", each.parameter), name.split(".")[-2]
+        if layer is not None and kind in ("gate", "up", "down"):
+            stored = f"blk.{layer[1]}.ffn_{kind}_exps.weight"
+            return StoredRows(stored, each.expert * rows, spec.arch.experts.count * rows)
+    found = gguf_name(each.parameter)
     if found is None:
-        raise ModelError(f"{spec.name}: GGUF has no name for {parameter}", "needed the model's safetensors")
+        raise ModelError(f"{spec.name}: GGUF has no name for {each.parameter}", "needed the model's safetensors")
     if found.turn is not None:
-        stem = parameter.removesuffix(f"{found.turn}.weight")
-        lists = sum(each.parameter.startswith(stem) for each in spec.tensors.values())
+        stem = each.parameter.removesuffix(f"{found.turn}.weight")
+        lists = sum(other.parameter.startswith(stem) for other in spec.tensors.values())
         return StoredRows(found.name, found.turn * rows, lists * rows, lists=lists)
-    norm = found.name.endswith("norm.weight")
-    place = StoredRows(found.name, 0, rows, 0, -row.offset if norm else 0.0, decay=found.name.endswith("ssm_a"))
-    part = re.search(r"\.attn_([qk])\.", found.name)
+    stored = ".".join(row.names.get(word, word) for word in found.name.split("."))
+    offset = -row.offset if stored.endswith("norm.weight") and ".ssm_norm." not in stored else 0.0
+    place = StoredRows(stored, 0, rows, 0, offset, decay=stored.endswith("ssm_a"))
+    part = re.search(r"\.attn_([qk])\.", stored)
     if part is None or found.layer is None or not row.turned:
         return place
     heads = spec.layers[found.layer].heads
     count = heads.queries if part[1] == "q" else heads.keys
     return place._replace(heads=count, rotated=rows // count)
+
+
+def _in_pieces(
+    header: GgufHeader, config: Mapping[str, Any], place: StoredRows, shape: tuple[int, ...]
+) -> tuple[StoredRows, ...]:
+    """Where a tensor of transformers' modules is that has its `place` but where a file has it in several pieces."""
+    blk, _, part = place.name.partition(".attn_kv_b")
+    if part and place.name not in header.tensors:  # newer files have both for each head, those of keys on their side
+        nope, own, rank = config["qk_nope_head_dim"], config["v_head_dim"], shape[1]
+        both = place._replace(turns=nope + own)
+        keys = both._replace(name=f"{blk}.attn_k_b{part}", take=nope, columns=rank)
+        rows = shape[0] // (nope + own) * own
+        return keys, both._replace(name=f"{blk}.attn_v_b{part}", rows=rows, turn=nope, take=own)
+    architecture = header.metadata.get("general.architecture")
+    blk, _, part = place.name.partition(".attn_qkv")
+    if architecture not in ("qwen3next", "qwen35", "qwen35moe") or not (part or ".ssm_conv1d." in place.name):
+        return (place,)
+    key_heads, value_heads = header.metadata[f"{architecture}.ssm.group_count"], config["linear_num_value_heads"]
+    key, value = config["linear_key_head_dim"], config["linear_value_head_dim"] * value_heads
+    keys, times = key_heads * key, value_heads // key_heads
+    stored = place._replace(rows=2 * keys + value)
+    old = f"{blk}.ssm_in{part}"
+    if architecture == "qwen3next" and old in header.tensors:
+        return (place._replace(name=old),)
+    if architecture == "qwen3next":  # modules have a key head's queries, keys, values and gates together
+        if not part:
+            return (place,)
+        own = value // key_heads
+        period = stored._replace(turns=2 * (key + own))
+        queries, whole = period._replace(take=key), period._replace(start=keys, turn=key, take=key)
+        values = period._replace(start=2 * keys, turn=2 * key, take=own)
+        gates = period._replace(name=f"{blk}.attn_gate{part}", rows=value, turn=2 * key + own, take=own)
+        return queries, whole, values, gates
+    period, each = stored._replace(turns=2 * times * keys + value), range(times)
+    starts = ((half * keys, (half * times + i) * keys) for half in (0, 1) for i in each)
+    pieces = (period._replace(start=start, turn=turn, take=keys) for start, turn in starts)
+    return (*pieces, period._replace(start=2 * keys, turn=2 * times * keys, take=value))

@@ -82,8 +82,8 @@ class GgufSource:
         if any(file.closed for file in files):
             raise ValueError(f"the checkpoint is closed, {name} cannot be read")
         if isinstance(out, PackedWeight):
-            if out.packing != self.packings.get(name) or out.shape != _whole(pieces):
-                raise ValueError(f"{name} is {self.packings.get(name)} of {_whole(pieces)}, got {out.packing}")
+            if out.packing != self.packings.get(name) or out.shape != pieces[0].whole:
+                raise ValueError(f"{name} is {self.packings.get(name)} of {pieces[0].whole}, got {out.packing}")
             packed = out
 
             def take(bound: StoredTensor, part: range) -> None:
@@ -92,7 +92,7 @@ class GgufSource:
                 for rows, blocks in self._rows(name, bound, part):
                     _fill(packed, _destination(bound, rows), convert_blocks(blocks))
         else:
-            flat = flat_out(name, _whole(pieces), out)
+            flat = flat_out(name, pieces[0].whole, out)
 
             def take(bound: StoredTensor, part: range) -> None:
                 for rows, blocks in self._rows(name, bound, part):
@@ -159,11 +159,6 @@ class GgufSource:
         return FileTensor(self._files[bound.tensor.part], (run,), "uint8", bound.shape)
 
 
-def _whole(pieces: tuple[StoredTensor, ...]) -> tuple[int, ...]:
-    """The shape of a canonical tensor."""
-    return (sum(bound.shape[0] for bound in pieces), *pieces[0].shape[1:])
-
-
 def _parts(bound: StoredTensor) -> list[range]:
     """The rows of a tensor in parts for threads of their own: numpy takes one, and lets others work meanwhile."""
     count = min(len(os.sched_getaffinity(0)), _MOST_THREADS, bound.shape[0] * _row_bytes(bound) // _LARGE)
@@ -179,11 +174,12 @@ def _row_bytes(bound: StoredTensor) -> int:
 
 def _destination(bound: StoredTensor, rows: range) -> slice | np.ndarray:
     """Where `rows` of the file belong in the canonical tensor."""
+    stored, (turn, turns, take) = np.arange(rows.start, rows.stop), bound.place.period
+    if take > 1:
+        return stored // take * turns + turn + stored % take
     if not bound.place.heads:
-        turn, turns = bound.place.turn, bound.place.turns
         return slice(rows.start * turns + turn, rows.stop * turns, turns)
     dim = bound.shape[0] // bound.place.heads
-    stored = np.arange(rows.start, rows.stop)
     within, half = stored % dim, bound.place.rotated // 2
     return np.where(within < 2 * half, stored - within + within % 2 * half + within // 2, stored)
 
@@ -201,7 +197,7 @@ def _fill(out: PackedWeight, where: slice | np.ndarray, parts: Parts) -> None:
 def _fill_floats(bound: StoredTensor, rows: range, blocks: Bytes, out: torch.Tensor) -> None:
     """The rows of `out`, which is flat, from the file's bytes of them."""
     form, place = FORMATS[bound.tensor.kind], bound.place
-    width = out.numel() // (bound.shape[0] * place.turns)
+    width = math.prod(bound.shape[1:])
     if form.dtype is not None:
         values = torch.from_numpy(blocks.reshape(-1)).view(torch_dtype(form.dtype))
         if not place.heads and not place.offset and not place.decay and place.turns == 1:
@@ -212,6 +208,12 @@ def _fill_floats(bound: StoredTensor, rows: range, blocks: Bytes, out: torch.Ten
         pieces = iter([(rows, torch.log(-numbers) if place.decay else numbers + place.offset)])
     else:
         pieces = _expanded(form, rows, blocks, width)
+    if place.columns:
+        turned = out.view(-1, place.turns, place.columns)[:, place.turn : place.turn + place.take]
+        for some, numbers in pieces:
+            head, column = np.divmod(np.arange(some.start, some.stop), place.columns)
+            turned[head, :, column] = numbers.to(out.dtype).to(out.device)
+        return
     matrix = out.view(-1, width)
     for some, numbers in pieces:
         matrix[_destination(bound, some)] = numbers.to(out.dtype).to(out.device)
