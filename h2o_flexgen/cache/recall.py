@@ -148,10 +148,12 @@ class Recall:
         heads, count, dim = own.k.shape
         before, packing = 0 if past is None else past[0].shape[1], index_packing(dim)
         length = max(self._lengths[row], before + count)
-        index = torch.zeros(heads, length, packing.nbytes, dtype=torch.uint8, device=own.k.device)
+        index = torch.empty(heads, length, packing.nbytes, dtype=torch.uint8, device=own.k.device)
         shelf = Shelf((heads, length, dim), own.k.dtype, own.k.device)
         for start, part in ((0, past), (before, own)):
-            if part is not None:
+            if part is not None and NativeRecall.serves(own.k):
+                NativeRecall.fill(KeysValues(*part), start, KeysValues(shelf.k, shelf.v), index, packing.block)
+            elif part is not None:
                 shelf.write(start, *part)
                 index[:, start : start + part[0].shape[1]] = pack(part[0], packing)
         self._counts.written += 2 * heads * (before + count) * dim * own.k.itemsize

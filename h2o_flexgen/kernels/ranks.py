@@ -107,6 +107,20 @@ class _RecallTask(ctypes.Structure):
     )
 
 
+class _Filling(ctypes.Structure):
+    """The argument of `recall_fill`, as recall.c describes it."""
+
+    _fields_ = fields(
+        "q kv_heads count start length dim bf16 block threads",
+        "P new_k",
+        "q k_head k_token",
+        "P new_v",
+        "q v_head v_token",
+        "P k v packed",
+        "q next",
+    )
+
+
 class Recalled(NamedTuple):
     """What recall has done in a step: tokens of each KV head that went to shelves, looks and tokens that came back; the
     worth of what is kept after each look, and of as many tokens at most."""
@@ -171,6 +185,19 @@ class NativeRecall:
         if self._call(self._pointer):
             raise MemoryError("no memory to look through what waits")
         return Recalled(task.written, task.looks, task.recalled, task.held, task.best)
+
+    @staticmethod
+    def fill(new: KeysValues, start: int, shelf: KeysValues, packed: Tensor, block: int) -> None:
+        """New tokens (kv_heads, n, dim) go to a shelf (kv_heads, length, dim) and into the index `packed`, from
+        position `start` on."""
+        k, v = (NativeRecall._fit(x, shelf.k) for x in new)
+        (heads, count, dim), size = k.shape, k.itemsize
+        task = _Filling(heads, count, start, shelf.k.shape[1], dim, k.dtype is torch.bfloat16, block)
+        task.threads = torch.get_num_threads()
+        task.new_k, task.k_head, task.k_token = k.data_ptr(), k.stride(0) * size, k.stride(1) * size
+        task.new_v, task.v_head, task.v_token = v.data_ptr(), v.stride(0) * size, v.stride(1) * size
+        task.k, task.v, task.packed = shelf.k.data_ptr(), shelf.v.data_ptr(), packed.data_ptr()
+        function("recall_fill", "P")(ctypes.byref(task))
 
     @staticmethod
     def _fit(x: Tensor, like: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-/* Recall: by an index of packed keys a query says what each token is worth to it; the best of those that are away take the
-   slots of the least of those that are kept.
+/* Recall: by an index of packed keys a query says what each token is worth to it; the best of those that are away take
+   the slots of the least of those that are kept.
 
    Each (row, KV head) by itself, on any thread. */
 
@@ -10,7 +10,7 @@
 #include "team.h"
 #include "vectors.h"
 
-enum { BITS = 4, MOST_MOVED = 64, FEW = 1 << 12 };
+enum { BITS = 4, MOST_MOVED = 64, FEW = 1 << 12, TOKEN = 32 };
 
 /* A row of `rows` in ranks.py has the same fields in the same order. */
 typedef struct {
@@ -49,16 +49,16 @@ typedef struct {
 /* Room for one head's look at up to `pitch` tokens. */
 typedef struct {
     float *x, *mean, *worth, *near, *query, *lanes, *sums;
-    int32_t *slot;
 } Room;
 
+/* A token, by its place among those that are seen, and the slot that has it. */
 typedef struct {
     float worth;
-    int64_t at;
+    int32_t place, slot;
 } Choice;
 
 static int64_t floats_of(const Recall *r, int64_t pitch) {
-    return (r->group + 4) * pitch + 2 * LANES + r->group * (width_of(BITS, 2) + LANES) * LANES + up(r->group, LANES);
+    return (r->group + 3) * pitch + 2 * LANES + r->group * (width_of(BITS, 2) + LANES) * LANES + up(r->group, LANES);
 }
 
 static Room room_in(const Recall *r, float *scratch, int64_t pitch) {
@@ -66,8 +66,7 @@ static Room room_in(const Recall *r, float *scratch, int64_t pitch) {
     room.mean = room.x + r->group * pitch;
     room.near = room.mean + pitch;
     room.worth = room.near + pitch + LANES; /* with LANES zeros on both sides */
-    room.slot = (int32_t *)(room.worth + pitch + LANES);
-    room.query = (float *)(room.slot + pitch);
+    room.query = room.worth + pitch + LANES;
     room.lanes = room.query + r->group * width_of(BITS, 2) * LANES;
     room.sums = room.lanes + r->group * LANES * LANES;
     return room;
@@ -107,8 +106,8 @@ INLINE void ask(const Recall *r, const char *q, const uint8_t *keys, int64_t n, 
     logits(r, &order, keys, n, pitch, room, units, paired);
 }
 
-/* What n tokens are worth: the mean of the probabilities that the group's queries pay them, the largest, and the largest
-   of their neighbours. */
+/* What n tokens are worth: the mean of the probabilities that the group's queries pay them, the largest, and the
+   largest of their neighbours. */
 static void weigh(const Recall *r, const char *q, const uint8_t *keys, int64_t n, int64_t pitch, const Room *room) {
     const Pieces p = {r->dim, BITS, !r->bf16, r->block};
     if (is_paired(&p)) ask(r, q, keys, n, pitch, room, 1, 1);
@@ -134,29 +133,48 @@ static void weigh(const Recall *r, const char *q, const uint8_t *keys, int64_t n
     }
 }
 
-/* Puts a token among `count` that are in order, the most worth first, of which `most` stay. Of equal ones the earlier
-   call's comes first. */
-INLINE int64_t put(Choice *chosen, int64_t count, int64_t most, float worth, int64_t at) {
+INLINE int is_before(Choice a, Choice b, const int sign) {
+    return a.worth > b.worth || (a.worth == b.worth && sign * a.place < sign * b.place);
+}
+
+/* Puts a token among `count` that are in order, of which `most` stay: the most worth first, of equal ones the lower
+   place where `sign` is 1, the higher one where it is -1. */
+INLINE int64_t put(Choice *chosen, int64_t count, int64_t most, Choice it, const int sign) {
     if (count == most) {
-        if (!most || worth <= chosen[most - 1].worth) return count;
+        if (!most || !is_before(it, chosen[most - 1], sign)) return count;
         count--;
     }
     int64_t i = count;
-    for (; i > 0 && chosen[i - 1].worth < worth; i--) chosen[i] = chosen[i - 1];
-    chosen[i] = (Choice){worth, at};
+    for (; i > 0 && is_before(it, chosen[i - 1], sign); i--) chosen[i] = chosen[i - 1];
+    chosen[i] = it;
     return count + 1;
+}
+
+/* The `most` of n tokens that are worth most; those that are here are worth -1. */
+static int64_t wanted(const float *near, int64_t n, int64_t most, Choice *back) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; i += LANES) {
+        const __m512i bits = _mm512_castps_si512(_mm512_loadu_ps(near + i));
+        int32_t least_bits = -1;
+        if (count == most) memcpy(&least_bits, &back[most - 1].worth, sizeof least_bits);
+        uint32_t more = _mm512_cmpgt_epi32_mask(bits, _mm512_set1_epi32(least_bits)) & first_lanes(n - i);
+        for (; more; more &= more - 1) {
+            const int32_t place = (int32_t)i + __builtin_ctz(more);
+            count = put(back, count, most, (Choice){near[place], place, -1}, 1);
+        }
+    }
+    return count;
 }
 
 /* The sum of the `count` largest of n numbers, none of which is negative. */
 static double sum_of_largest(const float *x, int64_t n, int64_t count) {
-    int32_t low = 0, high = INT32_MAX; /* as many as are asked for are `low` or more, by their bits */
-    while (high - low > 1) {
+    int32_t low = 0, high = 0x3F800001; /* as many as are asked for are `low` or more, by their bits, and at most 1 */
+    for (int32_t more = -1; high - low > 1 && more != count;) {
         const int32_t middle = low + (high - low) / 2;
-        int64_t more = 0;
-        for (int64_t i = 0; i < n; i++) {
-            int32_t bits;
-            memcpy(&bits, x + i, sizeof bits);
-            more += bits >= middle;
+        more = 0;
+        for (int64_t i = 0; i < n; i += LANES) {
+            const __m512i bits = _mm512_castps_si512(_mm512_loadu_ps(x + i));
+            more += __builtin_popcount(_mm512_cmple_epi32_mask(_mm512_set1_epi32(middle), bits) & first_lanes(n - i));
         }
         if (more >= count) low = middle;
         else high = middle;
@@ -177,37 +195,32 @@ static void look(const Recall *r, const Shelved *row, int64_t task, int64_t now,
     const Pieces p = {r->dim, BITS, !r->bf16, r->block};
     const uint8_t *keys = row->index + (head * row->length + first) * kept_bytes(&p);
     weigh(r, r->q.at + task / r->kv_heads * r->q.row + head * r->group * r->q.head, keys, n, pitch, room);
-    int32_t *slot = room->slot, *pos = r->pos + base;
+    int32_t *pos = r->pos + base;
     float *score = r->score + base;
-    const int64_t free_slot = r->next[task] - base;
-    for (int64_t i = 0; i < n; i++) slot[i] = -1;
-    for (int64_t i = 0; i < r->capacity; i++)
-        if (pos[i] >= first && pos[i] < now && i != free_slot) slot[pos[i] - first] = (int32_t)i;
     Choice back[MOST_MOVED], leaving[MOST_MOVED];
-    int64_t wanted = 0, least_wanted = 0, moved = 0;
-    for (int64_t i = 0; i < n - 1; i++)
-        if (slot[i] < 0) wanted = put(back, wanted, row->most, room->near[i], i);
-    for (int64_t i = least(n, n - row->recent) - 1; i >= 0; i--)
-        if (slot[i] >= 0 && score[slot[i]] < INFINITY)
-            least_wanted = put(leaving, least_wanted, row->most, -room->near[i], i);
-    float top = 0; /* nothing of what comes goes before the next look: it has the best score of what leaves */
-    for (; moved < least(wanted, least_wanted) && back[moved].worth > -leaving[moved].worth; moved++) {
-        const int32_t target = slot[leaving[moved].at];
-        top = score[target] > top ? score[target] : top;
-    }
-    for (int64_t i = 0; i < moved; i++) {
-        const int64_t target = slot[leaving[i].at], from = (head * row->length + first + back[i].at) * bytes;
-        memcpy(r->k + (base + target) * bytes, row->k + from, (size_t)bytes);
-        memcpy(r->v + (base + target) * bytes, row->v + from, (size_t)bytes);
-        pos[target] = (int32_t)(first + back[i].at);
-        score[target] = top;
-        slot[leaving[i].at] = -1;
-        slot[back[i].at] = (int32_t)target;
-    }
-    int64_t kept = 1; /* the newest */
+    int64_t kept = 1, going = 0, moved = 0; /* the newest is kept */
     double held = room->mean[n - 1];
-    for (int64_t i = 0; i < n - 1; i++)
-        if (slot[i] >= 0) kept++, held += room->mean[i];
+    room->near[n - 1] = -1;
+    for (int64_t i = 0; i < r->capacity; i++) {
+        const int32_t place = pos[i] - (int32_t)first;
+        if (place < 0 || place >= n - 1 || i == r->next[task] - base) continue;
+        kept++, held += room->mean[place];
+        if (place < n - row->recent && score[i] < INFINITY)
+            going = put(leaving, going, row->most, (Choice){-room->near[place], place, (int32_t)i}, -1);
+        room->near[place] = -1;
+    }
+    const int64_t coming = wanted(room->near, n, row->most, back);
+    float top = 0; /* nothing of what comes goes before the next look: it has the best score of what leaves */
+    for (; moved < least(coming, going) && back[moved].worth > -leaving[moved].worth; moved++)
+        top = score[leaving[moved].slot] > top ? score[leaving[moved].slot] : top;
+    for (int64_t i = 0; i < moved; i++) {
+        const int64_t slot = leaving[i].slot, from = (head * row->length + first + back[i].place) * bytes;
+        memcpy(r->k + (base + slot) * bytes, row->k + from, (size_t)bytes);
+        memcpy(r->v + (base + slot) * bytes, row->v + from, (size_t)bytes);
+        pos[slot] = (int32_t)(first + back[i].place);
+        score[slot] = top;
+        held += room->mean[back[i].place] - room->mean[leaving[i].place];
+    }
     *found = (Found){found->written, 1, moved, held, sum_of_largest(room->mean, n, kept)};
 }
 
@@ -255,6 +268,7 @@ int recall_step(Recall *r) {
     for (int64_t i = 0; i < r->rows; i++) {
         const Shelved *row = r->row + i;
         const int64_t now = row->first + r->step;
+        work += row->k ? r->kv_heads * TOKEN : 0; /* the new one */
         if (!row->k || now >= row->length || (row->taken + r->step) % r->every) continue;
         longest = most(longest, up(now + 1, LANES));
         work += (now + 1) * r->kv_heads;
@@ -271,4 +285,37 @@ int recall_step(Recall *r) {
     }
     free(found);
     return all.failed;
+}
+
+/* Tokens of a row that go to its shelf and into its index, at `start` and after. `_Filling` in ranks.py has the same
+   fields in the same order. */
+typedef struct {
+    int64_t kv_heads, count, start, length, dim, bf16, block, threads;
+    const char *new_k;
+    int64_t k_head, k_token; /* bytes from one to the next */
+    const char *new_v;
+    int64_t v_head, v_token;
+    char *k, *v; /* (kv_heads, length, dim) */
+    uint8_t *index;
+    int64_t next; /* of all tokens of all heads the first that no thread has taken */
+} Filling;
+
+static void take_new(void *task, int member) {
+    Filling *f = task;
+    const Pieces p = {f->dim, BITS, !f->bf16, f->block};
+    const int64_t bytes = vector_bytes(&p), all = f->kv_heads * f->count;
+    (void)member;
+    for (int64_t first; (first = claim(&f->next, TOKEN)) < all;)
+        for (int64_t i = first; i < least(all, first + TOKEN); i++) {
+            const int64_t head = i / f->count, token = i % f->count, at = head * f->length + f->start + token;
+            const char *key = f->new_k + head * f->k_head + token * f->k_token;
+            memcpy(f->k + at * bytes, key, (size_t)bytes);
+            memcpy(f->v + at * bytes, f->new_v + head * f->v_head + token * f->v_token, (size_t)bytes);
+            keep_vector(&p, key, f->index + at * kept_bytes(&p));
+        }
+}
+
+void recall_fill(Filling *f) {
+    f->next = 0;
+    team_run(take_new, f, f->kv_heads * f->count > FEW ? (int)f->threads : 1);
 }
