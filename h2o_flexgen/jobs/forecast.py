@@ -7,33 +7,29 @@ itself as it goes; lengths of answers from `max_tokens`, a sample, or the answer
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from statistics import NormalDist
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.engine.limits.plan import Plan
-from h2o_flexgen.errors import PlanError
-from h2o_flexgen.jobs.job import Job, bounded, opened
-from h2o_flexgen.jobs.requests import Refused, RequestFormat
-from h2o_flexgen.jobs.source import Record, Source
-from h2o_flexgen.planning.llm import LLM
-from h2o_flexgen.units import format_bytes
+from h2o_flexgen.engine.batching.scheduler import SOON
 
 LEAST = 20
 """Answers from which lengths and pace are told where nothing else is known."""
-_DRAWS, _MOST_ROWS = 128, 2048
-_FULL = 0.87
-"""The share of a block's rows that are busy while there is more to come, where that was not measured: a few are waited
-for before others join."""
-_OF_PLAN, _OF_SAMPLE, _OF_JOB = 0.25, 0.17, 0.2
+_DRAWS, _MOST_ROWS = 64, 512
+"""Of a forecast: jobs that are drawn, and sequences of each that are looked at, or as many as four blocks have."""
+OF_PLAN, OF_SAMPLE, OF_JOB = 0.25, 0.17, 0.2
 """How far a pace is off, as the standard deviation of its logarithm, from the cost model, a sample or a job's begin."""
 _LEFT_OVER = 0.04
 """The same near the end of a job."""
 _NEXT, _LEAST_BETWEEN = 1.1, 0.05
 """How much later, at least, what is told of a whole job is kept again: times as late, and seconds."""
+
+
+Array = np.ndarray[Any, Any]
 
 
 class Percentiles(NamedTuple):
@@ -51,11 +47,99 @@ class Percentiles(NamedTuple):
         return {name: round(value, digits) for name, value in self._asdict().items()}
 
 
-class ToCome(NamedTuple):
-    """One sequence: the tokens of its prompt, and those it may generate at most."""
+class JobRow(Protocol):
+    """What a forecast looks at of a sequence, while it waits and while it runs."""
 
-    prompt: int
-    most: int
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def max_new_tokens(self) -> int: ...
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def finished(self) -> bool: ...
+
+
+class ToCome(NamedTuple):
+    """A sequence of which nothing has been done: the tokens of its prompt, and those it may generate at most."""
+
+    prompt_tokens: int
+    max_new_tokens: int
+    token_ids: Sequence[int] = ()
+    finished: bool = False
+
+
+@dataclass
+class Lengths:
+    """How long answers get: how many had so many tokens when they `ended` by themselves, and when they were `cut`."""
+
+    ended: Counter[int] = field(default_factory=Counter)
+    cut: Counter[int] = field(default_factory=Counter)
+
+    def add(self, new: int, most: int) -> None:
+        """An answer of so many tokens is finished, which might have had so many."""
+        (self.ended if new < most else self.cut)[new] += 1
+
+    def __len__(self) -> int:
+        return self.ended.total() + self.cut.total()
+
+    def __add__(self, other: Lengths) -> Lengths:
+        return Lengths(self.ended + other.ended, self.cut + other.cut)
+
+    def drawn(self, got: Array, most: Array, random: np.random.Generator) -> Array:
+        """(draws, rows): lengths of answers that have `got` (rows,) tokens and may have so many at `most` (rows,).
+
+        By the estimate of Kaplan and Meier: an answer that was cut, or is under way, says that it is longer than what
+        it has. What was seen is one of many things that might have been, of which each draw takes another.
+        """
+        under_way = Counter(got[got > 0].astype(int).tolist())
+        sizes = np.array(sorted(self.ended), dtype=np.float64)
+        if not len(sizes):
+            return np.broadcast_to(most, (_DRAWS, len(most)))
+        ended, rest = np.array([self.ended[int(size)] for size in sizes]), np.zeros(len(sizes))
+        for size, count in (self.cut + under_way).items():
+            place = int(np.searchsorted(sizes, size, side="right")) - 1
+            if place >= 0:
+                rest[place] += count
+        ends = random.poisson(ended, (_DRAWS, len(sizes)))
+        seen = ends + random.poisson(rest, ends.shape)
+        longer = np.cumsum(seen[:, ::-1], axis=1)[:, ::-1]
+        survive = np.cumprod(1 - ends / np.maximum(longer, 1), axis=1)
+        before = np.concatenate([np.ones((_DRAWS, 1)), survive], axis=1)
+        goals = random.random((_DRAWS, len(got))) * before[:, np.searchsorted(sizes, got, side="right")]
+        every = np.append(sizes, np.inf)
+        places = [np.searchsorted(-left, -goal, side="right") for left, goal in zip(survive, goals, strict=True)]
+        return np.minimum(every[np.array(places)], most)
+
+
+def block_steps(running: Array, waiting: Array, places: int, more: float) -> Array:
+    """(draws,): steps until a block of so many places is done with rows that are `running` (draws, rows) and `waiting`
+    (draws, some), both in steps; `more`: times as many wait as these.
+
+    Finished rows give way as `BatchScheduler` has it, of all GPU batches together.
+    """
+    draws, count = waiting.shape
+    rows = np.zeros((len(running), max(places, running.shape[1])))
+    rows[:, : running.shape[1]] = running
+    size, each = rows.shape[1], np.arange(len(rows))
+    soon, clock, taken = -(-size // SOON), np.zeros(draws), np.zeros(draws, dtype=int)
+    while (taken < count).any():
+        gone = rows <= 0
+        next_ = taken[:, None] + np.cumsum(gone, axis=1) - 1
+        comes = gone & (next_ < count)
+        rows = np.where(comes, waiting[each[:, None], np.minimum(next_, count - 1)], rows)
+        taken = np.minimum(taken + gone.sum(axis=1), count)
+        # Those that were first to finish idle until they are many, or have idled for as long as a change takes.
+        first = np.sort(np.partition(rows, soon - 1, axis=1)[:, :soon], axis=1)
+        idled = (size + np.cumsum(first, axis=1)) / np.arange(1, soon + 1)
+        changes = np.minimum(np.maximum(first, idled).min(axis=1), first[:, -1])
+        wait = np.where(taken < count, np.ceil(np.maximum(changes, 1)), 0)
+        clock += wait
+        rows = rows - wait[:, None]
+    return clock * more + np.maximum(rows.max(axis=1), 0)
 
 
 @dataclass(frozen=True)
@@ -68,7 +152,7 @@ class Pace:
     token: float
     request: float = 0.0
     first: float = 0.0
-    spread: float = _OF_PLAN
+    spread: float = OF_PLAN
 
     @classmethod
     def of_plan(cls, predicted: Mapping[str, Any], gen_len: int, rows: int) -> Pace:
@@ -82,15 +166,16 @@ class Meter:
     """A handler for `LLM.on_progress` that learns the pace: (what, done, in all) of tokens in prefill and decode.
 
     Least squares of the seconds of decode steps by the new and the prompt tokens that they took. Calls of one engine
-    one after another add up. `most`: new tokens of a step; rows that stop early count all that they might have had.
+    one after another add up. `most`: new tokens of a step. What the engine tells of a sequence that is finished is all
+    that it might have had: `pass_over` is told of what it did not need.
     """
 
     def __init__(self, most: int = 1 << 30) -> None:
         self.most = most
-        self.prompts = self.new = 0
         self.seconds = 0.0
         self._sums, self._steps = np.zeros((3, 3)), 0
         self._last = {"prefill": 0, "generating": 0}
+        self._passed_over = 0
         self._then: float | None = None
         self._begun = self._end = 0.0
         self._waiting = 0
@@ -106,12 +191,10 @@ class Meter:
         if more < 0:  # another call has begun
             more = done
         if what == "prefill":
-            self.prompts += more
             self._waiting += more
             self._then = self._then or now
             return
-        more = min(more, self.most)
-        self.new += more
+        more, self._passed_over = max(0, min(more - self._passed_over, self.most)), 0
         if self._then is not None and more:
             seen = np.array([1.0, more, self._waiting])
             self._sums += np.outer(seen, seen)
@@ -120,10 +203,9 @@ class Meter:
             self.seconds += now - self._then
         self._then, self._waiting = now, 0
 
-    @property
-    def busy(self) -> float | None:
-        """New tokens of a step, which are the rows that are busy; None from too few steps."""
-        return self.new / self._steps if self._steps >= LEAST else None
+    def pass_over(self, tokens: int) -> None:
+        """A sequence has ended, so many tokens before it had to."""
+        self._passed_over += tokens
 
     def pace(self, requests: int) -> Pace | None:
         """From what was measured while so many requests were finished; None from too little."""
@@ -144,21 +226,19 @@ class Meter:
 class Forecast:
     """What is known of a job of so many `requests`, whose blocks have `slots` rows.
 
-    `pace`: from before; `lengths`: the new tokens of answers and what they might have had, from a sample.
+    `pace`: from before; `lengths`: of answers from before, of a sample.
     """
 
     requests: int
     slots: int
     pace: Pace | None = None
-    lengths: list[tuple[int, int]] = field(default_factory=list)
-    rows: dict[int, list[ToCome]] = field(default_factory=dict)
+    lengths: Lengths = field(default_factory=Lengths)
+    rows: dict[int, list[JobRow]] = field(default_factory=dict)
     """Of the requests that were read and are not finished, by their lines."""
     meter: Meter = field(default_factory=Meter)
+    answers: Lengths = field(default_factory=Lengths)
     _done: int = 0
-    _prompts: int = 0
     _new: int = 0
-    answers: list[tuple[int, int]] = field(default_factory=list)
-    _read: int = 0
     _told: list[tuple[float, Percentiles]] = field(default_factory=list)
     """Of the whole job, after so many seconds."""
 
@@ -170,39 +250,37 @@ class Forecast:
         self.slots = max(self.slots, rows)
         self.meter.most = self.slots if self.slots > 1 else self.meter.most
 
-    def expect(self, line: int, rows: Iterable[tuple[int, int]]) -> None:
+    def expect(self, line: int, rows: Iterable[JobRow]) -> None:
         """A request has been read."""
-        self.rows[line] = [ToCome(*row) for row in rows]
-        self._read += 1
+        self.rows[line] = list(rows)
 
-    def finish(self, line: int, new: Iterable[int]) -> None:
-        """A request is finished, with so many new tokens in each of its sequences."""
-        rows = self.rows.pop(line, [])
-        counts = list(new)
+    def end(self, row: JobRow, left: int) -> None:
+        """A sequence is finished, so many tokens before it had to be."""
+        self.meter.pass_over(left)
+        self.answers.add(len(row.token_ids), row.max_new_tokens)
+        self._new += len(row.token_ids)
+
+    def finish(self, line: int) -> None:
+        """A request is finished."""
+        self.rows.pop(line, None)
         self._done += 1
-        self._prompts += sum(row.prompt for row in rows)
-        self._new += sum(counts)
-        if len(counts) == len(rows):
-            self.answers += [(count, row.most) for count, row in zip(counts, rows, strict=True)]
 
     def left(self, elapsed: float) -> Percentiles | None:
         """Seconds that the job still takes, `elapsed` after its begin; None where nothing is known of the pace.
 
         What was measured counts for the share of the job that is done, what was expected for the rest.
         """
-        pace = self._paced(elapsed)
-        lengths = self.lengths if len(self.answers) < LEAST else self.answers + self.lengths
-        if pace is None or (not lengths and self._done):
+        pace, known = self._paced(elapsed), len(self.lengths) or len(self.answers) >= LEAST
+        if pace is None or (not known and self._done):
             return None
         left = max(0, self.requests - self._done)
         if not left:
             return Percentiles(0.0, 0.0, 0.0)
-        begun = (max(0, self.meter.prompts - self._prompts), max(0, self.meter.new - self._new))
         pace = replace(pace, first=pace.first if not self._done else 0.0)
-        seconds = self._draws(pace, lengths, left, begun)[0]
+        seconds = self._draws(pace, self.lengths + self.answers if known else Lengths(), left)[0]
         share = elapsed / max(1e-9, elapsed + float(np.median(seconds)))
         spread = _LEFT_OVER + (pace.spread - _LEFT_OVER) * (1 - share)
-        return Percentiles.of(seconds * np.exp(spread * np.random.default_rng(1).standard_normal(_DRAWS)))
+        return Percentiles.of(seconds * np.exp(spread * _normal()))
 
     def told(self, elapsed: float) -> Percentiles | None:
         """`left`, of which what it says of the whole job is kept now and then."""
@@ -239,7 +317,7 @@ class Forecast:
 
     def tokens(self) -> Percentiles:
         """New tokens of all answers to come."""
-        return Percentiles.of(self._draws(Pace(0, 0, 0), self.lengths, self.requests, (0, 0))[1])
+        return Percentiles.of(self._draws(Pace(0, 0, 0), self.lengths, self.requests)[1])
 
     def _paced(self, elapsed: float) -> Pace | None:
         measured = self.meter.pace(self._done) if self._done >= min(LEAST, self.requests / 4) else None
@@ -248,7 +326,7 @@ class Forecast:
         if measured is None:
             return self.pace
         if self.pace is None:
-            return replace(measured, spread=_OF_JOB)
+            return replace(measured, spread=OF_JOB)
         share = min(1.0, 2 * self._done / max(1, self.requests))
         mixed = {
             name: (1 - share) * getattr(self.pace, name) + share * getattr(measured, name)
@@ -256,54 +334,31 @@ class Forecast:
         }
         return replace(self.pace, **mixed)
 
-    def _draws(
-        self, pace: Pace, lengths: list[tuple[int, int]], requests: int, begun: tuple[int, int]
-    ) -> tuple[Any, Any]:
-        """Seconds, by a pace that is right, and new tokens (draws,) of `requests` more, of which tokens of prompts and
-        answers have `begun`."""
+    def _draws(self, pace: Pace, lengths: Lengths, requests: int) -> tuple[Array, Array]:
+        """(draws,): seconds, by a pace that is right, and new tokens, of `requests` that are not finished."""
         random = np.random.default_rng(0)
-        known = [row for rows in self.rows.values() for row in rows] or [ToCome(1, 1)]
-        every = np.array(known, dtype=np.float64)
-        per_request = len(known) / max(1, len(self.rows))
-        count = requests * per_request
-        some = every if len(every) <= _MOST_ROWS else every[random.choice(len(every), _MOST_ROWS, replace=False)]
-        most = np.broadcast_to(some[:, 1], (_DRAWS, len(some)))
-        new = most
-        if lengths:
-            seen = np.array(lengths, dtype=np.float64)
-            # The sample itself is one of many that might have been.
-            again = random.integers(len(seen), size=(_DRAWS, len(seen)))
-            chosen = np.take_along_axis(again, random.integers(len(seen), size=most.shape), axis=1)
-            new = np.where(seen[chosen, 0] >= seen[chosen, 1], most, np.minimum(seen[chosen, 0], most))
-        scale = count / len(some)
-        tokens = np.maximum(0.0, new.sum(1) * scale - begun[1])
-        longest = new.max(1)
-        steps = np.maximum(1.0, longest - begun[1] / max(1.0, min(count, self.slots)))
-        if count > self.slots:
-            steps = np.maximum(longest, tokens / (self.meter.busy or _FULL * self.slots) + longest / 2)
-        prompts = max(0.0, float(some[:, 0].sum()) * scale - begun[0])
+        known = [row for rows in self.rows.values() for row in rows if not row.finished] or [ToCome(1, 1)]
+        numbers = ((row.prompt_tokens, row.max_new_tokens, len(row.token_ids)) for row in known)
+        every = np.array(list(numbers), dtype=np.float64)
+        count = len(known) * requests / max(1, len(self.rows))
+        running, waiting = every[every[:, 2] > 0], every[every[:, 2] == 0]
+        count = max(len(waiting), count - len(running))
+        prompts = count * float(waiting[:, 0].mean()) if len(waiting) else 0.0
+        looked_at = max(_MOST_ROWS, 4 * self.slots)
+        some = random.choice(waiting, looked_at, replace=False) if len(waiting) > looked_at else waiting
+        some = some[np.lexsort((-some[:, 0], -some[:, 1]))]  # as they are run
+        rows, more = np.concatenate([running, some]), count / max(1, len(some))
+        left = lengths.drawn(rows[:, 2], rows[:, 1], random) - rows[:, 2]
+        first, rest = left[:, : len(running)], left[:, len(running) :]
+        tokens = first.sum(axis=1) + rest.sum(axis=1) * more
+        steps = block_steps(first, rest, self.slots, more)
         seconds = pace.first + pace.request * requests + pace.prompt * prompts + pace.step * steps + pace.token * tokens
         return seconds, tokens
 
 
-def outlook_text(found: Mapping[str, Any]) -> str:
-    """`Outlook.to_json` for people."""
-    new, seconds = found["new_tokens"], found["seconds"]
-    lines = [
-        f"{found['requests']:,} requests, {found['prompt_tokens']:,} prompt tokens, "
-        f"{new['low']:,.0f} to {new['high']:,.0f} new ones"
-    ]
-    if seconds is None:
-        lines.append("time: not known here; --sample 50 measures it, and --calibrate this machine")
-    else:
-        lines.append(f"time: {seconds_text(Percentiles(**seconds))}, {seconds['middle']:,.1f} s in the middle")
-        moved = found["bytes_moved"]
-        if moved["high"]:
-            lines.append(f"moved between tiers: {format_bytes(moved['low'])} to {format_bytes(moved['high'])}")
-    for tier, used in found.get("memory", {}).items():
-        sizes = " to ".join(dict.fromkeys(map(format_bytes, (used["low"], used["high"]))))
-        lines.append(f"{tier} memory: {sizes} of {format_bytes(used['cap'])}")
-    return "\n".join(lines) + "\n"
+def _normal() -> Array:
+    """(draws,): evenly spread, so that percentiles are no matter of chance."""
+    return np.random.default_rng(1).permutation(list(map(NormalDist().inv_cdf, (np.arange(_DRAWS) + 0.5) / _DRAWS)))
 
 
 def seconds_text(told: Percentiles) -> str:
@@ -314,136 +369,3 @@ def seconds_text(told: Percentiles) -> str:
     low, high = (value / unit for value in (told.low, told.high))
     digits = 0 if low >= 10 else 1
     return f"{low:.{digits}f} to {high:.{digits}f} {name}"
-
-
-@dataclass
-class _Kept:
-    """Some requests, whose results are not wanted."""
-
-    some: list[Record]
-    state: bytearray
-
-    def records(self) -> list[Record]:
-        return self.some
-
-    def add(self, line: int, text: str, failed: bool) -> None:
-        self.state[line] = 1
-
-    def sync(self) -> None:
-        """Nothing is kept."""
-
-
-@dataclass
-class Outlook:
-    """What a job will take: its forecast, and the plans for its longest rows and for those of the middle."""
-
-    forecast: Forecast
-    largest: Plan | None
-    middle: Plan | None
-    moved: float = 0.0
-    """Bytes that move between tiers, a second."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Tokens, seconds, bytes that move and bytes of memory by tier."""
-        rows = [row for rows in self.forecast.rows.values() for row in rows]
-        left = self.forecast.left(0.0)
-        said: dict[str, Any] = {
-            "requests": self.forecast.requests,
-            "prompt_tokens": sum(row.prompt for row in rows),
-            "new_tokens": self.forecast.tokens().to_json(0),
-            "seconds": None if left is None else left.to_json(),
-            "bytes_moved": None if left is None else Percentiles(*(self.moved * each for each in left)).to_json(0),
-        }
-        if self.largest is not None and self.middle is not None:
-            least, most = self.middle.footprint, self.largest.footprint
-            said["memory"] = {
-                tier: {"low": least.total(tier), "high": max(least.total(tier), most.total(tier)), "cap": cap}
-                for tier, cap in self.largest.request.capped.items()
-            }
-        return said
-
-
-def expected(
-    llm: LLM,
-    source: Source,
-    form: RequestFormat,
-    requests: int,
-    state: bytearray,
-    at_risk: float | None,
-    sample: int,
-) -> Outlook:
-    """What is known of a job before it goes on, of which `state` has what is done: nothing without a sample."""
-    left = requests - (len(state) - state.count(0))
-    nothing = Outlook(Forecast(left, 1), None, None)
-    if not sample or not left:
-        return nothing
-    try:
-        found = outlook(llm, source, form, requests, at_risk, sample)
-    except PlanError:  # not all fit together: those that do not are refused one by one
-        return nothing
-    pace = found.forecast.pace and replace(found.forecast.pace, first=0.0)  # the weights are loaded by now
-    forecast = replace(found.forecast, requests=left, pace=pace)
-    forecast.rows = {line: rows for line, rows in forecast.rows.items() if not state[line]}
-    forecast.told(0.0)
-    return replace(found, forecast=forecast)
-
-
-def outlook(
-    llm: LLM, source: Source, form: RequestFormat, requests: int, at_risk: float | None, sample: int
-) -> Outlook:
-    """Reads all requests, has `sample` of them answered, and says what the job takes. `llm` is as the job has it."""
-    forecast, refused = Forecast(requests, 1), 0
-    records = list[Record]()
-    random = np.random.default_rng(0)
-    for record in source.records():
-        try:
-            forecast.expect(record.line, opened(llm, form, record).lengths)
-        except Refused:
-            refused += 1
-            continue
-        # A reservoir: each request is as likely to be among them.
-        seen = len(forecast.rows)
-        place = seen - 1 if seen <= sample else int(random.integers(seen))
-        if place < sample:
-            records[place : place + 1] = [record]
-    forecast.requests -= refused
-    rows = [row for rows in forecast.rows.values() for row in rows]
-    if not rows:
-        return Outlook(forecast, None, None)
-    usual, planner = np.median(np.array(rows), axis=0), llm.planner
-    llm.planner = bounded(planner, requests, at_risk)
-    try:
-        middle = llm.plan(Workload(int(usual[0]), max(1, int(usual[1])), len(rows)))
-        largest = llm.plan(Workload(max(row.prompt for row in rows), max(row.most for row in rows), len(rows)))
-        forecast.block(middle.policy.block_size)
-        if middle.predicted is not None:
-            forecast.pace = Pace.of_plan(middle.predicted, int(usual[1]), forecast.slots)
-        moved = _run_sample(llm, form, forecast, records) if records else 0.0
-    finally:
-        llm.planner = planner
-    return Outlook(forecast, largest, middle, moved)
-
-
-def _run_sample(llm: LLM, form: RequestFormat, forecast: Forecast, records: list[Record]) -> float:
-    """Has `records` answered, for the lengths of the answers and the pace. Bytes that moved, a second."""
-    part = Forecast(len(records), forecast.slots)
-    kept = _Kept(records, bytearray(max(record.line for record in records) + 1))
-    shown = llm.on_progress
-
-    def meter(what: str, done: int, total: int) -> None:
-        shown(what, done, total)
-        part.meter(what, done, total)
-
-    llm.on_progress, started = meter, time.monotonic()
-    try:
-        Job(llm, kept, form, kept, len(records), forecast=part).run()
-    finally:
-        llm.on_progress = shown
-    elapsed, record = time.monotonic() - started, llm.last_record
-    load = 0.0 if record is None else record.load_s
-    pace = part.meter.pace(len(records))
-    forecast.lengths = part.answers
-    if pace is not None:
-        forecast.pace = replace(pace, first=load, spread=_OF_SAMPLE)
-    bytes_ = 0 if record is None else sum(record.bytes_moved.values())
-    return bytes_ / max(elapsed - load, 1e-3)

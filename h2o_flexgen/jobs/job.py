@@ -42,9 +42,11 @@ class AnsweringEngine(Protocol):
 class Expectation(Protocol):
     """What a job tells of its requests to who says how long it will take (`Forecast`)."""
 
-    def expect(self, line: int, rows: Iterable[tuple[int, int]]) -> None: ...
+    def expect(self, line: int, rows: Iterable[Row]) -> None: ...
 
-    def finish(self, line: int, new: Iterable[int]) -> None: ...
+    def end(self, row: Row, left: int) -> None: ...
+
+    def finish(self, line: int) -> None: ...
 
 
 class RequestSource(Protocol):
@@ -184,7 +186,7 @@ class Job:
                 continue
             waiting = task.waiting
             if self.forecast is not None:
-                self.forecast.expect(record.line, task.lengths)
+                self.forecast.expect(record.line, task.waiting)
             if not waiting:
                 self._finish(task)
                 continue
@@ -208,6 +210,8 @@ class Job:
             for row, output in self.engine.run([row for row, _ in waiting]):
                 task = owners.pop(row.row_id)
                 task.outputs[row.row_id] = output
+                if self.forecast is not None:
+                    self.forecast.end(row, row.remaining)
                 if not task.waiting:
                     self._finish(task)
         except PlanError as error:
@@ -229,12 +233,12 @@ class Job:
         self.summary.prompt_tokens += sum(len(each[0].prompt_ids) for each in outputs if each)
         self.summary.generated_tokens += sum(len(output.token_ids) for each in outputs for output in each)
         if self.forecast is not None:
-            self.forecast.finish(task.record.line, (len(output.token_ids) for each in outputs for output in each))
+            self.forecast.finish(task.record.line)
         self._write(task.record, answer, bad)
 
     def _refuse(self, record: Record, why: Refused) -> None:
         if self.forecast is not None:
-            self.forecast.finish(record.line, ())
+            self.forecast.finish(record.line)
         self._write(record, self.format.refusal(record, why), True)
 
     def _write(self, record: Record, result: dict[str, Any], bad: bool) -> None:

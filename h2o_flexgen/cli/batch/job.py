@@ -32,10 +32,11 @@ from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.model import Model
 from h2o_flexgen.errors import H2OFlexGenError, UsageError
 from h2o_flexgen.folders import last_part
-from h2o_flexgen.jobs.forecast import Forecast, expected, outlook, outlook_text, seconds_text
+from h2o_flexgen.jobs.forecast import Forecast, seconds_text
 from h2o_flexgen.jobs.job import Job, Summary, bounded, under_way
 from h2o_flexgen.jobs.journal import FAILED, JobResults
 from h2o_flexgen.jobs.openai import OpenAIFormat
+from h2o_flexgen.jobs.outlook import expected, outlook, outlook_text
 from h2o_flexgen.jobs.plain import PlainFormat
 from h2o_flexgen.jobs.requests import RequestFormat
 from h2o_flexgen.jobs.source import Record, Scan, Source

@@ -30,10 +30,11 @@ from h2o_flexgen.cli.serve.desk import ERRORS, LOOKED_AT, OUTPUT, Desk, Entry, e
 from h2o_flexgen.cli.serve.live import LiveRequests
 from h2o_flexgen.cli.serve.web import make_app
 from h2o_flexgen.errors import H2OFlexGenError, LockedError, ModelError, PlanError, StorageError, UsageError
-from h2o_flexgen.jobs.forecast import Meter, expected
+from h2o_flexgen.jobs.forecast import Meter
 from h2o_flexgen.jobs.job import Job, Summary, bounded
 from h2o_flexgen.jobs.journal import FAILED, OK, JobResults
 from h2o_flexgen.jobs.openai import OpenAIFormat
+from h2o_flexgen.jobs.outlook import expected
 from h2o_flexgen.jobs.requests import line_of
 from h2o_flexgen.jobs.source import BadLine, Record, Scan, Source, load_json
 from h2o_flexgen.planning.llm import LLM
