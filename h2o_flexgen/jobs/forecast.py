@@ -43,6 +43,14 @@ class Percentiles(NamedTuple):
     def of(cls, values: Any) -> Percentiles:
         return cls(*map(float, np.percentile(values, (10, 50, 90))))
 
+    def __add__(self, other: Percentiles) -> Percentiles:  # type: ignore[override]
+        """Of two times one after the other, both of which are off as the same pace is."""
+        return Percentiles(*map(sum, zip(self, other, strict=True)))
+
+    def after(self, elapsed: float) -> Percentiles:
+        """So many seconds later, of a time that is left."""
+        return Percentiles(*(max(0.0, each - elapsed) for each in self))
+
     def to_json(self, digits: int = 3) -> dict[str, float]:
         return {name: round(value, digits) for name, value in self._asdict().items()}
 
@@ -318,6 +326,12 @@ class Forecast:
     def tokens(self) -> Percentiles:
         """New tokens of all answers to come."""
         return Percentiles.of(self._draws(Pace(0, 0, 0), self.lengths, self.requests)[1])
+
+    @property
+    def known_pace(self) -> Pace | None:
+        """What is known of the pace by now, for another job."""
+        pace = self._paced(0.0)
+        return pace and replace(pace, first=0.0, spread=OF_PLAN)
 
     def _paced(self, elapsed: float) -> Pace | None:
         measured = self.meter.pace(self._done) if self._done >= min(LEAST, self.requests / 4) else None

@@ -13,7 +13,7 @@ from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.jobs.forecast import OF_SAMPLE, Forecast, Pace, Percentiles, ToCome, seconds_text
-from h2o_flexgen.jobs.job import Job, bounded, opened
+from h2o_flexgen.jobs.job import Job, bounded, opened, under_way
 from h2o_flexgen.jobs.requests import Refused, RequestFormat
 from h2o_flexgen.jobs.source import Record, Source
 from h2o_flexgen.planning.llm import LLM
@@ -38,6 +38,10 @@ def outlook_text(found: Mapping[str, Any]) -> str:
         sizes = " to ".join(dict.fromkeys(map(format_bytes, (used["low"], used["high"]))))
         lines.append(f"{tier} memory: {sizes} of {format_bytes(used['cap'])}")
     return "\n".join(lines) + "\n"
+
+
+_GLIMPSED = 128
+"""Requests of a job that waits, from which it is told how long it will take."""
 
 
 @dataclass
@@ -137,7 +141,7 @@ def outlook(
     rows = [row for rows in forecast.rows.values() for row in rows]
     if not rows:
         return Outlook(forecast, None, None)
-    usual, planner = np.median([row[:2] for row in rows], axis=0), llm.planner
+    usual, planner = np.median([(row.prompt_tokens, row.max_new_tokens) for row in rows], axis=0), llm.planner
     llm.planner = bounded(planner, requests, at_risk)
     try:
         middle = llm.plan(Workload(int(usual[0]), max(1, int(usual[1])), len(rows)))
@@ -152,6 +156,21 @@ def outlook(
     if forecast.pace is not None:
         forecast.pace = replace(forecast.pace, first=forecast.pace.first + reading)
     return Outlook(forecast, largest, middle, moved, reading)
+
+
+def glimpse(llm: LLM, source: Source, form: RequestFormat, like: Forecast, done: int) -> Percentiles | None:
+    """Seconds of a job that waits, of which so many requests are `done`, from some of its requests, and from the pace
+    and the lengths of answers of a job that runs; None where nothing is known of these."""
+    records, requests = source.some(_GLIMPSED)
+    bound = under_way(like.requests, None)
+    slots = under_way(requests, None) if like.slots == bound else like.slots
+    job = Forecast(max(0, requests - done), slots, like.known_pace, like.lengths + like.answers)
+    for place, record in enumerate(records):
+        try:
+            job.expect(place, [ToCome(*each) for each in opened(llm, form, record).lengths])
+        except Refused:
+            job.expect(place, ())
+    return job.left(0.0)
 
 
 def _run_sample(llm: LLM, form: RequestFormat, forecast: Forecast, records: list[Record]) -> float:

@@ -88,6 +88,26 @@ class Source:
         every = self._rows() if self.format == "parquet" else self._lines()
         return (record for record in every if self._mine(record.line))
 
+    def some(self, count: int) -> tuple[list[Record], int]:
+        """About so many requests of a file of lines, spread over it, whose numbers are not their lines'; and how many
+        there are, about."""
+        size = self.path.stat().st_size
+        if size <= _CHUNK:
+            every = list(self._lines())
+            return every[:: max(1, len(every) // count)], len(every)
+        found, read = list[bytes](), 0
+        with self._opened() as file:
+            for part in range(count):
+                file.seek(size * part // count)
+                read += len(file.readline(LONGEST_LINE)) if part else 0
+                line = file.readline(LONGEST_LINE)
+                read += len(line)
+                found += [line] if line.strip() else []
+                if read > LONGEST_LINE:
+                    break
+        bytes_ = sum(map(len, found)) or 1
+        return [Record(place, line) for place, line in enumerate(found, 1)], size * len(found) // bytes_
+
     def _mine(self, line: int) -> bool:
         part, parts = self._shard
         return (line - part) % parts == 0

@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import signal
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 
 from h2o_flexgen import LLM
 from h2o_flexgen.batch import main as batch
+from h2o_flexgen.cli.serve import service as module
 from h2o_flexgen.cli.serve.desk import Desk, Entry
 from tests.jobs.files import request, results, timeless, write
 from tests.programs import Child, write_talker
@@ -162,6 +164,35 @@ def test_batches_that_are_cancelled_or_expire(tmp_path: Path, serve: Serve) -> N
         assert client.batches.list(limit=2, after=waits.id).data[0].id == first.id
 
 
+def test_a_batch_that_waits_says_when(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins when those before it end, one of the same file takes as long as the one that runs; what is cancelled or
+    cannot be read says nothing."""
+    monkeypatch.setattr(module, "_TOLD_EVERY", 0.1)
+    lines = [request(f"r{i}", {"prompt": "abc", "max_tokens": 30 + i % 9, "ignore_eos": True}) for i in range(4000)]
+    file = write(tmp_path / "in.jsonl", *lines)
+    with serve("--gpu-batch-size", 8, "--num-gpu-batches", 1) as service:
+        client = service.client
+        uploaded = client.files.create(file=file.open("rb"), purpose="batch")
+        given: Any = {"input_file_id": uploaded.id, "endpoint": "/v1/completions", "completion_window": "1d"}
+        runs, second, third = [client.batches.create(**given).id for _ in range(3)]
+        until_asked(lambda: client.batches.retrieve(third).forecast)
+        before, behind, last = [client.batches.retrieve(name).forecast for name in (runs, second, third)]
+        asked = urllib.request.Request(service.url, headers={"Authorization": f"Bearer {KEY}"})
+        page = urllib.request.urlopen(asked).read().decode()
+        assert re.search(r"begins in [0-9.]+ to [0-9.]+ (s|min), done in [0-9.]+ to [0-9.]+ (s|min)<", page)
+        assert before["left"]["high"] < behind["left"]["low"] + behind["left"]["high"]
+        assert behind["starts"]["low"] < behind["starts"]["high"] < behind["left"]["high"] < last["left"]["high"]
+        assert last["starts"]["middle"] == pytest.approx(behind["left"]["middle"], rel=0.3)
+        whole = behind["left"]["middle"] - behind["starts"]["middle"]
+        assert last["left"]["middle"] - last["starts"]["middle"] == pytest.approx(whole, rel=0.1)
+        assert client.batches.cancel(second).forecast is None
+        client.batches.cancel(runs)
+        assert finished(client, runs).forecast is None
+        until_asked(lambda: "starts" not in (client.batches.retrieve(third).forecast or {}))
+        assert client.batches.retrieve(third).forecast["left"]["low"] > 0, "what was told while it waited"
+        client.batches.cancel(third)
+
+
 def check(client: openai.OpenAI, ended: Any, code: str) -> None:
     """Every line once: an answer, or why there is none."""
     answers, errors = (lines_of(client, name) if name else [] for name in (ended.output_file_id, ended.error_file_id))
@@ -276,7 +307,7 @@ def test_two_models(tmp_path: Path, talker: Path, serve: Serve) -> None:
             chat = client.chat.completions.create(**{**said, "model": name})
             ended = finished(client, each.id)
             assert (ended.status, ended.model, ended.request_counts.completed) == ("completed", name, 9)
-            assert ended.forecast["expected"]["requests"] == len(lines[name])
+            assert ended.forecast["expected"]["requests"] == 9, "without the one that is refused"
             assert ended.forecast["first"]["low"] <= ended.forecast["first"]["high"]
             assert ended.forecast["measured"] > 0
             answers = sorted(lines_of(client, ended.output_file_id), key=lambda answer: answer["custom_id"])

@@ -208,13 +208,17 @@ class Desk:
             self._held.pop(name, None)
             begun = batch["in_progress_at"] is not None
             change = {"status": "cancelling"} if begun else {"status": "cancelled", "cancelled_at": now}
-            return self.update(batch, **change, cancelling_at=now)
+            return self.update(batch, **change, cancelling_at=now, forecast=None)
 
     # What the engine's thread does with batches
 
     def next_batch(self, model: str | None = None) -> Entry | None:
         """The one that came first of those that can be gone on with, of this `model` if there are any. Half of its time
         having gone by, a batch of another one waits no longer than those that came later."""
+        return next(iter(self.queue(model)), None)
+
+    def queue(self, model: str | None = None) -> list[Entry]:
+        """All that can be gone on with, in the order in which that is done; `model`: as above."""
         with self.changed:
             now, date = time.monotonic(), time.time()
             open_ones = [batch for batch in self.batches.values() if batch["status"] in UNFINISHED]
@@ -224,7 +228,7 @@ class Desk:
                 late = 2 * date > batch["created_at"] + batch["expires_at"]
                 return model not in (None, batch["model"]) and not late, int(batch["_number"])
 
-            return min(ready, key=turn, default=None)
+            return sorted(ready, key=turn)
 
     def update(self, batch: Entry, **changes: Any) -> Entry:
         """Changes a batch, on the disk too."""
@@ -241,11 +245,17 @@ class Desk:
                 with suppress(OSError):
                     self._save_batch(batch)
 
+    def foretell(self, batch: Entry, forecast: Entry) -> None:
+        """How long a batch takes, unless it has ended meanwhile."""
+        with self.changed:
+            if batch["status"] in UNFINISHED:
+                batch["forecast"] = forecast
+
     def hold(self, batch: Entry, why: str, seconds: float = float("inf")) -> None:
         """Nothing of a batch is lost, and nothing is done with it for so many seconds, or by this process."""
         self._held[batch["id"]] = time.monotonic() + seconds
         with suppress(StorageError):  # which may be why
-            self.update(batch, errors=error_list([("waiting", why, None)]))
+            self.update(batch, errors=error_list([("waiting", why, None)]), forecast=None)
 
     def ending(self, batch: Entry) -> str | None:
         """Why a batch is to be stopped: "cancelled" or "expired"."""
@@ -266,7 +276,8 @@ class Desk:
             made: Entry = {}
             for name, field in ((OUTPUT, "output_file_id"), (ERRORS, "error_file_id")):
                 made[field] = self._publish(batch, folder / name, batch["_files"][name])
-            self.update(batch, status=end, **{f"{end}_at": now}, **made)
+            forecast = batch["forecast"] if end == "completed" else None
+            self.update(batch, status=end, **{f"{end}_at": now}, **made, forecast=forecast)
         shutil.rmtree(folder, ignore_errors=True)
 
     def _publish(self, batch: Entry, written: Path, name: str) -> str | None:
@@ -296,7 +307,7 @@ class Desk:
             for batch in self.batches.values():
                 waiting = batch["status"] == "validating" and batch["in_progress_at"] is None
                 if waiting and now >= batch["expires_at"]:
-                    self.update(batch, status="expired", expired_at=int(now))
+                    self.update(batch, status="expired", expired_at=int(now), forecast=None)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -393,6 +404,8 @@ class Desk:
         for name in [name for name in self.files if not (self.file_folder / name).exists()]:
             self._forget_file(name)
         unfinished = [batch for batch in self.batches.values() if batch["status"] in UNFINISHED]
+        for batch in unfinished:
+            batch["forecast"] = None  # of the process that was
         wanted = {name for batch in unfinished for name in batch["_files"].values()}
         for path in self.file_folder.iterdir():
             if path.suffix != ".json" and path.name not in self.files and path.name not in wanted:

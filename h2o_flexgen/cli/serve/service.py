@@ -26,16 +26,16 @@ from h2o_flexgen.cli.generate import engine_settings
 from h2o_flexgen.cli.planning import let_calibrate
 from h2o_flexgen.cli.program import print_error, stop_if_told
 from h2o_flexgen.cli.serve.arguments import ServeArguments
-from h2o_flexgen.cli.serve.desk import ERRORS, LOOKED_AT, OUTPUT, Desk, Entry, error_list, named_file
+from h2o_flexgen.cli.serve.desk import ERRORS, LOOKED_AT, OUTPUT, ApiError, Desk, Entry, error_list, named_file
 from h2o_flexgen.cli.serve.live import LiveRequests
 from h2o_flexgen.cli.serve.web import make_app
 from h2o_flexgen.errors import H2OFlexGenError, LockedError, ModelError, PlanError, StorageError, UsageError
-from h2o_flexgen.jobs.forecast import Meter
+from h2o_flexgen.jobs.forecast import Forecast, Meter, Percentiles
 from h2o_flexgen.jobs.job import Job, Summary, bounded
 from h2o_flexgen.jobs.journal import FAILED, OK, JobResults
 from h2o_flexgen.jobs.openai import OpenAIFormat
-from h2o_flexgen.jobs.outlook import expected
-from h2o_flexgen.jobs.requests import line_of
+from h2o_flexgen.jobs.outlook import expected, glimpse
+from h2o_flexgen.jobs.requests import RequestFormat, line_of
 from h2o_flexgen.jobs.source import BadLine, Record, Scan, Source, load_json
 from h2o_flexgen.planning.llm import LLM
 
@@ -43,6 +43,8 @@ _AGAIN_AFTER = 30.0
 """Seconds after which a batch that the disk failed is tried again."""
 _LOOK_EVERY = 1.0
 _TOLD_EVERY = 2.0
+_LOOKING = 0.1
+"""Seconds of each, at most, that go into looking at what waits."""
 
 
 def run_service(arguments: ServeArguments) -> None:
@@ -109,6 +111,8 @@ class Worker:
         self._models, self._by_model, self._desk = arguments.models, arguments.by_model, desk
         self._looked, self._quiet = 0.0, arguments.jobs.quiet
         self._batch: Entry | None = None
+        self._takes: dict[str, tuple[str, Percentiles]] = {}
+        """Of batches that wait, by their ids: which one ran when it was looked at how long they will take, and that."""
         self._meter = Meter()
         self.live = LiveRequests(arguments.called)
         self.live.wake = self._wake
@@ -269,7 +273,9 @@ class Worker:
         before = results.state.count(OK), results.state.count(FAILED)
         outlook = expected(llm, source, form, scan.requests, results.state, jobs.at_risk, jobs.sample)
         forecast, said = outlook.forecast, {"expected": outlook.to_json()} if jobs.sample else {}
-        batch["forecast"] = {**said, "left": forecast.first and forecast.first.to_json()}
+        _, takes = self._takes.pop(batch["id"], ("", None))
+        left = forecast.first or takes
+        self._desk.foretell(batch, {**said, "left": left and left.to_json()})
         llm.planner = bounded(llm.planning, scan.requests, jobs.at_risk)
         self._meter, llm.on_plan = forecast.meter, lambda plan: forecast.block(plan.policy.block_size)
         started = told_at = time.monotonic()
@@ -279,12 +285,34 @@ class Worker:
             now = time.monotonic()
             forecast.note(now - started)
             if now - told_at > _TOLD_EVERY:
-                told_at, left = now, forecast.told(now - started)
-                batch["forecast"] = {**said, "left": left and left.to_json()}
+                told_at, left = now, forecast.told(now - started) or (takes and takes.after(now - started))
+                self._desk.foretell(batch, {**said, "left": left and left.to_json()})
+                self._tell_waiting(batch, left, forecast, form)
             self._desk.count(batch, scan.requests, before[0] + summary.ok, before[1] + summary.failed)
 
         summary = Job(llm, source, form, results, scan.requests, told=told, forecast=forecast).run()
         batch["forecast"] = {**said, "left": None, **forecast.to_json(summary.seconds)}
+
+    def _tell_waiting(self, runs: Entry, ends: Percentiles | None, forecast: Forecast, form: RequestFormat) -> None:
+        """Says of the batches behind the one that `runs` when they begin and end: those for the same model, up to the
+        first of which nothing is known. Each file is looked at once, and few at a time."""
+        begun, queue = time.monotonic(), self._desk.queue(self._loaded if self._by_model else None)
+        for batch in queue:
+            if batch is runs or ends is None:
+                continue
+            when, takes = self._takes.get(batch["id"], ("", None))
+            if batch["model"] != self._loaded or self._llm is None:
+                return
+            if when != runs["id"] and time.monotonic() - begun < _LOOKING:
+                with suppress(ApiError, UsageError, OSError):  # which will be told in its turn
+                    done = batch["request_counts"]["completed"] + batch["request_counts"]["failed"]
+                    source = Source(self._desk.content(batch["input_file_id"]), "openai")
+                    takes = glimpse(self._llm, source, form, forecast, done) or takes
+            if takes is None:
+                return
+            self._takes[batch["id"]] = runs["id"], takes
+            starts, ends = ends, ends + takes
+            self._desk.foretell(batch, {"starts": starts.to_json(), "left": ends.to_json()})
 
     def _wait(self, batch: Entry, why: str) -> None:
         print_error(f"{batch['id']}: {why}")

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import h2o_flexgen
 from h2o_flexgen.cli.serve.arguments import ServeArguments
-from h2o_flexgen.cli.serve.desk import ApiError, Desk, expiry_of, shown
+from h2o_flexgen.cli.serve.desk import UNFINISHED, ApiError, Desk, expiry_of, shown
 from h2o_flexgen.cli.serve.live import LiveEvent, LiveRequest, LiveRequests, chunk_of
 from h2o_flexgen.cli.serve.uploads import pieces, receive, whole_body
 from h2o_flexgen.jobs.forecast import Percentiles, seconds_text
@@ -225,8 +225,12 @@ _PRIVATE = {"Cache-Control": "no-store"}
 
 
 def _left_text(batch: Mapping[str, Any]) -> str:
-    left = (batch.get("forecast") or {}).get("left")
-    return seconds_text(Percentiles(**left)) if left and batch["status"] == "in_progress" else ""
+    """How long a batch takes, in words; nothing where that is not known, or it is over."""
+    told = {name: Percentiles(**each) for name in ("starts", "left") if (each := (batch["forecast"] or {}).get(name))}
+    if "left" not in told or batch["status"] not in UNFINISHED:
+        return ""
+    left = seconds_text(told["left"])
+    return f"begins in {seconds_text(told['starts'])}, done in {left}" if "starts" in told else f"{left} left"
 
 
 async def _or_gone(waited: Awaitable[LiveEvent], request: Request, asked: LiveRequest) -> LiveEvent | None:
