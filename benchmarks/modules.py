@@ -18,8 +18,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from benchmarks.records import LLAMA, ROOT, arguments, in_process, provenance, run_all, spread
-from benchmarks.shared_cores import LLAMA_1B
+from benchmarks.records import LLAMA, LLAMA_1B, ROOT, arguments, in_process, provenance, run_all, spread
 from h2o_flexgen.baselines.store import Record
 
 MODULES, NATIVE, PEER = "modules", "native", "transformers"

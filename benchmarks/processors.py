@@ -26,8 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.records import ROOT, arguments, in_process, llama, provenance, run_all, spread
-from benchmarks.shared_cores import LLAMA_1B
+from benchmarks.records import LLAMA_1B, ROOT, arguments, in_process, llama, provenance, run_all, spread
 from h2o_flexgen.baselines.process import run_command
 from h2o_flexgen.baselines.settings import usable_threads
 from h2o_flexgen.baselines.store import Record

@@ -1,14 +1,13 @@
 """What benchmarks share: processes, records as JSON lines, medians with their spread, facts of the machine.
 
 A script measures *points*: settings with a name. Each run is a process of its own and leaves one record; records are
-appended, and tables and pictures are made of all that lie in the folder, so that a measurement that was interrupted
-goes on where it was and one that is too coarse can be added to.
+appended, and tables are made of all that lie in the folder, so that a measurement that was interrupted goes on where it
+was and one that is too coarse can be added to. Curves of them: h2o_flexgen.report.
 """
 
 from __future__ import annotations
 
 import datetime
-import io
 import json
 import os
 import shlex
@@ -39,6 +38,16 @@ LLAMA = {
     "eos_token_id": 2,
     "torch_dtype": "bfloat16",
 }
+LLAMA_1B: dict[str, int | bool] = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+"""1.1 B parameters, called llama-1.1b."""
 
 
 def default_output(name: str) -> Path:
@@ -126,17 +135,6 @@ def llama(folder: Path, **sizes: int | bool) -> Path:
     return folder
 
 
-def engine(flags: Iterable[object]) -> list[str]:
-    """The command of one run of the engine: random weights in bfloat16, everything in memory, nothing calibrated.
-
-    Flags that come later win, so `flags` may place things elsewhere.
-    """
-    always = ["--weights", "dummy", "--dtype", "bfloat16", "--no-calibrate", "--quiet"]
-    for kind in ("weights", "cache", "hidden"):
-        always += [f"--{kind}-placement", "cpu=1"]
-    return [sys.executable, "-m", "h2o_flexgen.run", *always, *(str(flag) for flag in flags)]
-
-
 def repeat(
     store: RecordFile, points: Sequence[Record], repetitions: int, measure: Callable[[Record], Record], label: str
 ) -> int:
@@ -169,36 +167,20 @@ def repeat(
     return failed
 
 
-def report(
-    store: RecordFile,
-    table: Callable[[list[Record]], Iterable[str]],
-    picture: Callable[[list[Record], Path], None] | None = None,
-    name: str = "",
-) -> None:
-    """Prints the table of all records that are there, writes it to table.md, and the picture to `name`."""
-    print(store.write(table(store.records)))
-    if picture is not None and store.records:
-        picture(store.records, store.folder / name)
-    made = "records, table.md and " + name if name else "records and table.md"
-    print(f"{made} are in {shown(store.folder)}", file=sys.stderr)
-
-
 def run_all(
     args: Namespace,
     points: Sequence[Record],
     measure: Callable[[Record], Record],
     label: str,
     table: Callable[[list[Record]], Iterable[str]],
-    picture: Callable[[list[Record], Path], None] | None = None,
-    name: str = "",
 ) -> int:
-    """Measures what is missing in the folder --output (`repeat`), then reports all that is there (`report`).
-
-    Returns the exit code of the program: 1 where a run failed.
+    """Measures what is missing in the folder --output (`repeat`), then prints the table of all that is there, and writes
+    it to table.md. Returns the exit code of the program: 1 where a run failed.
     """
     store = RecordFile.open(args.output.resolve())
     failed = repeat(store, points, args.repetitions, measure, label)
-    report(store, table, picture, name)
+    print(store.write(table(store.records)))
+    print(f"records and table.md are in {shown(store.folder)}", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -207,22 +189,6 @@ def print_record(record: Record, output: Path | None) -> None:
     print(json.dumps(record))
     if output is not None:
         RecordFile(output.parent, output.name).add(record)
-
-
-def tidy(*panels: Any) -> None:
-    """A faint grid, and no frame above and on the right."""
-    for axes in panels:
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-
-
-def save_picture(figure: Any, path: Path) -> None:
-    """A matplotlib figure as a PNG of 64 colours: a third of the size, and nothing that lines and text would miss."""
-    from PIL import Image
-
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=90)
-    Image.open(drawn).convert("RGB").quantize(64).save(path, optimize=True)
 
 
 def spread(values: Sequence[float], form: str = ".3g") -> str:

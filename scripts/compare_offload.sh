@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # A model larger than memory: OPT-6.7B's shape, random weights, 13.3 GB of them, under a 6 GiB memory cap.
 #   scripts/compare_offload.sh [FLAGS OF h2o_flexgen.bench]...         e.g. --repetitions 3 --search-time 300
-# First this engine alone with all weights on disk: did the run stay within the cap, page cache included, and read as
-# many bytes as its plan has (CHECK= leaves it out)? Then every system within the same cap, each at its best batch and
+# First this engine alone with all weights on disk: its peak, page cache included, and the bytes that it reads (CHECK=
+# leaves it out). Then every system within the same cap, each at its best batch and
 # placing weights as it sees fit, ours by its search, with a cold page cache: a long prompt with a short answer, 128+32
 # tokens, and a short one with a long answer, 16+128 (PROMPT_LEN and GEN_LEN for one of your own). BATCHES is auto
 # (doubling while that pays) or a list to try, by runs of SEARCH_TOKENS tokens; what is known from before is given by
@@ -26,14 +26,9 @@ mkdir -p "$offload" "$out"
 good=0
 if [ -n "${CHECK-yes}" ]; then
   # All weights on disk, KV cache and hidden states in memory: then every step reads the whole model.
-  if [ ! -f "$out/record.json" ]; then # it is there once the run has ended
-    scripts/memcap.sh "$limit" --cold "$offload" --report "$out/memcap.json" -- \
-      python -m h2o_flexgen.run --model "$model" --weights dummy --dtype bfloat16 --offload-dir "$offload" \
-      --percent 0 0 0 100 0 100 --gpu-batch-size "${BATCH:-8}" --num-gpu-batches "${NUM_BATCHES:-1}" \
-      --prompt-len 128 --gen-len 8 --hh-ratio "$ratio" | tail -n 1 >"$out/.record.json" || good=$?
-    [ "$good" != 0 ] || mv "$out/.record.json" "$out/record.json"
-  fi
-  [ "$good" != 0 ] || python -m benchmarks.offload_check "$out/record.json" "$out/memcap.json" || good=$?
+  python -m benchmarks.runs --limit "$limit" --repetitions 1 --offload-dir "$offload" --output "$out/check" \
+    --flags "--model $model --percent 0 0 0 100 0 100 --gpu-batch-size ${BATCH:-8} --num-gpu-batches ${NUM_BATCHES:-1} \
+    --prompt-len 128 --gen-len 8 --hh-ratio $ratio" || good=$?
   echo
 fi
 

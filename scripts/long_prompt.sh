@@ -5,5 +5,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_env.sh test
-exec python -m benchmarks.prompts long "${1:-qwen2.5-0.5b}" --repetitions "${2:-3}" \
+exec python -m benchmarks.runs --vary prefill-chunk=8192,2048,512 --repetitions "${2:-3}" \
+  --flags "--model ${1:-qwen2.5-0.5b} --hh-ratio 0.2 --num-prompts 1 --prompt-len 8192 --gen-len 8" \
   --output "${OUTPUT_DIR:-results/local/$(date -u +%Y%m%d-%H%M%S)-long-prompt}"

@@ -81,7 +81,9 @@ COMMANDS: dict[str, str] = {
     "python -m h2o_flexgen.batch --plan requests.jsonl --sample 50 --model demo": STARTED,
     "python -m h2o_flexgen.serve --model facebook/opt-6.7b --hh-ratio 0.2": STARTED,
     "python -m h2o_flexgen.serve --model facebook/opt-6.7b --hh-ratio 0.2 --port 8000 --data-dir ~/batches": STARTED,
-    "python -m benchmarks.eviction_cost --batches 8,32": STARTED,
+    "python -m benchmarks.runs --vary eviction=h2o,tova": STARTED,
+    'python -m benchmarks.runs --limit 6G --flags "--model opt-30b --weights-placement disk=1 --gpu-batch-size 32 '
+    '--num-gpu-batches 2 --prompt-len 64 --gen-len 8 --hh-ratio 0.2"': STARTED,
     "scripts/eviction_lab.sh FOLDER": SCRIPT,
     "python -m h2o_flexgen.lm_eval run --model h2o_flexgen --model_args pretrained=demo,eviction=h2o,hh_ratio=0.2 "
     "--tasks h2o_recall,h2o_recall_generate --include_path configs/lm-eval": "tests/evaluation/test_lm_eval.py runs it",
@@ -90,7 +92,6 @@ COMMANDS: dict[str, str] = {
     "python -m benchmarks.schemas": STARTED,
     "python -m benchmarks.products": STARTED,
     "python -m benchmarks.products --models llama-3.2-1b --weight-bits 4 --turns 7": STARTED,
-    "python -m benchmarks.experts": STARTED,
     "python -m benchmarks.overnight": STARTED,
     "python -m h2o_flexgen.batch -i requests.jsonl -o results.jsonl --model allenai/OLMoE-1B-7B-0924-Instruct "
     "--weight-bits 4 --hh-ratio 0.2 --cache-bits 4 --cpu-mem 6GiB": (
@@ -136,7 +137,6 @@ COMMANDS: dict[str, str] = {
     "scripts/compare_decode.sh": SCRIPT,
     "scripts/compare_decode.sh --systems h2o,full,transformers,flexgen": SCRIPT,
     "scripts/compare_decode.sh --systems h2o,transformers,accelerate,deepspeed,kvpress --reference h2o": SCRIPT,
-    "scripts/cost_check.sh --grid": SCRIPT,
     "scripts/demo_quality.sh": SCRIPT,
     "scripts/gpu_check.sh": SCRIPT,
     "scripts/gpu_check.sh --readme": SCRIPT,
@@ -147,16 +147,14 @@ COMMANDS: dict[str, str] = {
     "scripts/gpu_check.sh --wheels wheels --sections paper --only opt-6.7b": SCRIPT,
     "scripts/build_wheel.sh": SCRIPT,
     "scripts/gpu_wheels.sh wheels": SCRIPT,
-    "scripts/opt30b.sh": SCRIPT,
     "scripts/paper_table.sh": SCRIPT,
     "scripts/peer_env.sh all": SCRIPT,
     "scripts/pictures.sh": SCRIPT,
     "scripts/peer_env.sh deepspeed": SCRIPT,
     "scripts/peer_env.sh llamacpp": SCRIPT,
     "scripts/long_prompt.sh qwen2.5-0.5b 2": SCRIPT,
-    "scripts/ragged.sh": SCRIPT,
-    "scripts/scaling.sh --panels batch,stream,prompt,generated,budget --repetitions 5": SCRIPT,
-    "scripts/scaling.sh --panels long": SCRIPT,
+    "scripts/scaling.sh batch stream prompt generated budget": SCRIPT,
+    "scripts/scaling.sh long": SCRIPT,
     "scripts/shared_cores.sh": SCRIPT,
     "scripts/shared_prefix.sh": SCRIPT,
     "scripts/stream_perplexity.sh": SCRIPT,
@@ -166,7 +164,7 @@ COMMANDS: dict[str, str] = {
 ASK_NO_PROGRAM = {"scripts/build_wheel.sh", "scripts/gpu_wheels.sh", "scripts/peer_env.sh"}
 """Scripts that call nothing of this project: pip alone."""
 
-WITHOUT_FLAGS = {"benchmarks.offload_check": 2, "benchmarks.paper_table": 0}
+WITHOUT_FLAGS = {"benchmarks.paper_table": 0}
 """How many arguments take the programs that have no parser."""
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")

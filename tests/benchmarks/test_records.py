@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.records import ROOT, engine, facts, provenance, repeat, run_json, shown, spread
+from benchmarks.records import ROOT, facts, provenance, repeat, run_json, shown, spread
 from h2o_flexgen.baselines.process import RunFailed
 from h2o_flexgen.baselines.store import Record, RecordFile
-from h2o_flexgen.cli.arguments import parse_arguments
 
 
 def test_records_are_appended_and_read_again(tmp_path: Path) -> None:
@@ -104,13 +103,6 @@ def test_no_home_folder_in_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts(["run", "/home/somebody/x", "--dir=/home/somebody/x"])["command"] == "run '~/x' '--dir=~/x'"
     assert facts([sys.executable, "/data/disk1/x", "a/b"])["command"] == "python .../x a/b"
     assert shown(ROOT / "results" / "x") == "results/x"
-
-
-def test_flags_of_the_engine_are_flags() -> None:
-    command = engine(["--model", "opt-125m", "--weights-placement", "disk=1"])
-    parsed = parse_arguments(command[3:], {})
-    assert parsed.engine.weights == "dummy"
-    assert parsed.engine.policy["weights"]["disk"] == 1.0
 
 
 def test_spreads() -> None:

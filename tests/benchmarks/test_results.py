@@ -9,18 +9,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bits, cost_check, experts, opt30b, overnight, prompts, ragged, scaling
+from benchmarks import bits, modules, overnight, peaks
 from h2o_flexgen.baselines.store import RecordFile, Store
 
 RESULTS = Path(__file__).parents[2] / "results"
 TABLES: dict[str, Callable[[list[dict[str, Any]]], Iterable[str]]] = {
     "bits": bits.table,
-    "cost-grid": cost_check.report,
-    "experts": experts.table,
-    "opt30b": opt30b.table,
+    "modules": modules.table,
     "overnight": overnight.table,
-    "ragged": ragged.table,
-    "scaling": scaling.table,
+    "peaks": peaks.table,
 }
 """What makes table.md of the records in a folder, by its name without the date."""
 
@@ -63,15 +60,3 @@ def test_results_are_found_and_stay_small() -> None:
     assert len(COMPARISONS) == 2
     assert len(files) < 120
     assert sum(path.stat().st_size for path in files) < 2_000_000
-
-
-@pytest.mark.parametrize(
-    ("folder", "table", "row"),
-    [
-        ("2026-11-21-shared-prefix", prompts.shared_table, "| opt-125m, KV 20%, prefix computed once | 4,048 | 5.42 s"),
-        ("2026-11-22-long-prompt", prompts.long_table, "| parts of 2,048 | "),
-    ],
-)
-def test_tables_about_prompts(folder: str, table: Callable[..., Iterable[str]], row: str) -> None:
-    lines = list(table(RecordFile.open(RESULTS / folder).records))
-    assert any(line.startswith(row) for line in lines), lines
