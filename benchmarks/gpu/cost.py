@@ -1,6 +1,6 @@
 """Section cost: calibrates the machine, then predicted beside measured throughput for four settings.
 
-As benchmarks.cost_check does it without a GPU: every run is a process of its own with random weights in bfloat16, its
+As benchmarks.runs does it without a GPU: every run is a process of its own with random weights in bfloat16, its
 policy chosen by the search. Here the cap is that of the GPU's memory, and a run is warmed up by its own first tokens.
 """
 

@@ -1,7 +1,6 @@
 """Tables of the records of scripts/gpu_check.sh, for table.md and for the README.
 
-Measured, short and projected figures have columns of their own. A dry run's records never get into the README, nor do
-those of a machine without a GPU.
+A dry run's records never get into the README, nor do those of a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -107,12 +106,7 @@ def _decode(rows: list[Record]) -> Iterator[str]:
 
 
 def _paper(rows: list[Record]) -> Iterator[str]:
-    yield (
-        f"Generated tokens/s over prefill and decode, random weights, {rows[-1]['gpu_mem']} of GPU memory. Short runs "
-        "generated fewer tokens or fewer sequences; projected is what their steps make of all tokens; predicted is the "
-        "search's, before anything ran."
-    )
-    yield _table(rows, PAPER, left=3)
+    yield from (record["table"] for record in rows)
 
 
 def _cost(rows: list[Record]) -> Iterator[str]:
@@ -128,15 +122,6 @@ def _tests(rows: list[Record]) -> Iterator[str]:
 
 def _table(rows: list[Record], columns: Columns, left: int = 1) -> str:
     return markdown_table([*columns], [[cell(row) for cell in columns.values()] for row in rows], left)
-
-
-def _rate(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
-
-
-def _short(record: Record) -> str:
-    fewer = ", fewer sequences" * record["fewer_sequences"]
-    return f"{record['short_tokens_per_s']:.4g} ({record['generated']} new{fewer})"
 
 
 Columns = dict[str, Callable[[Record], str]]
@@ -158,16 +143,6 @@ DECODE: Columns = {
     "of bound": lambda r: f"{r['bound_step_s'] / r['step_s']:.0%}",
     "decode tokens/s": lambda r: f"{r['decode_tokens_per_s']:,.0f}",
     "prefill s": lambda r: f"{r['prefill_s']:.2f}",
-}
-PAPER: Columns = {
-    "work": lambda r: f"{r['model']}, {r['prompt_len']}+{r['gen_len']}",
-    "system": lambda r: r["system"],
-    "dtype": lambda r: r.get("dtype", ""),
-    "sequences": lambda r: f"{r['sequences']:,}",
-    "measured": lambda r: _rate(r["measured_tokens_per_s"]),
-    "short run": lambda r: "" if r["short_tokens_per_s"] is None else _short(r),
-    "projected": lambda r: _rate(r["projected_tokens_per_s"]),
-    "predicted": lambda r: _rate(r.get("predicted_tokens_per_s")),
 }
 COST: Columns = {
     "setting": lambda r: r["name"],

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +16,14 @@ import torch
 
 from benchmarks.gpu import check, cost, decode, kernels, paper
 from benchmarks.gpu.check import ARCHIVE, cache_folder, pack, unpack
-from benchmarks.gpu.paper import Ran, cell_facts
-from benchmarks.gpu.peers import OWN_PROBE, PROBE, Cell, flexgen_sizes, one_of, sizes
-from benchmarks.gpu.section import FEWEST, WARM_UP, Section, Steps, run, serve, tiny_model, warm_up
+from benchmarks.gpu.section import WARM_UP, Section, Steps, run, serve, tiny_model, warm_up
 from benchmarks.gpu.tables import BEGIN, END, NOTHING, WHOLE, latest, read, readme_block, tables, with_block
 from benchmarks.gpu.tests import summary
-from h2o_flexgen import LLM, EvictionConfig, OffloadPolicy
+from h2o_flexgen import LLM, EvictionConfig
 from h2o_flexgen.baselines.process import Finished, RunFailed
+from h2o_flexgen.baselines.settings import BenchSettings
+from h2o_flexgen.cli.parser import Parser
+from h2o_flexgen.config.flags import add_arguments, from_namespace
 from h2o_flexgen.schedule.tasks import FIRST_REPLAYED
 
 ROOT = Path(__file__).parents[2]
@@ -37,11 +38,8 @@ def record(section: str, name: str, **facts: Any) -> dict[str, Any]:
 
 
 def cell_record(name: str, **facts: Any) -> dict[str, Any]:
-    """A cell of the paper's table, measured in full unless `facts` say otherwise."""
-    made: dict[str, Any] = {"model": "opt-6.7b", "system": "h2o", "prompt_len": 512, "gen_len": 32, "sequences": 64}
-    made |= {"generated": 32, "fewer_sequences": False, "gpu_mem": "16GiB", "measured_tokens_per_s": 123.4}
-    made |= {"short_tokens_per_s": None, "projected_tokens_per_s": None, **facts}
-    return record("paper", name, **made)
+    """A comparison of the paper's table."""
+    return record("paper", name, **{"table": "| opt-6.7b, 512+32 | 123.4 |", **facts})
 
 
 def write(folder: Path, *records: dict[str, Any]) -> Path:
@@ -71,15 +69,6 @@ def test_dry_runs_and_machines_without_a_gpu_never_get_there(tmp_path: Path) -> 
     assert readme_block(tmp_path).count("| opt-6.7b, 512+32") == 1
 
 
-def test_measured_short_and_projected_have_columns_of_their_own(tmp_path: Path) -> None:
-    short = {"measured_tokens_per_s": None, "short_tokens_per_s": 77.0, "projected_tokens_per_s": 99.0, "generated": 4}
-    folder = write(tmp_path / "x-gpu-y", cell_record("a"), cell_record("b", system="flexgen", **short))
-    rows = [line.split("|")[1:-1] for line in tables(folder).splitlines() if line.startswith("| opt")]
-    cells = [[cell.strip() for cell in row] for row in rows]
-    assert cells[0][4:7] == ["123.4", "", ""]
-    assert cells[1][4:7] == ["", "77 (4 new)", "99"]
-
-
 def test_tables_of_every_section(tmp_path: Path) -> None:
     kernel = {"seconds": 1e-4, "bytes": 10**9, "bytes_per_s": 3.4e12, "share_of_bandwidth": 0.81, "cuda_graph": True}
     step = {"ran": "256 of 2,048", "step_s": 0.01, "bound_step_s": 0.008, "decode_tokens_per_s": 2e3, "prefill_s": 2.0}
@@ -100,7 +89,7 @@ def test_tables_of_every_section(tmp_path: Path) -> None:
 
 
 def test_a_failure_does_not_hide_what_was_measured_before() -> None:
-    good, bad, better = cell_record("a"), {**cell_record("a"), "failed": "no"}, cell_record("a", sequences=65)
+    good, bad, better = cell_record("a"), {**cell_record("a"), "failed": "no"}, cell_record("a", table="| b |")
     assert latest([good, bad]) == [good]
     assert latest([bad, good, better, bad]) == [better]
     assert latest([bad]) == [bad]
@@ -118,94 +107,32 @@ def test_the_marks_must_be_there() -> None:
         with_block("no marks", "new")
 
 
-class System:
-    """A system of which every sequence takes 1 s to begin and every token 0.1 s, `most` sequences at a time."""
-
-    def __init__(self, most: int = 1000) -> None:
-        self.most, self.asked = most, list[tuple[int, int]]()
-
-    def __call__(self, size: int, generated: int, seconds: float) -> Ran:
-        self.asked.append((size, generated))
-        if size > self.most:
-            raise RunFailed("exit code 1: CUDA out of memory")
-        return Ran(1.0, 0.1 * (generated - 1), 5.0, size, generated, {})
-
-
-def cell(gen_len: int, system: str = "flexgen") -> Cell:
-    return Cell("opt-6.7b", gen_len, system)
-
-
 def soon(seconds: float) -> float:
     return time.monotonic() + seconds
 
 
-def test_a_cell_that_fits_its_time_is_measured_in_full() -> None:
-    steps = System()
-    facts = cell_facts(cell(32), [8], steps, soon(1000))
-    assert steps.asked == [(8, PROBE), (8, 32)]
-    assert facts["measured_tokens_per_s"] == pytest.approx(8 * 32 / (1.0 + 3.1))
-    assert facts["short_tokens_per_s"] is facts["projected_tokens_per_s"] is None
+def test_a_comparison_of_the_paper_is_one_of_bench(tmp_path: Path, monkeypatch) -> None:
+    """Flags that bench takes, and its table without the last line, which is JSON; a failure is kept with its reason."""
+    asked = list[list[str]]()
 
+    def bench(command: list[str], seconds: float) -> Finished:
+        asked.append(command)
+        code = int("opt-30b" in command)
+        return Finished(code, '| a |\n| b |\n{"x": 1}\n', "out of memory", 1.0, 0, False)
 
-def test_one_that_does_not_is_cut_and_says_so() -> None:
-    facts = cell_facts(cell(1024), [8], System(), soon(60))
-    generated = facts["generated"]
-    assert PROBE < generated < 1024
-    assert facts["measured_tokens_per_s"] is None
-    assert facts["short_tokens_per_s"] == pytest.approx(8 * generated / (1.0 + 0.1 * (generated - 1)))
-    assert facts["projected_tokens_per_s"] == pytest.approx(8 * 1024 / (1.0 + 102.3))
-
-
-def test_our_first_run_is_long_enough_to_drop_its_first_steps() -> None:
-    """Of 12 new tokens 11 are decoded; what is projected and what fits follow from the last of these steps."""
-
-    class Ours(System):
-        def __call__(self, size: int, generated: int, seconds: float) -> Ran:
-            ran = super().__call__(size, generated, seconds)
-            return replace(ran, decode_s=ran.decode_s + 50.0, steady_s=0.1)
-
-    assert OWN_PROBE - 1 - FIRST_REPLAYED >= FEWEST
-    steps = Ours()
-    facts = cell_facts(cell(32, "h2o"), [8], steps, soon(1000))
-    assert steps.asked == [(8, OWN_PROBE), (8, 32)]
-    assert facts["measured_tokens_per_s"] == pytest.approx(8 * 32 / (1.0 + 53.1)), "what was measured stays whole"
-    facts = cell_facts(cell(1024, "h2o"), [8], Ours(), soon(100))
-    assert OWN_PROBE < facts["generated"] < 1024
-    assert facts["projected_tokens_per_s"] == pytest.approx(8 * 1024 / (1.0 + 102.3))
-    assert cell(8, "h2o").probe == 8
-
-
-def test_sequences_that_do_not_fit_are_halved_and_that_counts_as_cut() -> None:
-    facts = cell_facts(cell(32), [64], System(most=16), soon(1000))
-    assert (facts["sequences"], facts["fewer_sequences"], facts["measured_tokens_per_s"]) == (16, True, None)
-
-
-def test_the_faster_of_two_batches_is_taken() -> None:
-    facts = cell_facts(cell(32), [2, 96], System(), soon(1000))
-    assert facts["sequences"] == 96
-    assert [tried.partition(":")[0] for tried in facts["tried"]] == ["2", "96"]
-
-
-def test_what_never_works_has_the_reason() -> None:
-    with pytest.raises(RunFailed, match="out of memory"):
-        cell_facts(cell(32), [64], System(most=0), soon(1000))
-
-
-@pytest.mark.parametrize("row", [10**8, 10**9])
-def test_flexgen_s_batches_fit(row: int) -> None:
-    weights, gpu, host = 13 * 10**9, 17 * 10**9, 110 * 10**9
-    for size in flexgen_sizes(weights, row, row // 4, gpu, host):
-        assert size > 0
-        assert weights + size * row < host
-    with pytest.raises(RunFailed, match="no cache"):
-        flexgen_sizes(weights, row, 0, 8 * 10**9, weights)
-
-
-def test_a_peer_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match="not installed"):
-        sizes(cell(32), str(tmp_path))
-    with pytest.raises(RunFailed, match="libaio is missing"):
-        one_of({"systems": {}, "failed": {"deepspeed": "libaio\nis missing"}}, "deepspeed", 8, 4)
+    monkeypatch.setattr(paper, "run", bench)
+    paper.measure(Section("paper", tmp_path, soon(60), peers="peers"))
+    kept = read(tmp_path, "paper")
+    assert [one["name"] for one in kept[::5]] == ["opt-6.7b, 512+512", "opt-30b, 512+1024"]
+    assert kept[0]["table"] == "| a |\n| b |"
+    assert "out of memory" in kept[5]["failed"]
+    parser = Parser(prog="bench")
+    add_arguments(parser, BenchSettings)
+    for command in asked:
+        flags, rest = parser.parse_known_args(command[3:])
+        settings = from_namespace(BenchSettings, flags)
+        assert (settings.gpu_mem, settings.peers, settings.searches) == (16 << 30, "peers", True)
+        assert rest[0] == "--output-dir"
 
 
 def test_outcomes_of_pytest() -> None:
@@ -383,7 +310,7 @@ def test_a_real_engine_is_warmed_up_with_real_lengths(tmp_path: Path) -> None:
     assert (first[0].prompt_len, first[0].gen_len, first[0].num_sequences) == (40, 20, 3)
 
 
-@pytest.mark.parametrize("section", ["decode", "paper", "cost"])
+@pytest.mark.parametrize("section", ["decode", "cost"])
 def test_sections_warm_up_with_what_they_run(section: str, tmp_path: Path, monkeypatch) -> None:
     """The same prompts, as many new tokens: what their children ask of an engine, first to warm up and then to time."""
     asked, model = list[tuple[int, int, int]](), tiny_model(tmp_path)
@@ -397,11 +324,6 @@ def test_sections_warm_up_with_what_they_run(section: str, tmp_path: Path, monke
     if section == "decode":
         work = decode.Work(model, 2, 32, 32, 12, 13, True)
         found = decode.one(vars(work))
-    elif section == "paper":
-        shares = {kind: {"gpu": 1.0} for kind in ("weights", "cache", "hidden")}
-        policy = OffloadPolicy(gpu_batch_size=2, num_gpu_batches=1, **shares).to_json()
-        facts = {**asdict(Cell(model, 32, "h2o", 32, "8MiB", emulated=True)), "policy": policy, "host": 0}
-        found = paper.one({**facts, "generated": 12, "budget": 13})
     else:
         setting = cost.PredictedSetting(model, "", 2, 32, 12, 0.2, "64MiB")
         profile = ROOT / "configs/hardware/t4-16gb.json"
@@ -413,7 +335,7 @@ def test_sections_warm_up_with_what_they_run(section: str, tmp_path: Path, monke
         assert (found["load_s"], found["generated_tokens"]) == (0.0, 24)
     else:
         assert found["load_s"] > 0
-        assert found["steady_step_s" if section == "decode" else "steady_s"] > 0
+        assert found["steady_step_s"] > 0
 
 
 @pytest.mark.slow
