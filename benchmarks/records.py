@@ -19,7 +19,6 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from h2o_flexgen.baselines.process import RunFailed, run_command
 from h2o_flexgen.baselines.settings import usable_threads
@@ -174,8 +173,9 @@ def run_all(
     label: str,
     table: Callable[[list[Record]], Iterable[str]],
 ) -> int:
-    """Measures what is missing in the folder --output (`repeat`), then prints the table of all that is there, and writes
-    it to table.md. Returns the exit code of the program: 1 where a run failed.
+    """Measures what is missing in the folder --output (`repeat`), then prints the table of all that is there.
+
+    The table goes to table.md, too. Returns the exit code of the program: 1 where a run failed.
     """
     store = RecordFile.open(args.output.resolve())
     failed = repeat(store, points, args.repetitions, measure, label)

@@ -21,8 +21,8 @@ RUN_S = 200
 def comparisons(section: Section) -> dict[str, str]:
     """Flags of bench by the name of the comparison, those first that say most."""
     if section.dry_run:
-        flags = f"--model {tiny_model(section.output / 'tiny-opt')} --prompt-len 32 --gen-len 4 --batch-size 2 --no-search"
-        return {"tiny-opt, 32+4": flags}
+        model = tiny_model(section.output / "tiny-opt")
+        return {"tiny-opt, 32+4": f"--model {model} --prompt-len 32 --gen-len 4 --batch-size 2 --no-search"}
     how = f"--device cuda --gpu-mem 16GiB --dtype float16 --timeout {RUN_S} --search-time {RUN_S} --search-tokens 4"
     return {
         f"{model}, 512+{new}": f"--model {model} --prompt-len 512 --gen-len {new} --batch-size auto --only-best {how}"
@@ -36,8 +36,8 @@ def compared(section: Section, name: str, flags: str) -> Record:
     output = section.output / "paper" / name.replace(", ", "-")
     scratch = output if section.dry_run else scratch_folder()
     where = ["--output-dir", str(output), "--scratch-dir", str(scratch / "bench"), "--peers", section.peers]
-    bench = [sys.executable, "-m", "h2o_flexgen.bench", "--systems", SYSTEMS, "--weights", "dummy", "--repetitions", "1"]
-    done = run([*bench, *flags.split(), *where], section.left()).checked()
+    bench = [sys.executable, "-m", "h2o_flexgen.bench", "--systems", SYSTEMS, "--weights", "dummy"]
+    done = run([*bench, "--repetitions", "1", *flags.split(), *where], section.left()).checked()
     return {"table": done.output.strip().rpartition("\n")[0]}  # the last line is JSON: in summary.json
 
 

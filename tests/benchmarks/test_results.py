@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import modules, overnight, peaks
+from benchmarks import overnight, peaks
 from h2o_flexgen.baselines.store import RecordFile, Store
 
 RESULTS = Path(__file__).parents[2] / "results"
 TABLES: dict[str, Callable[[list[dict[str, Any]]], Iterable[str]]] = {
-    "modules": modules.table,
     "overnight": overnight.table,
     "peaks": peaks.table,
 }
