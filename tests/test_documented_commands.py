@@ -87,7 +87,7 @@ COMMANDS: dict[str, str] = {
     "scripts/eviction_lab.sh FOLDER": SCRIPT,
     "python -m h2o_flexgen.lm_eval run --model h2o_flexgen --model_args pretrained=demo,eviction=h2o,hh_ratio=0.2 "
     "--tasks h2o_recall,h2o_recall_generate --include_path configs/lm-eval": "tests/evaluation/test_lm_eval.py runs it",
-    "evaluate --policies full,h2o --ratios 0.2 --context 384 --continuation 128 --limit 24": STARTED,
+    "evaluate --ratios 0.2 --context 384 --continuation 128 --limit 24": STARTED,
     "scripts/prefixes.sh": SCRIPT,
     "python -m benchmarks.jobs ray": STARTED,
     "python -m benchmarks.schemas": STARTED,
