@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.config.checks import share, whole
+from h2o_flexgen.config.checks import one_of, share, whole
 from h2o_flexgen.config.engine import BITS, MODEL_IMPLS
 from h2o_flexgen.config.flags import between_commas, option, with_commas
 from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, read_config
@@ -299,11 +299,11 @@ class BenchSettings:
         if not self.reference:
             chosen = next((name for name in self.systems if SYSTEMS.get(name).own), self.systems[-1])
             object.__setattr__(self, "reference", chosen)
-        _one_of("--reference", self.reference, self.systems)
-        _one_of("--dtype", self.dtype, DTYPES)
-        _one_of("--device", self.device, DEVICES)
-        _one_of("--weights", self.weights, WEIGHTS)
-        _one_of("--model-impl", self.model_impl, MODEL_IMPLS)
+        one_of(self.reference, "--reference", self.systems)
+        one_of(self.dtype, "--dtype", DTYPES)
+        one_of(self.device, "--device", DEVICES)
+        one_of(self.weights, "--weights", WEIGHTS)
+        one_of(self.model_impl, "--model-impl", MODEL_IMPLS)
         if self.weight_bits not in BITS:
             needed = f"needed one of {', '.join(map(str, BITS))}"
             raise UsageError(f"--weight-bits is {self.weight_bits}", needed)
@@ -312,7 +312,7 @@ class BenchSettings:
         for size in self.batch_sizes:
             whole(size, "--batch-size", 1)
         for name, size in self.batch_of.items():
-            _one_of("a system of --batch-of", name, self.systems)
+            one_of(name, "a system of --batch-of", self.systems)
             whole(size, "--batch-of", 1)
         if self.batch_of and self.searches:
             raise UsageError("--batch-of beside several sizes in --batch-size", "needed one size, or a search for all")
@@ -328,7 +328,7 @@ class BenchSettings:
     def _one_per_type(self) -> Iterator[str]:
         """The systems, with one for each of llamacpp_types where llama.cpp is named alone."""
         for kind in self.llamacpp_types:
-            _one_of("a type of --llamacpp-types", kind, tuple(LLAMACPP_TYPES))
+            one_of(kind, "a type of --llamacpp-types", tuple(LLAMACPP_TYPES))
         for name in self.systems:
             if name == LLAMACPP:
                 yield from (f"{LLAMACPP}-{kind}" for kind in self.llamacpp_types)
@@ -412,8 +412,3 @@ def _sized(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     if not isinstance(text, dict) or not isinstance(text.get("vocab_size"), int):
         raise ModelError(f"{folder / 'config.json'} has no vocab_size")
     return {**config, "vocab_size": text["vocab_size"]}
-
-
-def _one_of(flag_name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UsageError(f"{flag_name} is {value!r}", f"needed one of {', '.join(allowed)}", suggestion(value, allowed))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from h2o_flexgen.errors import UsageError
@@ -37,6 +37,13 @@ def share(value: object, label: str) -> float:
     if math.isnan(number) or not 0 < number <= 1:
         raise UsageError(f"{label} is {value}", "needed a number above 0 and at most 1")
     return number
+
+
+def one_of(value: object, label: str, allowed: Collection[str]) -> None:
+    """UsageError with a suggestion where `value` is not among those `allowed`."""
+    if value not in allowed:
+        near = suggestion(str(value), allowed)
+        raise UsageError(f"{label} is {value!r}", f"needed one of {', '.join(allowed)}", near)
 
 
 def shown(value: object) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from h2o_flexgen.config.checks import known_keys, whole
+from h2o_flexgen.config.checks import known_keys, one_of, whole
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import between_commas, option, with_commas
 from h2o_flexgen.config.model.packing import CACHE_ROTATIONS, CacheBits, CacheRotation
@@ -193,11 +193,11 @@ class EngineConfig:
             raise UsageError("a store of prefixes is asked for, and share_prefixes is off", "needed one or the other")
         object.__setattr__(self, "num_gpus", whole(self.num_gpus, "--num-gpus", 1))
         whole(self.seed, "seed", 0)
-        _one_of("weights", self.weights, WEIGHTS)
-        _one_of("model_impl", self.model_impl, MODEL_IMPLS)
-        _one_of("dtype", self.dtype, ("auto", *DTYPES))
-        _one_of("device", self.device, DEVICES)
-        _one_of("cache_rotation", self.cache_rotation, CACHE_ROTATIONS)
+        one_of(self.weights, "weights", WEIGHTS)
+        one_of(self.model_impl, "model_impl", MODEL_IMPLS)
+        one_of(self.dtype, "dtype", ("auto", *DTYPES))
+        one_of(self.device, "device", DEVICES)
+        one_of(self.cache_rotation, "cache_rotation", CACHE_ROTATIONS)
         if self.weight_bits not in BITS:
             raise UsageError(f"weight_bits is {self.weight_bits!r}", f"needed one of {', '.join(map(str, BITS))}")
         if isinstance(self.cache_bits, list):  # as JSON has pairs
@@ -215,9 +215,9 @@ class EngineConfig:
                 f"weight_bits={self.weight_bits} is given with allow_compress=True, which would choose them",
                 "needed one of them",
             )
-        _one_of("verify", self.verify, VERIFY)
+        one_of(self.verify, "verify", VERIFY)
         if isinstance(self.policy, str):
-            _one_of("policy", self.policy, ("auto",))
+            one_of(self.policy, "policy", ("auto",))
         elif not isinstance(self.policy, OffloadPolicy):
             for key in self.policy:
                 if key not in POLICY_FIELDS:
@@ -286,8 +286,3 @@ class EngineConfig:
     def free_fields(self) -> frozenset[str]:
         """The fields of the policy that the planner chooses."""
         return PLANNED_FIELDS - set(self.fixed)
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UsageError(f"{name} is {value!r}", f"needed one of {', '.join(allowed)}", suggestion(str(value), allowed))

@@ -12,12 +12,11 @@ from typing import Any, Literal
 from h2o_flexgen.config import budget as budgets
 from h2o_flexgen.config.budget import Budget as Budget
 from h2o_flexgen.config.budget import Range
-from h2o_flexgen.config.checks import known_keys, share, truth, whole
+from h2o_flexgen.config.checks import known_keys, one_of, share, truth, whole
 from h2o_flexgen.config.flags import layer_numbers, option, with_commas
 from h2o_flexgen.config.recall import EVERY, RECALL_TIERS, STATIC, RecallTier
 from h2o_flexgen.config.splits import AUTO, CHOSEN, LAYER_SPLITS, THEN_H2O, LayerSplit, Share, Split, split_of
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.registry import suggestion
 
 SpanRule = Literal["whitelist", "fair"]
 SPAN_RULES: tuple[SpanRule, ...] = ("whitelist", "fair")
@@ -117,12 +116,8 @@ class EvictionConfig:
         for name, label, minimum in (("budget", "--kv-budget", 1), ("recent", "--recent", 0), ("sinks", "--sinks", 0)):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, whole(getattr(self, name), label, minimum))
-        if self.budget_split not in (None, *LAYER_SPLITS):
-            raise UsageError(
-                f"--budget-split is {self.budget_split!r}",
-                f"needed one of {', '.join(LAYER_SPLITS)}",
-                suggestion(str(self.budget_split), LAYER_SPLITS),
-            )
+        if self.budget_split is not None:
+            one_of(self.budget_split, "--budget-split", LAYER_SPLITS)
         self._check_far_layers()
         truth(self.keep_prompt, "--keep-prompt")
         if self.keep_prompt and (split.prompt_only or not split.takes_sinks or self.sinks):
@@ -174,12 +169,7 @@ class EvictionConfig:
     def _check_spans(self) -> None:
         if self.spans is None:
             return
-        if self.spans not in SPAN_RULES:
-            raise UsageError(
-                f"--spans is {self.spans!r}",
-                f"needed one of {', '.join(SPAN_RULES)}",
-                suggestion(str(self.spans), SPAN_RULES),
-            )
+        one_of(self.spans, "--spans", SPAN_RULES)
         if self.keep_prompt:
             raise UsageError(f"--spans {self.spans} with --keep-prompt, which keeps all of the prompt", "needed one")
         if self.spans == "fair" and self.split.replays:
@@ -195,12 +185,7 @@ class EvictionConfig:
             if self.recall_every != EVERY:
                 raise UsageError(f"--recall-every is {self.recall_every} without --recall", "needed both, or neither")
             return
-        if self.recall not in RECALL_TIERS:
-            raise UsageError(
-                f"--recall is {self.recall!r}",
-                f"needed one of {', '.join(RECALL_TIERS)}",
-                suggestion(str(self.recall), RECALL_TIERS),
-            )
+        one_of(self.recall, "--recall", RECALL_TIERS)
         asked = f"--recall {self.recall}"
         if self.name != "h2o" and not self.name.endswith(THEN_H2O):
             raise UsageError(

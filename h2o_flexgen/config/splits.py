@@ -86,16 +86,9 @@ def _few(share: Share) -> int:
     return min(10, share.total // 2)
 
 
-def _last_64(share: Share) -> int:
-    return min(64, share.total // 4)
-
-
-def _last_32(share: Share) -> int:
-    return min(32, share.total // 4)
-
-
-def _last_8(share: Share) -> int:
-    return min(8, share.total // 4)
+def _last(count: int) -> Callable[[Share], int]:
+    """So many tokens, or a quarter of the budget."""
+    return lambda share: min(count, share.total // 4)
 
 
 def _every(count: int) -> Callable[[int], int]:
@@ -121,9 +114,9 @@ SPLITS.register("kvzip", Split(_none, sinks=4, prompt_only=True, queries="all", 
 SPLITS.register("defensivekv", Split(_window, least_recent=1, prompt_only=True, queries="last"))
 SPLITS.register("roco", Split(_steady, takes_recent=False, queries="all", numbers=2))
 SPLITS.register("scissorhands", Split(_few, queries="last", burst=lambda total: total // 2))
-SPLITS.register("rkv", Split(_last_8, queries="last", burst=_every(128), early=True, looks_back=8))
-SPLITS.register("vase", Split(_last_64, queries="last", burst=_every(64), early=True, looks_back=64))
-SPLITS.register("snapkv_decode", Split(_last_32, queries="last", burst=_every(64), early=True, looks_back=32))
+SPLITS.register("rkv", Split(_last(8), queries="last", burst=_every(128), early=True, looks_back=8))
+SPLITS.register("vase", Split(_last(64), queries="last", burst=_every(64), early=True, looks_back=64))
+SPLITS.register("snapkv_decode", Split(_last(32), queries="last", burst=_every(64), early=True, looks_back=32))
 SPLITS.register("h2o_mean", Split(_half, column_sums=True))
 SPLITS.register("inertiakv", Split(_half, column_sums=True, queries="last"))
 

@@ -7,29 +7,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from h2o_flexgen.pages.page import ASSETS, _hash
+from h2o_flexgen.pages.page import asset, filled, hashed
 
 RELOADED_EVERY = 5
 _SHOWN = 200
 _STYLE = """
-:root { color-scheme: light dark; --ground: #f6f7f9; --card: #ffffff; --ink: #1b2330; --faint: #556070;
-  --line: #d5dae1; --accent: #0b5cad; --bad: #b3261e; }
-@media (prefers-color-scheme: dark) { :root { --ground: #11151b; --card: #191f27; --ink: #e8ecf1; --faint: #a6b0bd;
-  --line: #37414e; --accent: #7ab8ff; --bad: #ff8a80; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 74rem; padding: 1rem; background: var(--ground); color: var(--ink);
-  font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; margin: 0 0 .25rem; }
-p, caption { color: var(--faint); margin: 0 0 .75rem; text-align: left; }
-.scroll { overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: .5rem;
-  padding: .5rem; }
-table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
+th, td { text-align: left; white-space: normal; vertical-align: top; }
 td.name { overflow-wrap: anywhere; min-width: 9rem; }
 td.whole { white-space: nowrap; }
 code { font-size: .75rem; color: var(--faint); }
 progress { display: block; width: 8rem; accent-color: var(--accent); }
-a { color: var(--accent); }
 .bad { color: var(--bad); }
 @media (max-width: 48rem) {
   thead { display: none; }
@@ -39,6 +26,7 @@ a { color: var(--accent); }
   td:empty { display: none; }
 }
 """
+"""Beside page.css."""
 
 
 class JobsPage(NamedTuple):
@@ -55,20 +43,17 @@ def jobs_page(
     files: Mapping[str, Mapping[str, Any]],
 ) -> JobsPage:
     """The newest batches of a service for `models`. `left`: how long a batch still takes, in words."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(ASSETS), autoescape=True, undefined=jinja2.StrictUndefined
-    )
     newest = sorted(batches, key=lambda batch: int(batch["_number"]), reverse=True)[:_SHOWN]
-    html = environment.get_template("jobs.html").render(
+    style = asset("page.css") + _STYLE
+    html = filled(
+        "jobs.html",
+        {"style": style},
         models=models,
-        style=jinja2.utils.markupsafe.Markup(_STYLE),
         rows=[_row(batch, left(batch), files) for batch in newest],
         left_out=len(batches) - len(newest),
         every=RELOADED_EVERY,
     )
-    return JobsPage(html, f"default-src 'none'; style-src {_hash(_STYLE)}; base-uri 'none'; frame-ancestors 'none'")
+    return JobsPage(html, f"default-src 'none'; style-src {hashed(style)}; base-uri 'none'; frame-ancestors 'none'")
 
 
 def _row(batch: Mapping[str, Any], left: str, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -67,27 +67,31 @@ class Chapter:
 
 def render(title: str, sections: Sequence[Chapter]) -> str:
     """The whole page as HTML."""
+    shown, figures = _named(sections)
+    texts = {name: asset(name) for name in ("page.css", "page.js", "echarts.min.js")}
+    scripts = " ".join(hashed(texts[name]) for name in ("echarts.min.js", "page.js"))
+    plain = {"style": texts["page.css"], "charts": texts["echarts.min.js"], "script": texts["page.js"]}
+    return filled(
+        "page.html",
+        {**plain, "data": _as_data(figures)},
+        title=title,
+        sections=shown,
+        hashes={"scripts": scripts, "style": hashed(texts["page.css"])},
+        version=package_version(),
+        made=utc_now(),
+        library=LIBRARY,
+    )
+
+
+def filled(template: str, plain: Mapping[str, str], **texts: Any) -> str:
+    """A template of the assets with its `texts` escaped, and what is `plain` as it is."""
     import jinja2
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(ASSETS), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    shown, figures = _named(sections)
-    texts = {name: _asset(name) for name in ("page.css", "page.js", "echarts.min.js")}
-    plain = {name: jinja2.utils.markupsafe.Markup(text) for name, text in texts.items()}
-    scripts = " ".join(_hash(texts[name]) for name in ("echarts.min.js", "page.js"))
-    return environment.get_template("page.html").render(
-        title=title,
-        sections=shown,
-        hashes={"scripts": scripts, "style": _hash(texts["page.css"])},
-        style=plain["page.css"],
-        charts=plain["echarts.min.js"],
-        script=plain["page.js"],
-        data=jinja2.utils.markupsafe.Markup(_as_data(figures)),
-        version=package_version(),
-        made=utc_now(),
-        library=LIBRARY,
-    )
+    trusted = {name: jinja2.utils.markupsafe.Markup(text) for name, text in plain.items()}
+    return environment.get_template(template).render(**trusted, **texts)
 
 
 def _named(sections: Sequence[Chapter]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -115,11 +119,11 @@ def _named(sections: Sequence[Chapter]) -> tuple[list[dict[str, Any]], dict[str,
     return shown, figures
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8")
 
 
-def _hash(text: str) -> str:
+def hashed(text: str) -> str:
     """Of an inline script or style, as a content security policy names it."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 

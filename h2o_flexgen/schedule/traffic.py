@@ -1,26 +1,14 @@
-"""The moves of a schedule: the links that a move crosses, the loads of each weight group, the fewest bytes."""
+"""The moves of a schedule: the links that a move crosses, and the fewest bytes."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.schedule.request import PlanRequest
-from h2o_flexgen.schedule.tasks import ScheduleShape
-
-
-def expected_loads(shape: ScheduleShape, passes: int | None = None) -> dict[str, int]:
-    """How often each streamed group has to be read in `passes` walks over all units.
-
-    None: one walk per step, which is zig-zag without early finishes; row-by-row makes one per step and GPU batch.
-    Laid end to end, a walk reads a group once per run of consecutive units that use it: every group once per walk, and
-    a tied one (the head of a walk and the embedding of the next are one run) once more in all.
-    """
-    keys = [unit.weights for unit in shape.units] * (shape.num_steps if passes is None else passes)
-    return dict(Counter(key for key, _ in groupby(keys) if key in shape.streamed))
 
 
 def links(tier: str, compute_tier: str, *, inward: bool) -> tuple[str, ...]:

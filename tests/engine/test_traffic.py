@@ -13,9 +13,8 @@ from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.execution import block
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY
 from h2o_flexgen.schedule.tasks import ScheduleShape, Task, TaskKind, Tick
-from h2o_flexgen.schedule.traffic import expected_loads
 from tests.oracles.schedule import check
-from tests.oracles.traffic import planned_bytes
+from tests.oracles.traffic import expected_loads, planned_bytes
 from tests.tiny import prompts_of
 
 NEW, PROMPT, ROWS, BATCHES = 20, 24, 2, 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
 
 from h2o_flexgen.config.placement import Placement
 from h2o_flexgen.schedule.tasks import ScheduleShape, Task, TaskKind, Tick
@@ -50,3 +51,14 @@ def _state_home(task: Task, shape: ScheduleShape, placement: Placement) -> str:
     if layer is None:
         raise ValueError(f"{task} names a unit without a cache")
     return placement.cache[layer, task.batch]
+
+
+def expected_loads(shape: ScheduleShape, passes: int | None = None) -> dict[str, int]:
+    """How often each streamed group has to be read in `passes` walks over all units.
+
+    None: one walk per step, which is zig-zag without early finishes; row-by-row makes one per step and GPU batch.
+    Laid end to end, a walk reads a group once per run of consecutive units that use it: every group once per walk, and
+    a tied one (the head of a walk and the embedding of the next are one run) once more in all.
+    """
+    keys = [unit.weights for unit in shape.units] * (shape.num_steps if passes is None else passes)
+    return dict(Counter(key for key, _ in groupby(keys) if key in shape.streamed))

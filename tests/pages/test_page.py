@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.pages.page import _hash
+from h2o_flexgen.pages.page import hashed
 from h2o_flexgen.pages.reading import Material, read
 from h2o_flexgen.pages.whole import page_of
 from h2o_flexgen.report import main
@@ -73,8 +73,8 @@ def test_the_policy_allows_what_is_in_the_page_and_nothing_else() -> None:
     policy = next(attrs["content"] for tag, attrs in reader.elements if "http-equiv" in attrs) or ""
     rules = {rule.split()[0]: rule.split()[1:] for rule in policy.split(";")}
     assert rules["default-src"] == ["'none'"]
-    assert rules["script-src"] == [_hash(text) for text in reader.texts["script"][1:]]
-    assert rules["style-src"] == [_hash(text) for text in reader.texts["style"]]
+    assert rules["script-src"] == [hashed(text) for text in reader.texts["script"][1:]]
+    assert rules["style-src"] == [hashed(text) for text in reader.texts["style"]]
     named = [attrs for _, attrs in reader.elements if {"src", "style", "onclick"} & attrs.keys()]
     assert not named
     assert all((attrs.get("href") or "#").startswith("#") for _, attrs in reader.elements)

@@ -6,9 +6,9 @@ import pytest
 
 from h2o_flexgen.config.placement import Placement
 from h2o_flexgen.schedule.tasks import Task, TaskKind
-from h2o_flexgen.schedule.traffic import expected_loads, links
+from h2o_flexgen.schedule.traffic import links
 from h2o_flexgen.schedule.zigzag import zigzag
-from tests.oracles.traffic import planned_bytes
+from tests.oracles.traffic import expected_loads, planned_bytes
 from tests.schedule.shapes import make_shape
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.schedule.tasks import Task, TaskKind, Tick
-from h2o_flexgen.schedule.traffic import expected_loads
 from h2o_flexgen.schedule.zigzag import zigzag
 from tests.oracles.row_by_row import row_by_row
 from tests.oracles.schedule import Schedule, check
+from tests.oracles.traffic import expected_loads
 from tests.schedule.shapes import Case, cases, make_shape, shapes
 
 EMBED, ATTN, MLP, HEAD = range(4)  # the units of a one-layer model
