@@ -92,7 +92,8 @@ def _rows(records: list[Record]) -> Iterator[str]:
             said = f"{median(guesses):.4g} ({errors[-1]:+.0%})"
         read = format_bytes(last["bytes_moved"].get("disk->cpu", 0))
         peak = max(run.get("memcap", {}).get("peak_bytes") or run["peak_bytes"]["rss"] or 0 for run in runs)
-        computed = f"{last['computed_prompt_tokens'] or last['prompt_tokens']:,}"
+        counts = (run["computed_prompt_tokens"] or run["prompt_tokens"] for run in runs)
+        computed = " and ".join(f"{count:,}" for count in dict.fromkeys(counts))  # a store of prefixes fills with runs
         cells = [*last["varied"].values(), *rates, over, said, computed, read, format_bytes(peak)]
         yield f"| {' | '.join(cells)} | {len(runs)} |"
     if errors:

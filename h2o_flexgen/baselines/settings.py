@@ -7,17 +7,15 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.config.checks import one_of, share, whole
 from h2o_flexgen.config.engine import BITS, MODEL_IMPLS
 from h2o_flexgen.config.flags import between_commas, option, with_commas
-from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, read_config
+from h2o_flexgen.config.model.known import known_config, model_folder, read_config, unknown_model
 from h2o_flexgen.errors import ModelError, UsageError
-from h2o_flexgen.folders import expanded
-from h2o_flexgen.registry import Registry, suggestion
+from h2o_flexgen.registry import Registry
 from h2o_flexgen.units import parse_bytes
 
 Options = Callable[[float], dict[str, Any]]
@@ -372,13 +370,8 @@ class BenchModel:
     folder: Path | None
 
 
-def _folder(name: str) -> Path:
-    shipped = resources.files("h2o_flexgen") / "data" / name
-    return Path(str(shipped)) if name in SHIPPED else expanded(name)
-
-
 def _has_checkpoint(name: str) -> bool:
-    folder = _folder(name)
+    folder = model_folder(name)
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
@@ -388,12 +381,11 @@ def find_model(settings: BenchSettings) -> BenchModel:
     Asks no network and loads no torch, so that the process that measures the others stays small.
     """
     name, dummy = settings.model, settings.weights == "dummy"
-    folder, known = _folder(name), known_config(name)
+    folder, known = model_folder(name), known_config(name)
     if (folder / "config.json").is_file():
         model = BenchModel(_sized(read_config(folder), folder), None if dummy else folder)
     elif known is None:
-        near = suggestion(name, known_names())
-        raise ModelError(f"no model {name!r}: neither a folder with a config.json nor a well-known name", near)
+        raise unknown_model(name)
     elif not dummy:
         raise ModelError(f"{name} is known by its sizes alone here", "needed the folder of a checkpoint, or demo")
     else:

@@ -14,7 +14,6 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +22,7 @@ from h2o_flexgen.checkpoint.gguf.config import MODULES, config_of, not_a_model
 from h2o_flexgen.checkpoint.gguf.header import GgufHeader, part_number, read_header
 from h2o_flexgen.checkpoint.gguf.names import packings_of
 from h2o_flexgen.checkpoint.shards import find_shards, other_layout, shards_of, wanted_files
-from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, only_gguf, read_config
+from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, model_folder, only_gguf, read_config
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import H2OFlexGenError, ModelError, StorageError
 from h2o_flexgen.folders import expanded
@@ -112,7 +111,7 @@ def resolve_model(
     StorageError where the disk is full.
     """
     if name in SHIPPED:
-        return _in_folder(name, Path(str(resources.files("h2o_flexgen") / "data" / name)), "demo", ())
+        return _in_folder(name, model_folder(name), "demo", ())
     searched: list[str] = []
     for folder in _candidates(name, path):
         searched.append(f"folder {folder}")

@@ -6,7 +6,6 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,16 @@ from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace
 from h2o_flexgen.config.hardware.profile import HardwareProfile, find_profile, kept_profile, profile_names
-from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, only_gguf, read_config
+from h2o_flexgen.config.model.known import known_config, model_folder, only_gguf, read_config, unknown_model
 from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.recall import with_caches_near
 from h2o_flexgen.config.workload import Workload, check_eviction, counted_in_bytes, first_pass
 from h2o_flexgen.cost.lp import SOLVERS
-from h2o_flexgen.errors import ModelError, UsageError
-from h2o_flexgen.folders import expanded
+from h2o_flexgen.errors import UsageError
 from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.models.quantized import read_quantization
-from h2o_flexgen.registry import suggestion
 from h2o_flexgen.schedule.request import Caps, PlanRequest
 from h2o_flexgen.units import GIB, MIB
 
@@ -182,8 +179,7 @@ def _fixed(
 
 def _spec(name: str, impl: str = "auto") -> ModelSpec:
     """The shape of a model as it is stored in a folder, of a well-known name, or of one on the hub or in its cache."""
-    shipped = resources.files("h2o_flexgen") / "data" / name
-    folder = Path(str(shipped)) if name in SHIPPED else expanded(name)
+    folder = model_folder(name)
     known = known_config(name)
     gguf = folder.suffix == ".gguf" or only_gguf(folder)
     if (folder / "config.json").is_file() and not gguf:
@@ -193,8 +189,7 @@ def _spec(name: str, impl: str = "auto") -> ModelSpec:
     elif known is not None:
         return spec_from_config(known, name, impl)
     elif not gguf and ("/" not in name or folder.is_dir()):
-        near = suggestion(name, known_names())
-        raise ModelError(f"no model {name!r}: neither a folder with a config.json nor a well-known name", near)
+        raise unknown_model(name)
     from h2o_flexgen.checkpoint.hub import resolve_model
 
     found = resolve_model(name, need_weights=False)

@@ -7,10 +7,13 @@ import json
 import logging
 import os
 import stat
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from h2o_flexgen.errors import ModelError
+from h2o_flexgen.folders import expanded
+from h2o_flexgen.registry import suggestion
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +105,17 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     if config.pop("auto_map", None) is not None:
         log.warning("%s names code of its own (auto_map), which is never run", path)
     return config
+
+
+def model_folder(name: str) -> Path:
+    """The folder of a model that is shipped; of another its name as a path, which may lead nowhere."""
+    return Path(str(resources.files("h2o_flexgen") / "data" / name)) if name in SHIPPED else expanded(name)
+
+
+def unknown_model(name: str) -> ModelError:
+    """To be raised for a name that is no folder of a model and not known."""
+    near = suggestion(name, known_names())
+    return ModelError(f"no model {name!r}: neither a folder with a config.json nor a well-known name", near)
 
 
 def only_gguf(folder: Path) -> bool:
