@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import re
+from collections import Counter
 from functools import cache as cached
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,17 @@ from h2o_flexgen.cli.arguments import parse_arguments
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.hardware.profile import HardwareProfile
 from h2o_flexgen.config.hardware.rates import Curve
+from h2o_flexgen.config.model.known import known_config
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost import search as searching
 from h2o_flexgen.cost.candidate import place
 from h2o_flexgen.cost.model import CostModel
 from h2o_flexgen.cost.search import SearchResult, search
-from h2o_flexgen.cost.simulate import predict
+from h2o_flexgen.cost.simulate import predict, simulate
 from h2o_flexgen.engine.limits.plan import make_plan
 from h2o_flexgen.errors import PlanError
+from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.schedule.request import Caps, PlanRequest
 from h2o_flexgen.units import GIB, MIB, parse_bytes
 from tests.cost.machines import TINY, known, profile, rates, ticking
@@ -305,3 +308,28 @@ def test_an_emulated_gpu_has_its_own_flag() -> None:
     request = ask("gpu", {"gpu": MIB, "cpu": 64 * MIB, "disk": MIB, "emulated": True})
     with pytest.raises(PlanError, match="--emulate-gpu"):
         search(request)
+
+
+def test_left_over_memory_holds_experts_of_every_layer_alike() -> None:
+    """The block comes first, and experts take what it leaves, as many of each layer: with the first layers whole as
+    many bytes are read, later, as the disk has nothing to do beside these and too much beside the others."""
+    sizes = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000}
+    spec = spec_from_config({**(known_config("olmoe-1b-7b") or {}), **sizes}, "few").with_bits(4, 64)
+    products = {"4": Curve(((1.0, 2e-5), (64.0, 1e-4)))}
+    machine = profile(rates(experts=products, tick_s=dict.fromkeys(("embed", "attn", "mlp", "head"), 1e-5)))
+    work = {"spec": spec, "workload": Workload(32, 32, 256), "dtype": "bfloat16", "profile": machine}
+    cap = 90 * MIB
+    request = ask(caps={"gpu": 0, "cpu": cap, "disk": 1 << 42}, eviction=EvictionConfig("h2o", ratio=0.2), **work)
+    best = search(request).best
+    experts = {key: group.nbytes("bfloat16") for key, group in spec.groups_by_key.items() if ".experts." in key}
+    held = [key for key in experts if best.placement.weights[key] == "cpu"]
+    layers = Counter(key.split(".")[1] for key in held)
+    assert best.policy.block_size == 256
+    assert len(layers) == 6
+    assert max(layers.values()) - min(layers.values()) <= 1 < min(layers.values())
+    assert cap - best.footprint.total("cpu") < 2 * max(experts.values())
+    whole = dict.fromkeys(experts, "disk") | dict.fromkeys(list(experts)[: len(held)], "cpu")
+    uneven = dataclasses.replace(best.placement, weights={**best.placement.weights, **whole})
+    alike, first = (simulate(CostModel(request, best.policy, each)) for each in (best.placement, uneven))
+    assert alike.bytes_moved == first.bytes_moved
+    assert alike.total_s < 0.95 * first.total_s
