@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.checkpoint import hub
 from h2o_flexgen.checkpoint.hub import resolve_model
+from h2o_flexgen.config.model import known
 from tests.checkpoint.models import CONFIG, make_spec, weights, write_config, write_shards, write_single
 from tests.checkpoint.resolving import COMMIT, not_found
 
@@ -177,7 +177,7 @@ def test_the_demo_is_in_the_package(no_sockets: list[object], monkeypatch: pytes
     write_config(tmp_path)
     (tmp_path / "data" / "demo").mkdir(parents=True)
     write_config(tmp_path / "data" / "demo", vocab_size=5)
-    monkeypatch.setattr(hub.resources, "files", lambda package: tmp_path if package == "h2o_flexgen" else None)
+    monkeypatch.setattr(known.resources, "files", lambda package: tmp_path if package == "h2o_flexgen" else None)
     found = resolve_model("demo")
     assert (found.origin, found.config["vocab_size"]) == ("demo", 5)
     assert found.folder == tmp_path / "data" / "demo"
