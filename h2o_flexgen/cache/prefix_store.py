@@ -26,7 +26,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from h2o_flexgen.cache.reuse import Category, ExpectedReuse, ReuseOrder
+from h2o_flexgen.cache.reuse import Category, ExpectedReuse
 
 GRAIN = 16
 """Prefixes end at multiples of it: neighbours that go on alike by chance then find the same."""
@@ -217,8 +217,8 @@ class PrefixStore:
     folder: Path | None = None
     disk: int = 0
     sums: bool = False
-    held: ReuseOrder[FileName] = field(default_factory=lambda: ExpectedReuse(LIFE))
-    on_disk: ReuseOrder[FileName] = field(default_factory=lambda: ExpectedReuse(LIFE))
+    held: ExpectedReuse[FileName] = field(default_factory=lambda: ExpectedReuse(LIFE))
+    on_disk: ExpectedReuse[FileName] = field(default_factory=lambda: ExpectedReuse(LIFE))
 
     def __post_init__(self) -> None:
         self.counts = StoreCounts()

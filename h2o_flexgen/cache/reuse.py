@@ -13,7 +13,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Container, Hashable
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 RECENT, PRIOR = 1 << 14, 256
 """Of a category: after so many requests the past counts half, and as many as the mean of all categories counts for."""
@@ -25,37 +25,6 @@ _MOST = 0.999
 Key = TypeVar("Key", bound=Hashable)
 Category = tuple[str, int]
 """What entries are alike in: a kind of request, and their place in the chain of a prompt's entries (a turn)."""
-
-
-class ReuseOrder(Protocol[Key]):
-    """The order in which entries go. `now` never decreases."""
-
-    def touch(self, key: Key, category: Category, offset: int, now: float) -> None:
-        """An entry has come, or was asked for; offset: tokens before it in its prompt. Of one prompt the deepest entry
-        is touched first."""
-
-    def forget(self, key: Key) -> None:
-        """It is no longer held; unknown keys are passed over."""
-
-    def victim(self, now: float, spared: Container[Key] = ()) -> Key | None:
-        """The entry that goes next, not one of `spared`; None where all are."""
-
-
-class LeastRecent(Generic[Key]):
-    """The entry that was not asked for the longest time goes."""
-
-    def __init__(self) -> None:
-        self._held: OrderedDict[Key, None] = OrderedDict()
-
-    def touch(self, key: Key, category: Category, offset: int, now: float) -> None:
-        self._held[key] = None
-        self._held.move_to_end(key)
-
-    def forget(self, key: Key) -> None:
-        self._held.pop(key, None)
-
-    def victim(self, now: float, spared: Container[Key] = ()) -> Key | None:
-        return next((key for key in self._held if key not in spared), None)
 
 
 @dataclass
@@ -79,7 +48,8 @@ class _Alike(Generic[Key]):
 
 
 class ExpectedReuse(Generic[Key]):
-    """The entry that is least likely to be asked for within the next `life` goes, in the unit of `now`.
+    """The entry that is least likely to be asked for within the next `life` goes, in the unit of `now`, which never
+    decreases.
 
     Each category is a list by the last use, and only their heads are compared: of one category the longest unasked is
     the least likely. A category of which little is known yet leans on the mean of all.
@@ -93,6 +63,8 @@ class ExpectedReuse(Generic[Key]):
         self._gone: OrderedDict[Key, tuple[Category, float]] = OrderedDict()
 
     def touch(self, key: Key, category: Category, offset: int, now: float) -> None:
+        """An entry has come, or was asked for; offset: tokens before it in its prompt. Of one prompt the deepest entry
+        is touched first."""
         before = self._category.get(key)
         if before is not None:
             self._came_back(before, now - self._alike[before].held.pop(key)[0])
@@ -110,6 +82,7 @@ class ExpectedReuse(Generic[Key]):
         self._every.came_back(wait)
 
     def forget(self, key: Key) -> None:
+        """It is no longer held; unknown keys are passed over."""
         category = self._category.pop(key, None)
         if category is not None:
             self._gone[key] = category, self._alike[category].held.pop(key)[0]
@@ -117,6 +90,7 @@ class ExpectedReuse(Generic[Key]):
                 self._gone.popitem(last=False)
 
     def victim(self, now: float, spared: Container[Key] = ()) -> Key | None:
+        """The entry that goes next, not one of `spared`; None where all are."""
         lowest: tuple[float, int] | None = None
         found: Key | None = None
         for alike in self._alike.values():

@@ -14,7 +14,6 @@ from h2o_flexgen.engine.requests.reader import Request
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.engine.requests.sequence import Sequence as Row
 from h2o_flexgen.errors import ContextLengthError, PlanError, UsageError
-from h2o_flexgen.jobs.journal import FAILED
 from h2o_flexgen.jobs.requests import BatchRequest, Refused, RequestFormat, line_of
 from h2o_flexgen.jobs.source import Record
 from h2o_flexgen.schedule.request import PlanRequest
@@ -156,11 +155,6 @@ class Job:
         self.results.sync()
         self.summary.seconds = time.monotonic() - started
         return self.summary
-
-    @property
-    def failed(self) -> int:
-        """Requests that failed, now or in an earlier run."""
-        return self.results.state.count(FAILED)
 
     def faults(self, most: int = 5) -> list[str]:
         """Messages for the first requests that cannot be run."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from h2o_flexgen.cache.reuse import GONE, PRIOR, ExpectedReuse, LeastRecent
+from h2o_flexgen.cache.reuse import GONE, PRIOR, ExpectedReuse
 from tests.cache.conftest import by_torch
 from tests.seeds import moved
 
@@ -63,15 +63,15 @@ def test_the_least_likely_to_come_back_goes() -> None:
 
 
 def test_of_one_prompt_the_deepest_goes_first() -> None:
-    for order in (ExpectedReuse[str](10.0), LeastRecent[str]()):
-        for key, offset in (("tail", 32), ("middle", 16), ("head", 0)):
-            order.touch(key, ("a", 0), offset, 5.0)
-        order.touch("other", ("a", 0), 0, 6.0)
-        gone = []
-        while (victim := order.victim(7.0)) is not None:
-            gone.append(victim)
-            order.forget(victim)
-        assert gone == ["tail", "middle", "head", "other"]
+    order = ExpectedReuse[str](10.0)
+    for key, offset in (("tail", 32), ("middle", 16), ("head", 0)):
+        order.touch(key, ("a", 0), offset, 5.0)
+    order.touch("other", ("a", 0), 0, 6.0)
+    gone = []
+    while (victim := order.victim(7.0)) is not None:
+        gone.append(victim)
+        order.forget(victim)
+    assert gone == ["tail", "middle", "head", "other"]
 
 
 def test_a_category_that_comes_back_sooner_stays_longer() -> None:
