@@ -3,7 +3,7 @@
 The recipe, in the order it runs: a byte-level BPE tokenizer, then one OPT model trained in two stages (short rows with
 dense recall until copying emerges, then rows of the full context). Matrices are trained by Muon and the rest by AdamW,
 on float32 masters of a bfloat16 model. Every step draws its own seeded batch, so a resumed run sees the same data.
-What this writes: the model in --out, its figures and loss curve in --docs; --work keeps checkpoints between runs.
+What this writes: the model in --out, its figures in --docs; --work keeps checkpoints between runs.
 
     python -m training.demo --text kjv.txt python-docs [--evaluate]
 
@@ -268,7 +268,7 @@ def flags(text: str | None, recipe: type[Recipe], folder: str, out: Path, thread
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     docs, work = ROOT / "docs" / folder, ROOT / "results/local" / folder
     parser.add_argument("--out", type=Path, default=out, help="where the model goes")
-    parser.add_argument("--docs", type=Path, default=docs, help="where training.json and loss.png go")
+    parser.add_argument("--docs", type=Path, default=docs, help="where training.json goes")
     parser.add_argument("--work", type=Path, default=work, help="checkpoint, unfinished exports")
     parser.add_argument("--steps", type=int, default=recipe.steps)
     parser.add_argument("--seed", type=int, default=recipe.seed)

@@ -1,4 +1,4 @@
-"""Measure the demo model with plain transformers, and write what ships beside it: figures, curves, held-out samples."""
+"""Measure the demo model with plain transformers, and write what ships beside it: figures, held-out samples."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
 import torch
-from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from h2o_flexgen.config.reports.record import host_facts
@@ -86,44 +84,6 @@ def write_samples(corpus: Corpus, out: Path) -> None:
     (out / "recall_prompts.jsonl").write_text(text, encoding="utf-8")
 
 
-def plot(history: list[dict], figures: dict, path: Path) -> None:
-    """Loss over steps, and the recall accuracy of the early looks, on one page."""
-    figure = Figure(figsize=(8, 6.5), layout="constrained")
-    top, low = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    top.plot([row["step"] for row in history], [row["loss"] for row in history], color="#1f5fa8", linewidth=1.2)
-    top.set_ylabel("training loss (answers weigh 5)")
-    top.set_title(title("Demo model", figures), fontsize=11)
-    switch = max((row["step"] for row in history if row["length"] < CONTEXT), default=None)
-    looks = [row for row in history if "recall_100" in row]
-    steps = [row["step"] for row in looks]
-    for far, colour in ((100, "#7fb069"), (300, "#e08e45"), (800, "#b23a48")):
-        recall = [row[f"recall_{far}"] for row in looks]
-        low.plot(steps, recall, "o-", color=colour, markersize=3.5, linewidth=1.2, label=f"{far} tokens back")
-    low.set(ylabel="exact recall (24 held-out)", xlabel="step", ylim=(-0.04, 1.04))
-    low.legend(frameon=False, fontsize=9)
-    if switch:
-        for axes in (top, low):
-            axes.axvline(switch, color="grey", linestyle=":", linewidth=1)
-        place, text = (switch, top.get_ylim()[1]), f" rows of 256 | rows of {CONTEXT}"
-        top.annotate(text, place, ha="center", va="top", fontsize=9, color="grey")
-    save(figure, path)
-
-
-def title(model: str, figures: dict) -> str:
-    """What it took to train a model, for its picture."""
-    size = f"{figures['parameters'] / 1e6:.1f} M parameters, {figures['tokens'] / 1e6:.1f} M tokens"
-    return f"{model}: {size}, {figures['seconds'] / 60:.0f} min on {figures['threads']} CPU thread(s)"
-
-
-def save(figure: Figure, path: Path) -> None:
-    """The figure as a PNG, its panels with a faint grid and without a frame above and on the right."""
-    for axes in figure.axes:
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-
-
 def processor() -> str:
     """The CPU's name, and how many cores may be used."""
     host = host_facts()
@@ -166,7 +126,7 @@ def figures_table(figures: dict) -> str:
 
 
 def evaluate(args: argparse.Namespace, recipe: Recipe, corpus: Corpus, cases: int = 200) -> None:
-    """Measure the model in `args.out` in float32; write the samples, training.json, loss.png and the card's figures."""
+    """Measure the model in `args.out` in float32; write the samples, training.json and the card's figures."""
     model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval()
     figures = figures_of(model, args, recipe)
     texts = heldout_texts(corpus, 120_000)
@@ -176,7 +136,7 @@ def evaluate(args: argparse.Namespace, recipe: Recipe, corpus: Corpus, cases: in
         str(far): recall_accuracy(model, corpus, Random(HELD_SEED + far), far, cases) for far in DISTANCES
     }
     write_samples(corpus, args.out)
-    write_figures(figures, args.docs, plot)
+    write_figures(figures, args.docs)
     card = args.out / "README.md"
     if card.exists():
         text = re.sub(
@@ -192,11 +152,10 @@ def figures_of(model: PreTrainedModel, args: argparse.Namespace, recipe: Recipe)
     return {"parameters": sum(param.numel() for param in model.parameters())} | past_training(args, recipe)
 
 
-def write_figures(figures: dict, docs: Path, plot: Callable[[list[dict], dict, Path], None]) -> None:
-    """Writes loss.png and training.json, the history of the training a line per entry, and prints the rest."""
-    history = figures.pop("history")
-    plot(history, figures, docs / "loss.png")
-    rows = ",\n  ".join(json.dumps(row) for row in history)
+def write_figures(figures: dict, docs: Path) -> None:
+    """Writes training.json, the history of the training a line per entry, and prints the rest."""
+    rows = ",\n  ".join(json.dumps(row) for row in figures.pop("history"))
+    docs.mkdir(parents=True, exist_ok=True)
     body = json.dumps(figures, indent=1)[:-2]
     (docs / "training.json").write_text(f'{body},\n "history": [\n  {rows}\n ]\n}}\n', encoding="utf-8")
     print(json.dumps(figures))

@@ -6,7 +6,7 @@ the model never sees a window that has lost its first token. The prose is what `
 this: the topics of the language reference, and the docstrings of the standard library. Both are under the PSF licence,
 and nothing has to be fetched.
 
-What this writes: the model in --out, its figures and loss curve in --docs, the held-out text beside the checkpoint in
+What this writes: the model in --out, its figures in --docs, the held-out text beside the checkpoint in
 --work, which is kept between runs.
 
     python -m training.stream
@@ -27,11 +27,10 @@ from pathlib import Path
 from random import Random
 
 import torch
-from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from training.demo import ROOT, Recipe, Trainer, flags, prepare, train
-from training.evaluate import figures_of, save, title, write_figures
+from training.evaluate import figures_of, write_figures
 from training.generated import story
 from training.rows import BOS, PAD, Corpus, split_heldout
 
@@ -204,26 +203,13 @@ class StreamTrainer(Trainer):
 
 
 def record(args: argparse.Namespace, recipe: Recipe, mix: Mix) -> None:
-    """Measure the exported model in float32 and write training.json and loss.png."""
+    """Measure the exported model in float32 and write training.json."""
     model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval()
     figures = figures_of(model, args, recipe) | {
         "positions_per_figure": PIECE,
         "heldout_perplexity_by_position": by_position(model, mix, 128),
     }
-    write_figures(figures, args.docs, plot)
-
-
-def plot(history: list[dict], figures: dict, path: Path) -> None:
-    """Loss over steps beside the held-out perplexity by position."""
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    left.plot([entry["step"] for entry in history], [entry["loss"] for entry in history], color="#1f5fa8")
-    left.set(xlabel="step", ylabel="training loss, nats per token")
-    pieces = figures["heldout_perplexity_by_position"]
-    right.plot([PIECE * (at + 0.5) for at in range(len(pieces))], pieces, "o-", color="#b23a48", markersize=4)
-    right.set(xlabel="position", ylabel="held-out perplexity", ylim=(1, None))
-    figure.suptitle(title("Stream model", figures), fontsize=11)
-    save(figure, path)
+    write_figures(figures, args.docs)
 
 
 def main(argv: list[str] | None = None) -> int:

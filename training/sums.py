@@ -9,7 +9,7 @@ line adds what was said. Only last digits are written:
 Every word is a token. Digits are given once and looked up in each line; what a line came to is said once and needed at
 the very end. Nothing but the working is trained on.
 
-What this writes: the model in --out with held-out problems, its figures and loss curve in --docs.
+What this writes: the model in --out with held-out problems, its figures in --docs.
 
     python -m training.sums
 """
@@ -26,12 +26,11 @@ from random import Random
 from typing import NamedTuple
 
 import torch
-from matplotlib.figure import Figure
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from training.demo import ROOT, Recipe, Trainer, flags, new_model, prepare, train
-from training.evaluate import figures_of, save, title, write_figures
+from training.evaluate import figures_of, write_figures
 from training.rows import BOS, Corpus
 
 CONTEXT = 384
@@ -140,25 +139,10 @@ def write_problems(out: Path, cases: int = 64) -> None:
 
 
 def record(args: argparse.Namespace, recipe: Recipe) -> None:
-    """Measure the exported model in float32 and write training.json and loss.png."""
+    """Measure the exported model in float32 and write training.json."""
     model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval()
     figures = figures_of(model, args, recipe) | {"cases": CASES} | accuracy(model, CASES)
-    write_figures(figures, args.docs, plot)
-
-
-def plot(history: list[dict], figures: dict, path: Path) -> None:
-    """Loss over steps beside the early looks."""
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    left.plot([entry["step"] for entry in history], [entry["loss"] for entry in history], color="#1f5fa8")
-    left.set(xlabel="step", ylabel="training loss, nats per token", yscale="log")
-    looks = [row for row in history if "right" in row]
-    for name, label, colour in (("right_steps", "steps", "#7fb069"), ("right", "problems, every step", "#b23a48")):
-        right.plot([row["step"] for row in looks], [row[name] for row in looks], "o-", color=colour, label=label)
-    right.set(xlabel="step", ylabel="right, of 24 held-out problems", ylim=(-0.04, 1.04))
-    right.legend(frameon=False, fontsize=9)
-    figure.suptitle(title("Sums model", figures), fontsize=11)
-    save(figure, path)
+    write_figures(figures, args.docs)
 
 
 def main(argv: list[str] | None = None) -> int:
