@@ -11,19 +11,20 @@ out=${OUTPUT_DIR:-results/local/$(date -u +%Y%m%d-%H%M%S)-shared-cores}
 busy='while True: pass'
 spinner='import torch; a, b = torch.randn(256, 768), torch.randn(768, 3072)
 while True: a @ b'
+flags=("$@") others=()
+trap 'kill "${others[@]}" 2>/dev/null || true' EXIT
 beside() { # NAME OF THE FOLDER, THEN PROGRAMS
-  local name=$1 program others=()
+  local name=$1 program
   shift
+  others=()
   for program; do
     OMP_WAIT_POLICY=active OMP_NUM_THREADS=2 python -c "$program" &
     others+=($!)
   done
-  trap 'kill "${others[@]}" 2>/dev/null || true' EXIT
   python -m h2o_flexgen.bench --systems full,transformers --model opt-125m --weights dummy --no-search --prompt-len 256 \
     --gen-len 128 "${flags[@]}" --output-dir "$out/$name" | sed '$d' # the last line is JSON: in summary.json
   kill "${others[@]}" 2>/dev/null || true
 }
-flags=("$@")
 beside alone
 beside one-busy "$busy"
 beside two-busy "$busy" "$busy"
