@@ -6,44 +6,24 @@ once are left out.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.llama_like import Defaults, read_spec
+from h2o_flexgen.models.llama_like import IGNORED, LlamaLike, switched
 from h2o_flexgen.models.mixture import EXPERTS, SHARED, names_beside_dense, read_experts
 from h2o_flexgen.models.rope_fields import read_rotary
 from h2o_flexgen.models.stored import Names, Stored, pairs_apart
-
-DEFAULTS = Defaults(
-    vocab_size=103424,
-    hidden_size=2560,
-    intermediate_size=12288,
-    num_hidden_layers=28,
-    num_attention_heads=20,
-    num_key_value_heads=4,
-    max_position_embeddings=131072,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=True,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-)
-IGNORED = (r"\.rotary_emb\.inv_freq$", r"\bmtp_")
-"""Regular expressions, to be searched for, of tensors that may be in a checkpoint and are not weights of the model."""
 
 _CHOICES = ("mlp.moe_statics.e_score_correction_bias", "mlp.gate.moe_statics.e_score_correction_bias")
 
 _LEAST = 1e-6
 
 
-def spec_from_config(read: ConfigReader) -> ModelSpec:
-    """The ModelSpec of a config.json; keys that are absent have Ernie4_5_MoeConfig's defaults. Raises ModelError."""
+def _more(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     read.refuse(["use_bias"])
     if read.number("moe_norm_min", 1e-12) > _LEAST:
         raise read.error("moe_norm_min", f"at most {_LEAST:g}, which no sum of weights is below")
-    spec = read_spec(read, "ernie4_5_moe", DEFAULTS, partial(read_rotary, theta=5e5))
     size, layers = read.whole("moe_intermediate_size", 1536), range(spec.num_layers)
     # Both bounds are layers; -1 stands for the last.
     first, step = read.count("moe_layer_start_index", 1), read.whole("moe_layer_interval", 1)
@@ -59,11 +39,10 @@ def spec_from_config(read: ConfigReader) -> ModelSpec:
         shared_gate=False,
         dense=tuple(layer for layer in layers if (layer + 1) % step or not first <= layer <= last),
     )
-    return replace(spec, arch=replace(spec.arch, experts=experts))
+    return switched(spec, experts=experts)
 
 
-def checkpoint_names(spec: ModelSpec) -> Names:
-    """For every canonical tensor where a checkpoint may keep it, the usual place first."""
+def _names(spec: ModelSpec) -> Names:
     names = names_beside_dense(spec, {**EXPERTS, **SHARED, "mlp.choice": _CHOICES[0]})
     count = 0 if spec.arch.experts is None else spec.arch.experts.count
     for name in (name for name in names if name.endswith(".mlp.choice")):
@@ -71,3 +50,25 @@ def checkpoint_names(spec: ModelSpec) -> Names:
         places = (f"{prefix}layers.{layer}.{choice}" for choice in _CHOICES for prefix in ("model.", ""))
         names[name] = tuple(Stored(place, rows=count, shape=(1, count)) for place in places)
     return pairs_apart(spec, names)
+
+
+FAMILY = LlamaLike(
+    "ernie4_5_moe",
+    vocab_size=103424,
+    hidden_size=2560,
+    intermediate_size=12288,
+    num_hidden_layers=28,
+    num_attention_heads=20,
+    num_key_value_heads=4,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+    experts=True,
+    rotary=partial(read_rotary, theta=5e5),
+    more=_more,
+    checkpoint_names=_names,
+    ignored=(*IGNORED, r"\bmtp_"),
+)

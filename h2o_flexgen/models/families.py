@@ -26,12 +26,10 @@ from h2o_flexgen.models import (
     granitemoe,
     hy_v3,
     llama,
-    llama_like,
     minimax_m2,
     ministral3,
     mistral,
     mixtral,
-    mixture,
     nested,
     olmo2,
     olmo3,
@@ -46,57 +44,35 @@ from h2o_flexgen.models import (
     smollm3,
 )
 from h2o_flexgen.models.fields import ConfigReader
+from h2o_flexgen.models.llama_like import LlamaLike
 from h2o_flexgen.models.quantized import read_quantization
 from h2o_flexgen.models.stored import Names
 from h2o_flexgen.registry import Registry
 
 
 class Family(NamedTuple):
-    """The facts about one family: its shape, its names, and what to skip in its checkpoints."""
+    """A family that is not built like Llama: its shape, its names, and what to skip in its checkpoints."""
 
     spec_from_config: Callable[[ConfigReader], ModelSpec]
-    checkpoint_names: Callable[[ModelSpec], Names] = llama_like.checkpoint_names
-    ignored: tuple[str, ...] = llama_like.IGNORED
+    checkpoint_names: Callable[[ModelSpec], Names]
+    ignored: tuple[str, ...]
     experts: bool = False
     """Whether it has mixtures of experts."""
 
 
-FAMILIES: Registry[Family] = Registry("model family", ModelError)
+FAMILIES: Registry[Family | LlamaLike] = Registry("model family", ModelError)
 FAMILIES.register("opt", Family(opt.spec_from_config, opt.checkpoint_names, opt.IGNORED))
-FAMILIES.register("llama", Family(llama.spec_from_config))
-FAMILIES.register("mistral", Family(mistral.spec_from_config))
-FAMILIES.register("ministral3", Family(ministral3.spec_from_config))
-FAMILIES.register("qwen2", Family(qwen2.spec_from_config))
-FAMILIES.register("qwen3", Family(qwen3.spec_from_config))
-FAMILIES.register("granite", Family(granite.spec_from_config))
-FAMILIES.register("olmo2", Family(olmo2.spec_from_config, olmo2.checkpoint_names))
-FAMILIES.register("olmo3", Family(olmo3.spec_from_config, olmo2.checkpoint_names))
-FAMILIES.register("exaone4", Family(exaone4.spec_from_config, olmo2.checkpoint_names))
-FAMILIES.register("cohere2", Family(cohere2.spec_from_config, cohere2.checkpoint_names))
-FAMILIES.register("glm4", Family(glm4.spec_from_config, glm4.checkpoint_names))
-FAMILIES.register("smollm3", Family(smollm3.spec_from_config))
-FAMILIES.register("seed_oss", Family(seed_oss.spec_from_config))
-FAMILIES.register("phi3", Family(phi3.spec_from_config, phi3.checkpoint_names))
-FAMILIES.register("gemma2", Family(gemma2.spec_from_config, gemma3.checkpoint_names))
-FAMILIES.register("gemma3_text", Family(gemma3.spec_from_config, gemma3.checkpoint_names))
+for _module in (llama, mistral, ministral3, qwen2, qwen3, granite, olmo2, olmo3, exaone4, cohere2, glm4, smollm3):
+    FAMILIES.register(_module.FAMILY.family, _module.FAMILY)
+for _module in (seed_oss, phi3, gemma2, gemma3):
+    FAMILIES.register(_module.FAMILY.family, _module.FAMILY)
 FAMILIES.register("gpt_neox", Family(gpt_neox.spec_from_config, gpt_neox.checkpoint_names, gpt_neox.IGNORED))
-FAMILIES.register("mixtral", Family(mixtral.spec_from_config, mixtral.checkpoint_names, experts=True))
-FAMILIES.register("qwen2_moe", Family(qwen2_moe.spec_from_config, qwen2_moe.checkpoint_names, experts=True))
-FAMILIES.register("qwen3_moe", Family(qwen3_moe.spec_from_config, mixture.mixture_names, experts=True))
-FAMILIES.register("olmoe", Family(olmoe.spec_from_config, mixture.mixture_names, experts=True))
-FAMILIES.register("granitemoe", Family(granitemoe.spec_from_config, granitemoe.checkpoint_names, experts=True))
-FAMILIES.register("gpt_oss", Family(gpt_oss.spec_from_config, gpt_oss.checkpoint_names, experts=True))
-FAMILIES.register("dots1", Family(dots1.spec_from_config, glm4_moe.checkpoint_names, experts=True))
-FAMILIES.register(
-    "ernie4_5_moe",
-    Family(ernie4_5_moe.spec_from_config, ernie4_5_moe.checkpoint_names, ernie4_5_moe.IGNORED, experts=True),
-)
-FAMILIES.register("glm4_moe", Family(glm4_moe.spec_from_config, glm4_moe.checkpoint_names, experts=True))
-FAMILIES.register("hy_v3", Family(hy_v3.spec_from_config, hy_v3.checkpoint_names, experts=True))
-FAMILIES.register("minimax_m2", Family(minimax_m2.spec_from_config, minimax_m2.checkpoint_names, experts=True))
+for _module in (mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe, gpt_oss, dots1, ernie4_5_moe, glm4_moe, hy_v3):
+    FAMILIES.register(_module.FAMILY.family, _module.FAMILY)
+FAMILIES.register("minimax_m2", minimax_m2.FAMILY)
 
 
-def family_of(config: Mapping[str, Any], name: str) -> Family:
+def family_of(config: Mapping[str, Any], name: str) -> Family | LlamaLike:
     """The family of a config.json; ModelError for one that is not supported, with the list of those that are."""
     model_type = config.get("model_type")
     supported = ", ".join(FAMILIES.names())

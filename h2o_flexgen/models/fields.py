@@ -40,6 +40,8 @@ class ConfigReader:
     `path` goes before the keys in errors: `rope_parameters.` for an object inside the config.
     """
 
+    where = " in config.json"
+
     def __init__(self, config: Mapping[str, Any], name: str, path: str = "") -> None:
         self._config, self.name, self._path = config, name, path
 
@@ -99,7 +101,7 @@ class ConfigReader:
         """A whole number, at least 1, or None for a null: here a null is not the default."""
         return (default if key not in self._config else None) if key not in self else self.whole(key)
 
-    def count(self, key: str, default: int) -> int:
+    def count(self, key: str, default: int = 0) -> int:
         """A whole number, at least 0."""
         value = _as_int(self._value(key, default))
         return value if value == 0 and type(value) is int else self.whole(key, default)
@@ -212,7 +214,7 @@ class ConfigReader:
 
     def _error(self, key: str, value: object, needed: str, change: str = "") -> ModelError:
         text = repr(value) if len(repr(value)) <= _SHOWN else f"{repr(value)[:_SHOWN]}..."
-        found = f"{self._path}{key} is {'missing' if value is None else text} in config.json"
+        found = f"{self._path}{key} is {'missing' if value is None else text}{self.where}"
         return ModelError(f"{self.name}: {found}", f"needed {needed}", change)
 
 

@@ -7,31 +7,13 @@ window, and have rotary positions of their own. No torch. "Gemma 3 Technical Rep
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from functools import partial
 
 from h2o_flexgen.config.model.arch import RotarySpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.llama_like import PARTS, Defaults, by_layer, plain_names, read_spec
+from h2o_flexgen.models.llama_like import PARTS, LlamaLike, all_but_every, plain_names, switched
 from h2o_flexgen.models.rope_fields import check_whole, rotary_spec
-from h2o_flexgen.models.stored import Names
-
-DEFAULTS = Defaults(
-    vocab_size=262208,
-    hidden_size=2304,
-    intermediate_size=9216,
-    num_hidden_layers=26,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=256,
-    max_position_embeddings=131072,
-    activation_key="hidden_activation",
-    activation="gelu_pytorch_tanh",
-    tie_word_embeddings=True,
-    bos_token_id=2,
-    eos_token_id=1,
-    pad_token_id=0,
-)
 
 _NORMS = {
     "attn.post_norm": "post_attention_layernorm",
@@ -40,31 +22,23 @@ _NORMS = {
 }
 
 
-def spec_from_config(read: ConfigReader) -> ModelSpec:
-    """The ModelSpec of a config.json; keys that are absent have Gemma3TextConfig's defaults. Raises ModelError."""
-    # What transformers makes of the first is nothing, against its own words.
-    read.refuse(["attn_logit_softcapping", "use_bidirectional_attention"])
-    spec, bias = read_spec(read, "gemma3_text", DEFAULTS, global_rotary), read.flag("attention_bias", False)
-    arch = replace(
-        spec.arch,
-        norm_offset=1.0,
-        post_norms=True,
-        qk_norm=True,
-        qkv_bias=bias,
-        output_bias=bias,
-        attention_scale=read.number("query_pre_attn_scalar", 256) ** -0.5,
-        embed_scale=math.sqrt(spec.hidden_size),
-        logit_cap=read.number_or_null("final_logit_softcapping", None),
-    )
-    positions = read.whole("max_position_embeddings", DEFAULTS.max_position_embeddings)
-    period = read.whole("sliding_window_pattern", 6)
-    local = [(layer + 1) % period != 0 for layer in range(spec.num_layers)]
-    arch = by_layer(arch, read, read.whole_or_null("sliding_window", 4096), local)
-    if arch.window is not None:
-        theta = read.number("rope_local_base_freq", 10000.0)
-        arch = replace(arch, local_rotary=local_rotary(read, spec.head_dim, positions, theta))
-    # The published configs give the stretched context.
-    return replace(spec, arch=arch, max_positions=positions)
+def scaled(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    """`spec` with what Gemma 2 and 3 scale: logits of attention, and embeddings."""
+    read.refuse(["use_bidirectional_attention"])
+    scale = read.number("query_pre_attn_scalar", 256) ** -0.5
+    return switched(spec, attention_scale=scale, embed_scale=math.sqrt(spec.hidden_size))
+
+
+def _more(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    # What transformers makes of it is nothing, against its own words.
+    read.refuse(["attn_logit_softcapping"])
+    spec = switched(scaled(spec, read), logit_cap=read.number_or_null("final_logit_softcapping", None))
+    window, period = read.whole_or_null("sliding_window", 4096), read.whole("sliding_window_pattern", 6)
+    spec = all_but_every(spec, read, window, period)
+    if spec.arch.window is None:
+        return spec
+    theta = read.number("rope_local_base_freq", 10000.0)
+    return switched(spec, local_rotary=local_rotary(read, spec.head_dim, spec.max_positions, theta))
 
 
 def global_rotary(read: ConfigReader, head_dim: int, positions: int, theta: float = 1e6) -> RotarySpec:
@@ -93,6 +67,26 @@ def _whole_heads(fields: ConfigReader, head_dim: int, positions: int) -> RotaryS
     return rotary_spec(fields, head_dim, positions)
 
 
-def checkpoint_names(spec: ModelSpec) -> Names:
-    """For every canonical tensor the names it may have in a checkpoint, the usual one first."""
-    return {**plain_names(spec, {**PARTS, **_NORMS})}
+FAMILY = LlamaLike(
+    "gemma3_text",
+    vocab_size=262208,
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_hidden_layers=26,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=256,
+    max_position_embeddings=131072,
+    activation_key="hidden_activation",
+    activation="gelu_pytorch_tanh",
+    tie_word_embeddings=True,
+    bos_token_id=2,
+    eos_token_id=1,
+    pad_token_id=0,
+    attention_bias=False,
+    stretched=True,
+    rotary=global_rotary,
+    switches={"norm_offset": 1.0, "post_norms": True, "qk_norm": True},
+    more=_more,
+    checkpoint_names=partial(plain_names, parts={**PARTS, **_NORMS}),
+)

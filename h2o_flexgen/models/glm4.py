@@ -5,27 +5,12 @@ No torch. GLM Team, "ChatGLM", arXiv 2406.12793. Rotated pairs lie side by side;
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from h2o_flexgen.config.model.spec import ModelSpec
-from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.llama_like import PARTS, Defaults, plain_names, read_spec
+from h2o_flexgen.models.llama_like import PARTS, LlamaLike, plain_names
 from h2o_flexgen.models.rope_fields import read_rotary
-from h2o_flexgen.models.stored import Names, fused, pairs_apart
-
-DEFAULTS = Defaults(
-    vocab_size=151552,
-    hidden_size=4096,
-    intermediate_size=13696,
-    num_hidden_layers=40,
-    num_attention_heads=32,
-    num_key_value_heads=2,
-    head_dim=128,
-    max_position_embeddings=131072,
-    rms_norm_eps=1.5625e-7,
-    pad_token_id=151329,
-)
+from h2o_flexgen.models.stored import Names, one_after_another, pairs_apart
 
 _PARTS = {
     **PARTS,
@@ -36,18 +21,24 @@ _PARTS = {
 }
 
 
-def spec_from_config(read: ConfigReader) -> ModelSpec:
-    """The ModelSpec of a config.json; keys that are absent have Glm4Config's defaults. Raises ModelError."""
-    read = read.filled(eos_token_id=[151329, 151336, 151338])
-    spec = read_spec(read, "glm4", DEFAULTS, partial(read_rotary, share=0.5))
-    return replace(spec, arch=replace(spec.arch, post_norms=True, qkv_bias=read.flag("attention_bias", True)))
+def _names(spec: ModelSpec) -> Names:
+    sizes = {"mlp.gate": spec.ffn_size, "mlp.up": spec.ffn_size}
+    return pairs_apart(spec, one_after_another(plain_names(spec, _PARTS), sizes))
 
 
-def checkpoint_names(spec: ModelSpec) -> Names:
-    """For every canonical tensor where a checkpoint keeps it: the gate before up."""
-    names, ffn = Names(plain_names(spec, _PARTS)), spec.ffn_size
-    for name, places in plain_names(spec, _PARTS).items():
-        if ".gate." in name or ".up." in name:
-            start = 0 if ".gate." in name else ffn
-            names[name] = fused(places, [(start, start + ffn)], 2 * ffn)
-    return pairs_apart(spec, names)
+FAMILY = LlamaLike(
+    "glm4",
+    vocab_size=151552,
+    intermediate_size=13696,
+    num_hidden_layers=40,
+    num_key_value_heads=2,
+    head_dim=128,
+    max_position_embeddings=131072,
+    rms_norm_eps=1.5625e-7,
+    pad_token_id=151329,
+    attention_bias=True,
+    filled=lambda read: read.filled(eos_token_id=[151329, 151336, 151338]),
+    rotary=partial(read_rotary, share=0.5),
+    switches={"post_norms": True, "output_bias": False},
+    checkpoint_names=_names,
+)

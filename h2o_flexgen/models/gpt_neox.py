@@ -82,7 +82,7 @@ def checkpoint_names(spec: ModelSpec) -> Names:
     return names
 
 
-def _rows(spec: ModelSpec, part: int, names: tuple[str, ...]) -> tuple[Stored, ...]:
+def _rows(spec: ModelSpec, part: int, names: tuple[str | Stored, ...]) -> tuple[Stored, ...]:
     """Those of q (0), k (1) or v (2): the rows of each head are its q, then its k, then its v."""
     dim = spec.head_dim
     starts = (3 * dim * head + part * dim for head in range(spec.num_heads))

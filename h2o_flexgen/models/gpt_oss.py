@@ -6,27 +6,14 @@ and outputs the other way round; gate and up lie in one projection, in turns.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 
-from h2o_flexgen.config.model.arch import RotarySpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.llama_like import PARTS, Defaults, by_layer, plain_names, read_spec
+from h2o_flexgen.models.llama_like import PARTS, LlamaLike, all_but_every, plain_names, switched
 from h2o_flexgen.models.mixture import read_experts
-from h2o_flexgen.models.rope_fields import check_whole, rope_section, rotary_spec
+from h2o_flexgen.models.rope_fields import read_rotary
 from h2o_flexgen.models.stored import Names, Stored
-
-DEFAULTS = Defaults(
-    vocab_size=201088,
-    hidden_size=2880,
-    intermediate_size=2880,
-    num_hidden_layers=36,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=64,
-    max_position_embeddings=131072,
-    rms_norm_eps=1e-5,
-)
 
 _YARN = {
     "rope_type": "yarn",
@@ -39,34 +26,16 @@ _YARN = {
 _SLOPE = 1.702
 
 
-def spec_from_config(read: ConfigReader) -> ModelSpec:
-    """The ModelSpec of a config.json; keys that are absent have GptOssConfig's defaults. Raises ModelError."""
-    spec, bias = read_spec(read, "gpt_oss", DEFAULTS, _rotary), read.flag("attention_bias", True)
+def _more(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     if read.number("swiglu_alpha", _SLOPE) != _SLOPE:
         raise read.error("swiglu_alpha", f"{_SLOPE}")
     clamp = read.number("swiglu_limit", 7.0)
     experts = read_experts(read, 128, 4, spec.ffn_size, router="chosen", bias=True, clamp=clamp)
-    arch = replace(spec.arch, qkv_bias=bias, output_bias=bias, sinks=True, experts=experts)
-    window = read.whole_or_null("sliding_window", 128)
-    arch = by_layer(arch, read, window, [layer % 2 == 0 for layer in range(spec.num_layers)])
-    # The published configs give the stretched context.
-    return replace(
-        spec, arch=arch, max_positions=read.whole("max_position_embeddings", DEFAULTS.max_position_embeddings)
-    )
+    return all_but_every(switched(spec, experts=experts), read, read.whole_or_null("sliding_window", 128), 2)
 
 
-def _rotary(read: ConfigReader, head_dim: int, positions: int) -> RotarySpec:
-    fields = rope_section(read)
-    fields = (fields if fields.values() else fields.filled(**_YARN)).filled(
-        rope_theta=read.number("rope_theta", 150000.0)
-    )
-    check_whole(fields, head_dim)
-    return rotary_spec(fields, head_dim, positions)
-
-
-def checkpoint_names(spec: ModelSpec) -> Names:
-    """For every canonical tensor where a checkpoint keeps it."""
-    names: Names = {**plain_names(spec, {**PARTS, "mlp.router": "mlp.router", "attn.sinks": "self_attn.sinks"})}
+def _names(spec: ModelSpec) -> Names:
+    names = plain_names(spec, {**PARTS, "mlp.router": "mlp.router", "attn.sinks": "self_attn.sinks"})
     experts = spec.arch.experts
     if experts is None:
         return names
@@ -83,3 +52,24 @@ def checkpoint_names(spec: ModelSpec) -> Names:
             for prefix in ("model.", "")
         )
     return names
+
+
+FAMILY = LlamaLike(
+    "gpt_oss",
+    vocab_size=201088,
+    hidden_size=2880,
+    intermediate_size=2880,
+    num_hidden_layers=36,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=64,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    attention_bias=True,
+    stretched=True,
+    experts=True,
+    rotary=partial(read_rotary, theta=150000.0, usual=_YARN),
+    switches={"sinks": True},
+    more=_more,
+    checkpoint_names=_names,
+)

@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.models import granite
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.granite import multiplied
-from h2o_flexgen.models.llama import DEFAULTS
-from h2o_flexgen.models.llama_like import read_spec
+from h2o_flexgen.models.llama_like import switched
 from h2o_flexgen.models.mixture import EXPERTS, either, mixture_names, read_experts
 from h2o_flexgen.models.stored import Names
 
@@ -20,16 +19,15 @@ _OLD = {"gate_up": f"{_MOE}.input_linear.weight", "down": f"{_MOE}.output_linear
 _NEW = {"gate_up": f"{_MOE}.experts.gate_up_proj", "down": f"{_MOE}.experts.down_proj"}
 
 
-def spec_from_config(read: ConfigReader) -> ModelSpec:
-    """The ModelSpec of a config.json; keys that are absent have GraniteMoeConfig's defaults. Raises ModelError."""
-    spec, bias = read_spec(read, "granitemoe", DEFAULTS), read.flag("attention_bias", False)
-    experts = read_experts(read, 8, 2, spec.ffn_size, router="chosen")
-    return multiplied(replace(spec, arch=replace(spec.arch, qkv_bias=bias, output_bias=bias, experts=experts)), read)
+def _more(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    return granite.multiplied(switched(spec, experts=read_experts(read, 8, 2, spec.ffn_size, router="chosen")), read)
 
 
-def checkpoint_names(spec: ModelSpec) -> Names:
-    """For every canonical tensor where a checkpoint may keep it, the usual place first."""
+def _names(spec: ModelSpec) -> Names:
     parts = {part: name for part, name in EXPERTS.items() if ".experts." not in part}
     old = mixture_names(spec, {**parts, "mlp.router": f"{_MOE}.router.layer"}, _OLD)
     new = mixture_names(spec, {**parts, "mlp.router": f"{_MOE}.router"}, _NEW)
     return either(old, new)
+
+
+FAMILY = replace(granite.FAMILY, family="granitemoe", mlp_bias=None, experts=True, more=_more, checkpoint_names=_names)

@@ -11,12 +11,10 @@ from functools import partial
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models import mistral
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.llama_like import everywhere, read_spec
+from h2o_flexgen.models.llama_like import everywhere, switched
 from h2o_flexgen.models.mixture import EXPERTS, mixture_names, read_experts
 from h2o_flexgen.models.rope_fields import read_rotary
 from h2o_flexgen.models.stored import Names
-
-DEFAULTS = replace(mistral.DEFAULTS, rms_norm_eps=1e-5)
 
 NUMBERED = {
     "mlp.router": "block_sparse_moe.gate",
@@ -26,17 +24,25 @@ NUMBERED = {
 }
 
 
-def spec_from_config(read: ConfigReader) -> ModelSpec:
-    """The ModelSpec of a config.json; keys that are absent have MixtralConfig's defaults. Raises ModelError."""
-    spec = read_spec(read, "mixtral", DEFAULTS, partial(read_rotary, theta=1e6))
-    arch = everywhere(spec.arch, read, read.whole_or_null("sliding_window", None), spec.num_layers)
-    return replace(spec, arch=replace(arch, experts=read_experts(read, 8, 2, spec.ffn_size)))
+def _more(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    spec = everywhere(spec, read, read.whole_or_null("sliding_window", None))
+    return switched(spec, experts=read_experts(read, 8, 2, spec.ffn_size))
 
 
-def checkpoint_names(spec: ModelSpec) -> Names:
-    """For every canonical tensor where a checkpoint may keep it, the usual place first."""
+def _names(spec: ModelSpec) -> Names:
     names, newer = (mixture_names(spec, parts) for parts in ({**EXPERTS, **NUMBERED}, EXPERTS))
     return {
         key: tuple(dict.fromkeys((*places, *newer[key]))) if "router" in key else places
         for key, places in names.items()
     }
+
+
+FAMILY = replace(
+    mistral.FAMILY,
+    family="mixtral",
+    rms_norm_eps=1e-5,
+    experts=True,
+    rotary=partial(read_rotary, theta=1e6),
+    more=_more,
+    checkpoint_names=_names,
+)

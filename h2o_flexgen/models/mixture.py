@@ -7,7 +7,6 @@ dimensions, gate and up one after the other.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from h2o_flexgen.config.model.arch import ExpertSpec
@@ -46,10 +45,24 @@ def read_experts(read: ConfigReader, count: int, active: int, ffn_size: int, **s
     return made
 
 
-def read_groups(read: ConfigReader, experts: ExpertSpec) -> ExpertSpec:
-    """`experts` by DeepSeek's router: a sigmoid of each logit, a bias for the choice, groups, a scale. ModelError."""
-    made = replace(
-        experts,
+def read_groups(
+    read: ConfigReader, spec: ModelSpec, count: int, active: int, *, normalised: bool, shared: int, dense: int
+) -> ExpertSpec:
+    """Experts by DeepSeek's router: a sigmoid of each logit, a bias for the choice, groups, a scale. ModelError.
+
+    count, active, normalised, shared, dense   the family's defaults: of all experts, of those that a token chooses, of
+        dividing their weights by the sum, of experts for all tokens, and of plain layers before the others
+    """
+    size = read.whole("moe_intermediate_size", 1408)
+    made = read_experts(
+        read,
+        count,
+        active,
+        size,
+        normalised=read.flag("norm_topk_prob", normalised),
+        shared_size=size * read.count("n_shared_experts", shared),
+        shared_gate=False,
+        dense=tuple(range(min(read.count("first_k_dense_replace", dense), spec.num_layers))),
         router="each",
         choice_bias=True,
         groups=read.whole("n_group", 1),
@@ -87,7 +100,7 @@ def mixture_names(spec: ModelSpec, parts: Mapping[str, str] = EXPERTS, fused: Ma
     fused   what the tensors of all experts of a layer together are called: "gate_up" (experts, 2 x ffn, hidden), "down"
             (experts, hidden, ffn)
     """
-    names: Names = {**plain_names(spec, parts)}
+    names = plain_names(spec, parts)
     experts = spec.arch.experts
     if experts is None:
         return names

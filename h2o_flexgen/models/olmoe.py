@@ -5,14 +5,20 @@ No torch. Muennighoff et al., "OLMoE: Open Mixture-of-Experts Language Models", 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.llama_like import Defaults, read_spec
-from h2o_flexgen.models.mixture import read_experts
+from h2o_flexgen.models.llama_like import LlamaLike, switched
+from h2o_flexgen.models.mixture import mixture_names, read_experts
 
-DEFAULTS = Defaults(
+
+def _more(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    read.refuse(["sliding_window"])
+    experts = read_experts(read, 64, 8, spec.ffn_size, normalised=read.flag("norm_topk_prob", False))
+    return switched(spec, clip_qkv=read.number("clip_qkv") if "clip_qkv" in read else None, experts=experts)
+
+
+FAMILY = LlamaLike(
+    "olmoe",
     vocab_size=50304,
     hidden_size=2048,
     intermediate_size=2048,
@@ -22,14 +28,9 @@ DEFAULTS = Defaults(
     rms_norm_eps=1e-5,
     eos_token_id=50279,
     pad_token_id=1,
+    attention_bias=False,
+    experts=True,
+    switches={"qk_norm": True, "qk_norm_joint": True},
+    more=_more,
+    checkpoint_names=mixture_names,
 )
-
-
-def spec_from_config(read: ConfigReader) -> ModelSpec:
-    """The ModelSpec of a config.json; keys that are absent have OlmoeConfig's defaults. Raises ModelError."""
-    read.refuse(["sliding_window"])
-    spec, bias = read_spec(read, "olmoe", DEFAULTS), read.flag("attention_bias", False)
-    experts = read_experts(read, 64, 8, spec.ffn_size, normalised=read.flag("norm_topk_prob", False))
-    clip = read.number("clip_qkv") if "clip_qkv" in read else None
-    arch = replace(spec.arch, qkv_bias=bias, output_bias=bias, qk_norm=True, qk_norm_joint=True, clip_qkv=clip)
-    return replace(spec, arch=replace(arch, experts=experts))

@@ -77,4 +77,4 @@ def spec_from_config(read: ConfigReader) -> ModelSpec:
 
 def checkpoint_names(spec: ModelSpec) -> Names:
     """For every canonical tensor the names it may have in a checkpoint, the usual one first."""
-    return {**named(spec, ("model.decoder.", "decoder."), _OUTER_NAMES, _LAYER_PARTS)}
+    return named(spec, ("model.decoder.", "decoder."), _OUTER_NAMES, _LAYER_PARTS)

@@ -5,23 +5,12 @@ No torch. Yang et al., "Qwen2 Technical Report", arXiv 2407.10671.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.llama_like import Defaults, by_layer, read_spec, window_in_use
+from h2o_flexgen.models.llama_like import LlamaLike, by_layer, switched, window_in_use
 from h2o_flexgen.models.mixture import EXPERTS, dense_layers, names_beside_dense, read_experts
-from h2o_flexgen.models.stored import Names
-
-DEFAULTS = Defaults(
-    vocab_size=151936,
-    hidden_size=2048,
-    intermediate_size=5632,
-    num_hidden_layers=24,
-    num_attention_heads=16,
-    num_key_value_heads=16,
-    max_position_embeddings=32768,
-)
 
 _SHARED = {
     "mlp.up": "mlp.shared_expert.up_proj",
@@ -31,9 +20,7 @@ _SHARED = {
 }
 
 
-def spec_from_config(read: ConfigReader) -> ModelSpec:
-    """The ModelSpec of a config.json; keys that are absent have Qwen2MoeConfig's defaults. Raises ModelError."""
-    spec = read_spec(read, "qwen2_moe", DEFAULTS)
+def _more(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     experts = read_experts(
         read,
         60,
@@ -43,12 +30,22 @@ def spec_from_config(read: ConfigReader) -> ModelSpec:
         shared_size=read.whole("shared_expert_intermediate_size", 5632),
         dense=dense_layers(read, spec.num_layers),
     )
-    arch = replace(spec.arch, qkv_bias=read.flag("qkv_bias", True), experts=experts)
     window, first = window_in_use(read), read.count("max_window_layers", 28)
     windowed = [window is not None and layer < first and layer % 2 == 0 for layer in range(spec.num_layers)]
-    return replace(spec, arch=by_layer(arch, read, window, windowed))
+    spec = switched(spec, qkv_bias=read.flag("qkv_bias", True), experts=experts)
+    return by_layer(spec, read, window, windowed)
 
 
-def checkpoint_names(spec: ModelSpec) -> Names:
-    """For every canonical tensor where a checkpoint may keep it, the usual place first."""
-    return names_beside_dense(spec, {**EXPERTS, **_SHARED})
+FAMILY = LlamaLike(
+    "qwen2_moe",
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=5632,
+    num_hidden_layers=24,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    max_position_embeddings=32768,
+    experts=True,
+    more=_more,
+    checkpoint_names=partial(names_beside_dense, parts={**EXPERTS, **_SHARED}),
+)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from h2o_flexgen.config.model.arch import RotarySpec
 from h2o_flexgen.models.fields import ConfigReader
@@ -26,13 +27,20 @@ def rope_section(read: ConfigReader) -> ConfigReader:
 
 
 def read_rotary(
-    read: ConfigReader, head_dim: int, positions: int, theta: float = 10000.0, share: float | None = None
+    read: ConfigReader,
+    head_dim: int,
+    positions: int,
+    theta: float = 10000.0,
+    share: float | None = None,
+    usual: Mapping[str, Any] | None = None,
 ) -> RotarySpec:
     """The rotary positions of a family whose layers turn alike; `theta`: where none is given.
 
     share: of each head's dimensions that turn where the file does not say; None: heads of the family turn whole.
+    usual: the fields of a file that has none.
     """
-    fields = rope_section(read).filled(
+    fields = rope_section(read)
+    fields = (fields if fields.values() else fields.filled(**usual or {})).filled(
         rope_theta=read.number("rope_theta", theta),
         partial_rotary_factor=read.number("partial_rotary_factor", share or 1.0),
     )

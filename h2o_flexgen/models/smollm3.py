@@ -6,38 +6,19 @@ Back Again", arXiv 2501.18795.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.llama_like import Defaults, by_layer, read_spec
+from h2o_flexgen.models.llama_like import LlamaLike, by_layer, switched
 from h2o_flexgen.models.rope_fields import read_rotary
 
-DEFAULTS = Defaults(
-    vocab_size=128256,
-    hidden_size=2048,
-    intermediate_size=11008,
-    num_hidden_layers=36,
-    num_attention_heads=16,
-    num_key_value_heads=4,
-    max_position_embeddings=32768,
-    tie_word_embeddings=True,
-    bos_token_id=128000,
-    eos_token_id=128001,
-    pad_token_id=128004,
-)
 
-
-def spec_from_config(read: ConfigReader) -> ModelSpec:
-    """The ModelSpec of a config.json; keys that are absent have SmolLM3Config's defaults. Raises ModelError."""
-    spec = read_spec(read, "smollm3", DEFAULTS, partial(read_rotary, theta=2e6))
-    bias, layers = read.flag("attention_bias", False), range(spec.num_layers)
-    arch = replace(spec.arch, qkv_bias=bias, output_bias=bias, mlp_bias=read.flag("mlp_bias", False))
+def _positions(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     turned = _turned(read, spec.num_layers)
-    arch = replace(arch, unrotated=tuple(layer for layer in layers if not turned[layer]))
     window = read.whole_or_null("sliding_window", None) if read.flag("use_sliding_window", False) else None
-    return replace(spec, arch=by_layer(arch, read, window, [window is not None and not turned[i] for i in layers]))
+    spec = switched(spec, unrotated=tuple(layer for layer, it_is in enumerate(turned) if not it_is))
+    return by_layer(spec, read, window, [window is not None and not it_is for it_is in turned])
 
 
 def _turned(read: ConfigReader, layers: int) -> list[bool]:
@@ -49,3 +30,23 @@ def _turned(read: ConfigReader, layers: int) -> list[bool]:
     if len(listed) < layers or set(listed) - {0, 1}:
         raise read.error("no_rope_layers", f"a list of {layers} numbers, 1 for a layer with rotary positions, else 0")
     return [number == 1 for number in listed[:layers]]
+
+
+FAMILY = LlamaLike(
+    "smollm3",
+    vocab_size=128256,
+    hidden_size=2048,
+    intermediate_size=11008,
+    num_hidden_layers=36,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    max_position_embeddings=32768,
+    tie_word_embeddings=True,
+    bos_token_id=128000,
+    eos_token_id=128001,
+    pad_token_id=128004,
+    attention_bias=False,
+    mlp_bias=False,
+    rotary=partial(read_rotary, theta=2e6),
+    more=_positions,
+)

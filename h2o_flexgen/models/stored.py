@@ -31,10 +31,28 @@ Names = dict[str, tuple[str | Stored, ...]]
 """For every canonical tensor where a checkpoint may keep it, the usual place first; a str is a whole tensor."""
 
 
-def fused(names: Iterable[str], spans: Iterable[tuple[int, int]], rows: int) -> tuple[Stored, ...]:
+def fused(names: Iterable[str | Stored], spans: Iterable[tuple[int, int]], rows: int) -> tuple[Stored, ...]:
     """The same rows of a fused tensor under each of the names it may have."""
     kept = tuple(spans)
-    return tuple(Stored(name, kept, rows) for name in names)
+    return tuple(Stored(str(name), kept, rows) for name in names)
+
+
+def one_after_another(names: Names, sizes: Mapping[str, int]) -> Names:
+    """`names` where the parts of a layer that have `sizes` in rows ("mlp.gate") lie in one tensor, in this order.
+
+    Parts of one half of a layer have the same name.
+    """
+    starts, ends = dict[str, int](), dict[str, int]()
+    for part, rows in sizes.items():
+        half = part.split(".")[0]
+        starts[part] = ends.get(half, 0)
+        ends[half] = starts[part] + rows
+    found = dict(names)
+    for name, places in names.items():
+        part = ".".join(name.split(".")[2:4])
+        if part in sizes:
+            found[name] = fused(places, [(starts[part], starts[part] + sizes[part])], ends[part.split(".")[0]])
+    return found
 
 
 def pairs_apart(spec: ModelSpec, names: Names) -> Names:
@@ -57,7 +75,7 @@ def pairs_apart(spec: ModelSpec, names: Names) -> Names:
         if part[:2] not in (["attn", "q"], ["attn", "k"]) or int(layer) in spec.arch.unrotated:
             continue
         heads = spec.num_heads if part[1] == "q" else spec.num_kv_heads
-        found[name] = fused((str(place) for place in places), spans[part[1]], heads * dim)
+        found[name] = fused(places, spans[part[1]], heads * dim)
     return found
 
 
@@ -67,7 +85,7 @@ def named(
     outer: Mapping[str, str],
     parts: Mapping[str, str],
     head: tuple[str, ...] = ("lm_head.weight",),
-) -> dict[str, tuple[str, ...]]:
+) -> Names:
     """For every canonical tensor the names that it may have in a checkpoint, all behind each of `prefixes`.
 
     outer   the names outside of the layers, by the canonical ones
@@ -86,7 +104,7 @@ def named(
             return f"layers.{layer}.{parts[f'{half}.experts.{part[2]}'].format(part[1])}.{suffix}"
         return f"layers.{layer}.{parts[f'{half}.{part[0]}']}.{suffix}"
 
-    def names(canonical: str) -> tuple[str, ...]:
+    def names(canonical: str) -> tuple[str | Stored, ...]:
         if ".experts." in canonical and "mlp.experts.down" not in parts:
             return ()
         return head if canonical == "head.vocab" else tuple(prefix + inner(canonical) for prefix in prefixes)

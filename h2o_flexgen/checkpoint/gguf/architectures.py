@@ -58,11 +58,13 @@ def _part_of_heads(keys: GgufKeys) -> dict[str, Any]:
 
 
 def _llama(keys: GgufKeys) -> dict[str, Any]:
-    tensors = keys.header.tensors
     if keys.value("expert_count"):
         return {"model_type": "mixtral", **_whole_heads(keys), **_experts(keys)}
-    biases = {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
-    return {"model_type": "llama", **_whole_heads(keys), **biases}
+    return {"model_type": "llama", **_whole_heads(keys), **_biases(keys)}
+
+
+def _biases(keys: GgufKeys) -> dict[str, Any]:
+    return {"attention_bias": keys.biased("attn_q"), "mlp_bias": keys.biased("ffn_up")}
 
 
 def _mistral3(keys: GgufKeys) -> dict[str, Any]:
@@ -81,8 +83,7 @@ def _qwen2(keys: GgufKeys) -> dict[str, Any]:
 
 
 def _qwen3(keys: GgufKeys) -> dict[str, Any]:
-    biased = "blk.0.attn_q.bias" in keys.header.tensors
-    return {"model_type": "qwen3", **_whole_heads(keys), "attention_bias": biased}
+    return {"model_type": "qwen3", **_whole_heads(keys), "attention_bias": keys.biased("attn_q")}
 
 
 def _experts(keys: GgufKeys) -> dict[str, Any]:
@@ -113,7 +114,7 @@ def _gpt_oss(keys: GgufKeys) -> dict[str, Any]:
         raise keys.error("expert_feed_forward_length", "feed_forward_length")
     if config["rope_scaling"] is not None:
         config["rope_scaling"]["truncate"] = False
-    biased = "blk.0.attn_q.bias" in keys.header.tensors
+    biased = keys.biased("attn_q")
     return {"model_type": "gpt_oss", **config, **_experts(keys), **_window(keys, 2), "attention_bias": biased}
 
 
@@ -126,14 +127,13 @@ def _olmo2(keys: GgufKeys) -> dict[str, Any]:
 
 def _cohere2(keys: GgufKeys) -> dict[str, Any]:
     config = {**_whole(keys, heads_of(keys)), "layer_norm_eps": keys.number("attention.layer_norm_epsilon")}
-    biased = "blk.0.attn_q.bias" in keys.header.tensors
+    biased = keys.biased("attn_q")
     scale = keys.number("logit_scale")
     return {"model_type": "cohere2", **config, **_window(keys, 4), "logit_scale": scale, "attention_bias": biased}
 
 
 def _glm4(keys: GgufKeys) -> dict[str, Any]:
-    biased = "blk.0.attn_q.bias" in keys.header.tensors
-    return {"model_type": "glm4", **_part_of_heads(keys), "attention_bias": biased}
+    return {"model_type": "glm4", **_part_of_heads(keys), "attention_bias": keys.biased("attn_q")}
 
 
 def routed(keys: GgufKeys, function: int) -> dict[str, Any]:
@@ -161,20 +161,19 @@ def layers_of(keys: GgufKeys) -> int:
 
 
 def _glm4_moe(keys: GgufKeys) -> dict[str, Any]:
-    tensors = keys.header.tensors
     return {
         "model_type": "glm4_moe",
         **_part_of_heads(keys),
         **routed(keys, 2),
         "norm_topk_prob": keys.flag("expert_weights_norm", True),
         "num_hidden_layers": layers_of(keys),
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+        "attention_bias": keys.biased("attn_q"),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.header.tensors,
     }
 
 
 def _dots1(keys: GgufKeys) -> dict[str, Any]:
-    biased = "blk.0.attn_q.bias" in keys.header.tensors
+    biased = keys.biased("attn_q")
     norms = keys.flag("expert_weights_norm", False)
     config = {"model_type": "dots1", **_whole_heads(keys), **routed(keys, 2), "norm_topk_prob": norms}
     return {**config, "attention_bias": biased, "layer_types": ["full_attention"] * keys.whole("block_count")}
@@ -220,17 +219,12 @@ def _exaone4(keys: GgufKeys) -> dict[str, Any]:
 
 
 def _seed_oss(keys: GgufKeys) -> dict[str, Any]:
-    biases = {
-        name: f"blk.0.{part}.bias" in keys.header.tensors
-        for name, part in (("attention_bias", "attn_q"), ("attention_out_bias", "attn_output"), ("mlp_bias", "ffn_up"))
-    }
+    biases = {**_biases(keys), "attention_out_bias": keys.biased("attn_output")}
     return {"model_type": "seed_oss", **_whole_heads(keys), **biases}
 
 
 def _granite(keys: GgufKeys) -> dict[str, Any]:
-    tensors = keys.header.tensors
-    biases = {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
-    return {"model_type": "granite", **_whole_heads(keys), **biases, **_granite_scales(keys)}
+    return {"model_type": "granite", **_whole_heads(keys), **_biases(keys), **_granite_scales(keys)}
 
 
 def _granite_scales(keys: GgufKeys) -> dict[str, Any]:
@@ -327,7 +321,7 @@ def _gptneox(keys: GgufKeys) -> dict[str, Any]:
         "use_parallel_residual": keys.flag("use_parallel_residual", True),
         "rotary_pct": _share(turned, max(1, hidden // heads)),
         "rotary_emb_base": keys.number("rope.freq_base", 10000.0),
-        "attention_bias": "blk.0.attn_qkv.bias" in keys.header.tensors,
+        "attention_bias": keys.biased("attn_qkv"),
     }
 
 

@@ -73,10 +73,6 @@ def _whole_heads(keys: GgufKeys) -> dict[str, Any]:
     return config
 
 
-def _biased(keys: GgufKeys, part: str) -> bool:
-    return f"blk.0.{part}.bias" in keys.header.tensors
-
-
 def _gpt2(keys: GgufKeys) -> dict[str, Any]:
     keys.whole("attention.head_count_kv", keys.whole("attention.head_count"))
     return {
@@ -95,7 +91,7 @@ def _starcoder2(keys: GgufKeys) -> dict[str, Any]:
     window = {"sliding_window": keys.value("attention.sliding_window") or None}
     return {
         "model_type": "starcoder2", **_whole_heads(keys), **window, "norm_epsilon": eps,
-        "use_bias": _biased(keys, "attn_q"),
+        "use_bias": keys.biased("attn_q"),
     }  # fmt: skip
 
 
@@ -106,7 +102,7 @@ def _stablelm(keys: GgufKeys) -> dict[str, Any]:
         "layer_norm_eps": keys.number("attention.layer_norm_epsilon"),
         "use_parallel_residual": keys.flag("use_parallel_residual", True)
         and "blk.0.ffn_norm.weight" not in keys.header.tensors,
-        "use_qkv_bias": _biased(keys, "attn_q"),
+        "use_qkv_bias": keys.biased("attn_q"),
         "qk_layernorm": "blk.0.attn_q_norm.weight" in keys.header.tensors,
     }
 
@@ -117,7 +113,7 @@ def _phi2(keys: GgufKeys) -> dict[str, Any]:
 
 
 def _nemotron(keys: GgufKeys) -> dict[str, Any]:
-    biases = {"attention_bias": _biased(keys, "attn_q"), "mlp_bias": _biased(keys, "ffn_up")}
+    biases = {"attention_bias": keys.biased("attn_q"), "mlp_bias": keys.biased("ffn_up")}
     return {
         "model_type": "nemotron", **_heads(keys), **biases, "norm_eps": keys.number("attention.layer_norm_epsilon"),
     }  # fmt: skip
@@ -137,7 +133,7 @@ def _olmo(keys: GgufKeys) -> dict[str, Any]:
 
 def _arcee(keys: GgufKeys) -> dict[str, Any]:
     eps = keys.number("attention.layer_norm_rms_epsilon")
-    biases = {"attention_bias": _biased(keys, "attn_q"), "mlp_bias": _biased(keys, "ffn_up")}
+    biases = {"attention_bias": keys.biased("attn_q"), "mlp_bias": keys.biased("ffn_up")}
     return {"model_type": "arcee", **_heads(keys), **biases, "rms_norm_eps": eps}
 
 
@@ -147,7 +143,7 @@ def _command_r(keys: GgufKeys) -> dict[str, Any]:
         **_whole_heads(keys),
         "layer_norm_eps": keys.number("attention.layer_norm_epsilon"),
         "logit_scale": keys.number("logit_scale"),
-        "attention_bias": _biased(keys, "attn_q"),
+        "attention_bias": keys.biased("attn_q"),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.header.tensors,
     }
 
@@ -183,7 +179,7 @@ def _convolved(keys: GgufKeys) -> dict[str, Any]:
         "layer_types": ["full_attention" if count else "conv" for count in counts],
         "norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "conv_L_cache": keys.whole("shortconv.l_cache"),
-        "conv_bias": _biased(keys, "shortconv.conv"),
+        "conv_bias": keys.biased("shortconv.conv"),
     }
 
 
@@ -292,8 +288,8 @@ def _mamba(keys: GgufKeys) -> dict[str, Any]:
         "state_size": keys.whole("ssm.state_size"),
         "time_step_rank": keys.whole("ssm.time_step_rank"),
         "layer_norm_epsilon": keys.number("attention.layer_norm_rms_epsilon"),
-        "use_bias": _biased(keys, "ssm_in"),
-        "use_conv_bias": _biased(keys, "ssm_conv1d"),
+        "use_bias": keys.biased("ssm_in"),
+        "use_conv_bias": keys.biased("ssm_conv1d"),
     }
 
 
@@ -312,10 +308,10 @@ def _falcon_h1(keys: GgufKeys) -> dict[str, Any]:
         "mamba_d_state": keys.whole("ssm.state_size"),
         "mamba_n_groups": keys.whole("ssm.group_count", 1),
         "mamba_rms_norm": "blk.0.ssm_norm.weight" in keys.header.tensors,
-        "mamba_conv_bias": _biased(keys, "ssm_conv1d"),
-        "mamba_proj_bias": _biased(keys, "ssm_in"),
-        "attention_bias": _biased(keys, "attn_q"),
-        "mlp_bias": _biased(keys, "ffn_up"),
+        "mamba_conv_bias": keys.biased("ssm_conv1d"),
+        "mamba_proj_bias": keys.biased("ssm_in"),
+        "attention_bias": keys.biased("attn_q"),
+        "mlp_bias": keys.biased("ffn_up"),
         **{f"{part}_multiplier": 1.0 for part in ones},
         "mlp_multipliers": [1.0, 1.0],
         "ssm_multipliers": [1.0] * 5,

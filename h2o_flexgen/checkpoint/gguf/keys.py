@@ -13,6 +13,7 @@ import numpy as np
 from h2o_flexgen.checkpoint.files import CheckpointFile
 from h2o_flexgen.checkpoint.gguf.header import GgufHeader
 from h2o_flexgen.errors import ModelError
+from h2o_flexgen.models.fields import ConfigReader
 
 _IDLE = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
 """GgufKeys that are not needed: the table of tokens says how many there are."""
@@ -21,59 +22,32 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 """The settings of Llama 3.1 to 3.3; GGUF keeps only the factors that follow from them."""
 
 
-class GgufKeys:
+class GgufKeys(ConfigReader):
     """Typed access to the keys of one architecture; remembers which were asked for. ModelError names the key."""
 
+    where = ""
+
     def __init__(self, header: GgufHeader, architecture: str) -> None:
-        self.header, self._prefix = header, f"{architecture}."
-        self._values = {
-            key.removeprefix(self._prefix): value
-            for key, value in header.metadata.items()
-            if key.startswith(self._prefix)
-        }
-        self._asked = set(_IDLE)
+        prefix = f"{architecture}."
+        own = {key.removeprefix(prefix): each for key, each in header.metadata.items() if key.startswith(prefix)}
+        super().__init__(own, header.path, prefix)
+        self.header, self._asked = header, set(_IDLE)
 
     def value(self, key: str) -> Any:
         """As it is; None where there is no such key."""
+        return self._value(key, None)
+
+    def _value(self, key: str, default: Any) -> Any:
         self._asked.add(key)
-        return self._values.get(key)
+        return super()._value(key, default)
 
-    def whole(self, key: str, default: int | None = None) -> int:
-        """A whole number, at least 1; without a default the key has to be there."""
-        value = self.value(key)
-        value = default if value is None else value
-        if type(value) is not int or not 1 <= value < 1 << 50:
-            raise self.error(key, "a whole number, at least 1")
-        return value
-
-    def count(self, key: str) -> int:
-        """A whole number; 0 where there is no such key."""
-        return 0 if self.value(key) in (None, 0) else self.whole(key)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A number above 0; without a default the key has to be there."""
-        value = self.value(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e15:
-            raise self.error(key, "a number above 0")
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.value(key)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise self.error(key, "true or false")
-        return value
-
-    def error(self, key: str, needed: str) -> ModelError:
-        """That the value of `key` will not do."""
-        value = self._values.get(key)
-        found = "missing" if value is None else repr(value)[:80]
-        return ModelError(f"{self.header.path}: {self._prefix}{key} is {found}", f"needed {needed}")
+    def biased(self, part: str) -> bool:
+        """Whether this part of the first layer has a bias."""
+        return f"blk.0.{part}.bias" in self.header.tensors
 
     def refuse_rest(self) -> None:
         """ModelError for the first key that nothing asked for, unless it is 0, false or empty."""
-        for key, value in self._values.items():
+        for key, value in self.values().items():
             there = value.size and value.any() if isinstance(value, np.ndarray) else value
             if key not in self._asked and there:
                 raise self.error(key, "a model without it: it is not supported")
