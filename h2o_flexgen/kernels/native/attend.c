@@ -10,7 +10,6 @@
    probabilities, bit for bit, so that ties stay ties. Sums are float32, where products of bfloat16 are exact. */
 
 #include <math.h>
-#include <stdlib.h>
 
 #include "difference.h"
 #include "packed_attend.h"
@@ -133,8 +132,7 @@ INLINE void mix(float *mixed, const char *v, const float *p, int64_t pitch, int6
         if (path) fetch(path, path->size + (v - path->values), bytes);
         UNROLL for (int j = 0; j < nv; j++) {
             __m512i raw = load(v + j * VECTOR, bf16, vector_mask(dim, bf16, nv, j));
-            __m512 one = _mm512_castsi512_ps(bf16 ? _mm512_slli_epi32(raw, 16) : raw);
-            __m512 two = _mm512_castsi512_ps(_mm512_and_si512(raw, _mm512_set1_epi32((int)0xFFFF0000)));
+            __m512 one = bf16 ? even_halves(raw) : _mm512_castsi512_ps(raw), two = odd_halves(raw);
             UNROLL for (int h = 0; h < heads; h++) {
                 __m512 weight = _mm512_set1_ps(p[h * pitch + s]), *sum = sums + h * accs + (bf16 ? 2 * j : j);
                 sum[0] = _mm512_fmadd_ps(weight, one, sum[0]);
@@ -474,13 +472,11 @@ INLINE void mix_packed(const Order *order, float *mixed, const char *v, const fl
     const int vectors = heads * width_of(bits, units);
     __m512 sums[MOST_WIDTH];
     UNROLL for (int i = 0; i < vectors; i++) sums[i] = _mm512_loadu_ps(mixed + i * LANES);
-#ifdef __AVX512BF16__
     for (; paired && n > 1; n -= 2, p += 2, v += 2 * order->piece) {
         if (path) fetch(path, path->size + (v - path->values), 2 * order->piece);
         pair_values(order, sums, (const uint8_t *)v, p, pitch, 1, heads);
     }
     if (paired && n) pair_values(order, sums, (const uint8_t *)v, p, pitch, 0, heads);
-#endif
     for (int64_t s = 0; !paired && s < n; s++, v += order->piece) {
         if (path && s % 4 == 0) fetch(path, path->size + (v - path->values), 4 * order->piece);
         packed_value(order, sums, (const uint8_t *)v, p + s, pitch, heads, bits, units);
@@ -511,14 +507,12 @@ INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scrat
         arrange(&keys, query, kf.bits, kf.units, q + g * wide);
     }
     for (int64_t i = 0; i < n; i += LANES) {
-#ifdef __AVX512BF16__
         for (int64_t j = 0; kf.paired && j < least(LANES, n - i); j += 2) {
             const char *key = k + (i + j) * k_piece;
             fetch(&path, (i + j) * k_piece, 2 * k_piece);
             if (i + j + 1 < n) pair_products(&k_order, q, group, (const uint8_t *)key, 1, lanes + j * LANES);
             else pair_products(&k_order, q, group, (const uint8_t *)key, 0, lanes + j * LANES);
         }
-#endif
         for (int64_t j = 0; !kf.paired && j < least(LANES, n - i); j++) {
             const uint8_t *key = (const uint8_t *)k + (i + j) * k_piece;
             if (j % 4 == 0) fetch(&path, (i + j) * k_piece, 4 * k_piece);
@@ -612,25 +606,12 @@ static Attend *packed_kind(const Step *s) {
 typedef struct {
     const Step *step;
     Attend *one;
-    int64_t floats; /* of scratch */
-    int64_t turn;   /* tasks taken at a time: rows differ in length, and other programs may have the processor */
-    int64_t next;
-    int failed;
 } Tasks;
 
-static void take_tasks(void *task, int member) {
-    Tasks *all = task;
-    const Step *s = all->step;
-    const int64_t tasks = s->rows * s->kv_heads;
-    (void)member;
-    int64_t first = claim(&all->next, all->turn);
-    if (first >= tasks) return;
-    float *scratch = aligned_alloc(VECTOR, up(all->floats, LANES) * sizeof(float));
-    if (!scratch) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
-    for (; scratch && first < tasks; first = claim(&all->next, all->turn))
-        for (int64_t i = first; i < least(tasks, first + all->turn); i++)
-            all->one(s, i / s->kv_heads, i % s->kv_heads, scratch);
-    free(scratch);
+static void some_tasks(void *task, int64_t first, int64_t last, void *scratch) {
+    const Tasks *all = task;
+    const int64_t heads = all->step->kv_heads;
+    for (int64_t i = first; i < last; i++) all->one(all->step, i / heads, i % heads, scratch);
 }
 
 /* The whole step. Returns 0, or 1 where memory is short (K, V and scores are then of no use any more). */
@@ -647,9 +628,9 @@ int attend_step(const Step *s) {
     const int64_t floats = room_for(s, longest) + s->group * each + up(s->group, LANES);
     const int many = slots * s->dim * (s->bf16 ? 4 : 8) > FEW_BYTES;
     Attend *one = s->k_bits ? packed_kind(s) : KINDS[s->bf16 != 0][nv];
-    Tasks all = {s, one ? one : ANY[s->bf16 != 0], floats, most(1, tasks / (8 * s->threads)), 0, 0};
-    team_run(take_tasks, &all, many ? (int)s->threads : 1);
-    return all.failed;
+    Tasks all = {s, one ? one : ANY[s->bf16 != 0]};
+    const int64_t turn = most(1, tasks / (8 * s->threads)); /* rows differ in length */
+    return team_share(some_tasks, &all, tasks, turn, floats * (int64_t)sizeof(float), many ? (int)s->threads : 1);
 }
 
 /* The end of a step of which the caller has made the ranks itself. */

@@ -6,8 +6,8 @@
 /* A vector of a key as float32: numbers in even places, and in odd ones where they are bfloat16. */
 INLINE __m512 even_part(const char *at, int bf16, uint64_t mask, __m512 *odd) {
     const __m512i raw = load(at, bf16, mask);
-    *odd = bf16 ? _mm512_castsi512_ps(_mm512_and_si512(raw, _mm512_set1_epi32((int)0xFFFF0000))) : _mm512_setzero_ps();
-    return _mm512_castsi512_ps(bf16 ? _mm512_slli_epi32(raw, 16) : raw);
+    *odd = bf16 ? odd_halves(raw) : _mm512_setzero_ps();
+    return bf16 ? even_halves(raw) : _mm512_castsi512_ps(raw);
 }
 
 /* The products of up to 16 keys with an anchor (nv, 2) vectors, or with themselves where that is NULL. */

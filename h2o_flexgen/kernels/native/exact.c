@@ -4,35 +4,15 @@
    which stay in the first cache meanwhile, a tile of both in registers. Each sum has its own lanes, which are added up after
    DEPTH inputs, and so takes all of them in one order: no result depends on the tile it is made in. */
 
-#include <stdlib.h>
-
 #include "simd.h"
 #include "team.h"
 #include "weights.h"
 
-#ifdef __AVX512BF16__
-typedef __m512 Vector;
-#define load(at) _mm512_loadu_ps(at)
-#define load_first(at, count) _mm512_maskz_loadu_ps(first_lanes(count), at)
-#define add_product(x, y, z) _mm512_fmadd_ps(x, y, z)
-#define half_of(x) halved(x)
 enum {
-    TILE_OUTS = 6,
-    DEPTH = 2048, /* inputs, a multiple of WIDTH */
-    PART = 24,    /* outputs, a multiple of TILE_OUTS: 24 KiB of weights, or as many as are expanded at a time */
-#else
-typedef __m256 Vector;
-#define load(at) _mm256_loadu_ps(at)
-#define load_first(at, count) as_f(load_half(at, (size_t)(count) * sizeof(float)))
-#define add_product(x, y, z) _mm256_fmadd_ps(x, y, z)
-#define half_of(x) (x)
-enum {
-    TILE_OUTS = 3,
-    DEPTH = 512,
-    PART = 12,
-#endif
+    TILE_OUTS = REGISTERS == 32 ? 6 : 3,
+    DEPTH = REGISTERS == 32 ? 2048 : 512, /* inputs, a multiple of REG */
+    PART = REGISTERS == 32 ? 24 : 12,     /* outputs, a multiple of TILE_OUTS: 24 KiB, or as many as are expanded at a time */
     TILE_ROWS = 4,
-    WIDTH = sizeof(Vector) / sizeof(float),
     OUTS = 24,  /* expanded at a time, a multiple of PART: */
     MANY = 16,  /* of more rows than this twice as many, so that x is read less often, */
     ROWS = 128, /* and so many rows of x are taken with them */
@@ -45,33 +25,31 @@ typedef struct {
     long rows, outs, ins, x_stride, y_stride;
     int relu, onto;
     const Packed *packed;
-    long some;    /* outputs that a thread takes at a time */
-    int64_t next; /* output that no thread has taken */
-    int failed;
+    long some; /* outputs that a thread takes at a time */
 } Exact;
 
 /* sums (rows, 2 OUTS apart) += `depth` inputs of rows of x and of TILE_OUTS rows of expanded weights, `pitch` apart. */
 INLINE void tile(const Exact *e, const float *x, const float *w, int64_t pitch, int64_t depth, float *sums, const int rows) {
     enum { COUNT = TILE_ROWS * TILE_OUTS };
-    Vector sum[COUNT];
+    reg sum[COUNT];
     float folded[COUNT];
-    UNROLL for (int s = 0; s < COUNT; s++) sum[s] = (Vector){0};
-    const int64_t whole = depth & -WIDTH;
-    for (int64_t i = 0; i < whole; i += WIDTH) {
-        Vector some[TILE_OUTS];
-        UNROLL for (int o = 0; o < TILE_OUTS; o++) some[o] = load(w + o * pitch + i);
+    UNROLL for (int s = 0; s < COUNT; s++) sum[s] = reg_set1(0);
+    const int64_t whole = depth & -REG;
+    for (int64_t i = 0; i < whole; i += REG) {
+        reg some[TILE_OUTS];
+        UNROLL for (int o = 0; o < TILE_OUTS; o++) some[o] = reg_load(w + o * pitch + i);
         UNROLL for (int r = 0; r < rows; r++) {
-            const Vector one = load(x + r * e->x_stride + i);
-            UNROLL for (int o = 0; o < TILE_OUTS; o++) sum[r * TILE_OUTS + o] = add_product(one, some[o], sum[r * TILE_OUTS + o]);
+            const reg one = reg_load(x + r * e->x_stride + i);
+            UNROLL for (int o = 0; o < TILE_OUTS; o++) sum[r * TILE_OUTS + o] = reg_fma(one, some[o], sum[r * TILE_OUTS + o]);
         }
     }
     if (whole < depth)
         UNROLL for (int s = 0; s < rows * TILE_OUTS; s++)
-            sum[s] = add_product(load_first(x + s / TILE_OUTS * e->x_stride + whole, depth - whole),
-                                 load_first(w + s % TILE_OUTS * pitch + whole, depth - whole), sum[s]);
+            sum[s] = reg_fma(reg_first(x + s / TILE_OUTS * e->x_stride + whole, depth - whole),
+                                 reg_first(w + s % TILE_OUTS * pitch + whole, depth - whole), sum[s]);
     UNROLL for (int s = 0; s < COUNT; s += 4) {
         __m256 halves[4];
-        UNROLL for (int i = 0; i < 4; i++) halves[i] = half_of(sum[s + i]);
+        UNROLL for (int i = 0; i < 4; i++) halves[i] = reg_halved(sum[s + i]);
         _mm_storeu_ps(folded + s, sums_of_four(halves));
     }
     UNROLL for (int r = 0; r < rows; r++)
@@ -100,9 +78,16 @@ static void put(const Exact *e, long row, long rows, long out, long outs, const 
         }
 }
 
-/* Outputs from `out` on; `room` has e->some rows, `pitch` apart, sums (ROWS, 2 OUTS). */
-static void take_outs(const Exact *e, long out, float *room, int64_t pitch, float *scales, float *sums) {
-    const long outs = least(e->some, e->outs - out);
+/* Numbers from one expanded row to the next, and of sums (rows, 2 OUTS). */
+static int64_t pitch_of(const Exact *e) { return up(e->ins, LANES) + APART; }
+static int64_t sums_of(const Exact *e) { return least(ROWS, e->rows) * 2 * OUTS; }
+
+/* Outputs from `out` on. The thread's memory is for sums, `some` expanded rows, and the scales of one. */
+static void some_outs(void *task, int64_t out, int64_t end, void *memory) {
+    const Exact *e = task;
+    const long outs = end - out;
+    const int64_t pitch = pitch_of(e);
+    float *sums = memory, *room = sums + sums_of(e), *scales = room + e->some * pitch;
     for (long o = 0; o < up(outs, TILE_OUTS); o++)
         if (o < outs)
             expand_row_wide(e->packed, out + o, room + o * pitch, scales, scales + units_room(e->ins));
@@ -123,24 +108,10 @@ static void take_outs(const Exact *e, long out, float *room, int64_t pitch, floa
     }
 }
 
-static void take_pieces(void *task, int member) {
-    Exact *e = task;
-    (void)member;
-    long out = claim(&e->next, e->some);
-    if (out >= e->outs) return;
-    const int64_t pitch = up(e->ins, LANES) + APART, rows = least(ROWS, e->rows);
-    const int64_t sums = rows * 2 * OUTS, numbers = e->some * pitch + 2 * units_room(e->ins) + sums;
-    float *room = aligned_alloc(64, (size_t)up(numbers, 16) * sizeof(float));
-    if (!room) __atomic_store_n(&e->failed, 1, __ATOMIC_RELAXED);
-    for (; room && out < e->outs; out = claim(&e->next, e->some))
-        take_outs(e, out, room + sums, pitch, room + sums + e->some * pitch, room);
-    free(room);
-}
-
 /* Strides in numbers. `onto`: the product is added to what y holds. Returns 0, or 1 where memory is short. */
 int exact(const float *x, const float *bias, float *y, long rows, long outs, long ins, long x_stride, long y_stride, int relu,
           int onto, int threads, const Packed *packed) {
-    Exact e = {x, bias, y, rows, outs, ins, x_stride, y_stride, relu, onto, packed, rows > MANY ? 2 * OUTS : OUTS, 0, 0};
-    team_run(take_pieces, &e, threads);
-    return e.failed;
+    Exact e = {x, bias, y, rows, outs, ins, x_stride, y_stride, relu, onto, packed, rows > MANY ? 2 * OUTS : OUTS};
+    const int64_t floats = sums_of(&e) + e.some * pitch_of(&e) + 2 * units_room(ins);
+    return team_share(some_outs, &e, outs, e.some, floats * (int64_t)sizeof(float), threads);
 }

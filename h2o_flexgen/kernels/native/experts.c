@@ -8,8 +8,7 @@
 #include "team.h"
 
 enum {
-    ALONE = 1 << 14, /* numbers that one thread moves sooner than two can agree on it */
-    TURNS = 4,
+    ALONE = 1 << 14,  /* numbers that one thread moves sooner than two can agree on it */
     ENOUGH = 2,       /* experts of a thread, from which on each is computed by one, */
     SPREAD = 1 << 24, /* as long as their results are no more numbers */
 };
@@ -63,32 +62,34 @@ typedef struct {
     const int64_t *tokens;
     const float *results;
     bf16 *gathered;
-    int64_t rows, next, first;
+    int64_t rows, first;
 } Moved;
 
-static void take_rows(void *task, int member) {
-    Moved *m = task;
-    const int64_t hidden = m->t->hidden, turn = m->rows / (TURNS * m->t->threads) + 1;
-    (void)member;
-    for (int64_t begin; (begin = claim(&m->next, turn)) < m->rows;)
-        for (int64_t row = begin; row < least(m->rows, begin + turn); row++)
-            if (m->results) add_up(m->t, m->first + row, m->results + row * hidden, 0, hidden);
-            else memcpy(m->gathered + row * hidden, m->t->x + m->tokens[row] * hidden, (size_t)hidden * sizeof(bf16));
+static void some_rows(void *task, int64_t first, int64_t last, void *room) {
+    const Moved *m = task;
+    const int64_t hidden = m->t->hidden;
+    (void)room;
+    for (int64_t row = first; row < last; row++)
+        if (m->results) add_up(m->t, m->first + row, m->results + row * hidden, 0, hidden);
+        else memcpy(m->gathered + row * hidden, m->t->x + m->tokens[row] * hidden, (size_t)hidden * sizeof(bf16));
 }
 
-static void move_rows(Moved m, int threads) { team_run(take_rows, &m, m.rows * m.t->hidden < ALONE ? 1 : threads); }
+static void move_rows(Moved m, int threads) {
+    team_share(some_rows, &m, m.rows, quarter_turn(m.rows, m.t->threads), 0, m.rows * m.t->hidden < ALONE ? 1 : threads);
+}
 
 /* Room for what one expert computes at once. */
 typedef struct {
     bf16 *gathered, *middle; /* (rows, hidden), (rows, 2 ffn) */
 } Room;
 
-static Room room_of(const Task *t, int64_t rows) {
-    return (Room){aligned_alloc(64, (size_t)up(rows * t->hidden, 32) * sizeof(bf16)),
-                  aligned_alloc(64, (size_t)up(rows * 2 * t->ffn, 32) * sizeof(bf16))};
+static int64_t bytes_of(const Task *t, int64_t rows) {
+    return (up(rows * t->hidden, 32) + up(rows * 2 * t->ffn, 32)) * (int64_t)sizeof(bf16);
 }
 
-static void leave(Room room) { free(room.gathered), free(room.middle); }
+static Room room_in(const Task *t, int64_t rows, bf16 *memory) {
+    return (Room){memory, memory + up(rows * t->hidden, 32)};
+}
 
 /* results (rows, hidden): what one expert makes of `rows` tokens from place `first` on. */
 static int compute(const Task *t, const Expert *e, int64_t first, int64_t rows, Room room, float *results,
@@ -96,7 +97,7 @@ static int compute(const Task *t, const Expert *e, int64_t first, int64_t rows, 
     const long hidden = t->hidden, ffn = t->ffn, both = 2 * ffn;
     const bf16 *x = rows == 1 ? t->x + t->tokens[first] * hidden : room.gathered;
     bf16 *middle = room.middle;
-    if (rows > 1) move_rows((Moved){t, t->tokens + first, NULL, room.gathered, rows, 0, first}, threads);
+    if (rows > 1) move_rows((Moved){t, t->tokens + first, NULL, room.gathered, rows, first}, threads);
     int failed = 0;
     if (e->wide.w || e->wide.packed) {
         failed |= multiply(x, hidden, &e->wide, middle, both, rows, both, hidden, 0, threads);
@@ -118,43 +119,34 @@ typedef struct {
     const Task *t;
     float *results; /* of all rows */
     int64_t rows;   /* of an expert at most */
-    int64_t next, columns;
     int failed;
 } Spread;
 
-static void take_experts(void *task, int member) {
+static void one_expert(void *task, int64_t i, int64_t end, void *room) {
     Spread *all = task;
     const Task *t = all->t;
-    (void)member;
-    int64_t i = claim(&all->next, 1);
-    if (i >= t->count) return;
-    const Room room = room_of(t, all->rows);
-    int failed = !room.gathered || !room.middle;
-    for (; i < t->count && !failed; i = claim(&all->next, 1)) {
-        const int64_t first = t->starts[i];
-        float *results = all->results + (first - t->starts[0]) * t->hidden;
-        failed = compute(t, t->which[i], first, t->starts[i + 1] - first, room, results, 1);
-    }
-    if (failed) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
-    leave(room);
+    const int64_t first = t->starts[i];
+    float *results = all->results + (first - t->starts[0]) * t->hidden;
+    (void)end;
+    if (compute(t, t->which[i], first, t->starts[i + 1] - first, room_in(t, all->rows, room), results, 1))
+        __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
 }
 
-static void take_columns(void *task, int member) {
-    Spread *all = task;
+static void some_columns(void *task, int64_t first, int64_t last, void *room) {
+    const Spread *all = task;
     const Task *t = all->t;
-    (void)member;
-    for (int64_t column; (column = claim(&all->next, all->columns)) < t->hidden;)
-        for (int64_t row = t->starts[0]; row < t->starts[t->count]; row++)
-            add_up(t, row, all->results + (row - t->starts[0]) * t->hidden, column, least(t->hidden, column + all->columns));
+    (void)room;
+    for (int64_t row = t->starts[0]; row < t->starts[t->count]; row++)
+        add_up(t, row, all->results + (row - t->starts[0]) * t->hidden, first, last);
 }
 
 static int spread(const Task *t, int64_t rows) {
     const int64_t numbers = (t->starts[t->count] - t->starts[0]) * t->hidden;
-    Spread all = {t, aligned_alloc(64, (size_t)up(numbers, 16) * sizeof(float)), rows, 0, 0, 0};
+    Spread all = {t, aligned_alloc(64, (size_t)up(numbers, 16) * sizeof(float)), rows, 0};
     if (!all.results) return 1;
-    team_run(take_experts, &all, (int)t->threads);
-    all.next = 0, all.columns = up(t->hidden / t->threads + 1, LANES);
-    if (!all.failed) team_run(take_columns, &all, numbers < ALONE ? 1 : (int)t->threads);
+    all.failed |= team_share(one_expert, &all, t->count, 1, bytes_of(t, rows), (int)t->threads);
+    const int64_t columns = up(t->hidden / t->threads + 1, LANES);
+    if (!all.failed) team_share(some_columns, &all, t->hidden, columns, 0, numbers < ALONE ? 1 : (int)t->threads);
     free(all.results);
     return all.failed;
 }
@@ -166,16 +158,16 @@ int experts(const Task *t) {
     if (t->count >= ENOUGH * t->threads && rows <= t->most && (t->starts[t->count] - t->starts[0]) * t->hidden <= SPREAD)
         return spread(t, rows);
     rows = least(rows, t->most);
-    const Room room = room_of(t, rows);
-    float *results = aligned_alloc(64, (size_t)up(rows * t->hidden, 16) * sizeof *results);
-    int failed = !room.gathered || !room.middle || !results;
+    const int64_t numbers = up(rows * t->hidden, 16);
+    float *results = aligned_alloc(64, (size_t)up(numbers * (int64_t)sizeof *results + bytes_of(t, rows), 64));
+    int failed = !results;
+    const Room room = room_in(t, rows, (bf16 *)(results + numbers));
     for (int64_t i = 0; i < t->count && !failed; i++)
         for (int64_t first = t->starts[i]; first < t->starts[i + 1] && !failed; first += t->most) {
             const int64_t some = least(t->most, t->starts[i + 1] - first);
             failed = compute(t, t->which[i], first, some, room, results, (int)t->threads);
-            if (!failed) move_rows((Moved){t, t->tokens + first, results, NULL, some, 0, first}, (int)t->threads);
+            if (!failed) move_rows((Moved){t, t->tokens + first, results, NULL, some, first}, (int)t->threads);
         }
-    leave(room);
     free(results);
     return failed;
 }

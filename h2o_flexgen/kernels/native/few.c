@@ -7,7 +7,6 @@
 
 #include "whole.h"
 
-#ifdef WHOLE_NUMBERS
 #include "team.h"
 
 enum {
@@ -15,11 +14,7 @@ enum {
     TURNS = 4,        /* fewer times than this */
     AHEAD = 4096,     /* bytes of codes that are asked for before they are used, */
     SCALES_AHEAD = 4, /* and outputs whose scales are */
-#ifdef NARROW
-    MOST_SUMS = 4, /* vectors that stay in registers */
-#else
-    MOST_SUMS = 16,
-#endif
+    MOST_SUMS = REGISTERS == 32 ? 16 : 4, /* vectors that stay in registers */
     TOGETHER = 4, /* outputs at most */
 };
 
@@ -31,9 +26,6 @@ typedef struct {
     __m512i which, within;         /* of the spans from a block's first on each lane's; of the groups from a span's on */
     float *scale, *start;          /* (rows, spans) of x, in steps of the weights; what whole sums begin at */
     float *sum;                    /* (rows, groups up to whole vectors) of x */
-    int64_t next;                  /* output that no thread has taken */
-    int64_t piece;
-    int failed;
 } Few;
 
 static void describe(Few *f) {
@@ -57,24 +49,6 @@ static __m512i each_of(int lanes) {
     int32_t which[LANES];
     for (int i = 0; i < LANES; i++) which[i] = i / lanes;
     return _mm512_loadu_si512(which);
-}
-
-/* Of four numbers each lane's. */
-INLINE __m512 spread_four(const float *four, __m512i which) {
-#ifdef NARROW
-    const __m256 twice = _mm256_broadcast_ps((const __m128 *)four);
-    return F2(_mm256_permutevar_ps(twice, which.a), _mm256_permutevar_ps(twice, which.b));
-#else
-    return _mm512_permutexvar_ps(which, _mm512_broadcast_f32x4(_mm_loadu_ps(four)));
-#endif
-}
-
-INLINE __m512 spread_eight(__m256 eight, __m512i which) {
-#ifdef NARROW
-    return F2(_mm256_permutevar8x32_ps(eight, which.a), _mm256_permutevar8x32_ps(eight, which.b));
-#else
-    return _mm512_permutexvar_ps(which, _mm512_castps256_ps512(eight));
-#endif
 }
 
 /* Scales or lows of an output's groups, of a kind that is read where it lies, or else float32. There are LANES more. */
@@ -124,6 +98,8 @@ INLINE void take_scales(const Few *f, Numbers scales, Numbers lows, float *by, _
 typedef struct {
     float *scales, *lows, *by, *sums;
 } Room;
+
+INLINE int64_t room_of_groups(const Few *f) { return up(f->groups, LANES) + LANES; }
 
 /* Numbers of 16 bits that mean what they are. */
 static int is_read_in_place(int64_t kind) { return kind == BFLOAT16 || kind == FLOAT16; }
@@ -210,23 +186,15 @@ INLINE void sum_outputs(const Few *f, int64_t first, int64_t last, Room room, co
 OUTPUTS(1) OUTPUTS(2) OUTPUTS(3) OUTPUTS(4)
 static void (*const outputs[FEW_ROWS])(const Few *, int64_t, int64_t, Room) = {outputs_1, outputs_2, outputs_3, outputs_4};
 
-static void take_pieces(void *task, int member) {
-    Few *f = task;
+static void some_outputs(void *task, int64_t first, int64_t last, void *memory) {
+    const Few *f = task;
     const Product *p = &f->all->p;
-    (void)member;
-    int64_t first = claim(&f->next, f->piece);
-    if (first >= p->outs) return;
-    const int64_t numbers = up(f->groups, LANES) + LANES, by = TOGETHER * p->rows * f->spans;
-    float *held = aligned_alloc(64, (size_t)(2 * numbers + by + p->rows * PIECE) * sizeof *held);
-    if (!held) __atomic_store_n(&f->failed, 1, __ATOMIC_RELAXED);
+    const int64_t numbers = room_of_groups(f), by = TOGETHER * p->rows * f->spans;
+    float *held = memory;
     const Room room = {held, held + numbers, held + 2 * numbers, held + 2 * numbers + by};
-    if (held) memset(held, 0, (size_t)(2 * numbers) * sizeof *held);
-    for (; held && first < p->outs; first = claim(&f->next, f->piece)) {
-        const int64_t last = least(first + f->piece, p->outs);
-        outputs[p->rows - 1](f, first, last, room);
-        finish(p, room.sums, PIECE, 0, p->rows, first, last - first);
-    }
-    free(held);
+    memset(held, 0, (size_t)(2 * numbers) * sizeof *held);
+    outputs[p->rows - 1](f, first, last, room);
+    finish(p, room.sums, PIECE, 0, p->rows, first, last - first);
 }
 
 int few(const Whole *all, int threads) {
@@ -239,10 +207,10 @@ int few(const Whole *all, int threads) {
     f.scale = aligned_alloc(64, (size_t)(2 * spans + p->rows * up(f.groups, LANES)) * sizeof(float));
     if (!f.scale) return 1;
     f.start = f.scale + spans, f.sum = f.start + spans;
-    f.piece = most(LANES, least(share, PIECE));
     describe(&f);
-    team_run(take_pieces, &f, threads);
+    const int64_t floats = 2 * room_of_groups(&f) + p->rows * (TOGETHER * f.spans + PIECE);
+    const int failed = team_share(some_outputs, &f, p->outs, most(LANES, least(share, PIECE)),
+                                  floats * (int64_t)sizeof(float), threads);
     free(f.scale);
-    return f.failed;
+    return failed;
 }
-#endif

@@ -3,15 +3,11 @@
    exponentials. */
 
 #include <math.h>
-#include <stdlib.h>
 
 #include "states.h"
 #include "team.h"
 
-enum {
-    ALONE = 1 << 14, /* numbers that one thread does sooner than two can agree on it */
-    TURNS = 4,       /* of a thread */
-};
+enum { ALONE = 1 << 14 /* numbers that one thread does sooner than two can agree on it */ };
 
 /* `_GatedNorm` in states.py has the same fields in the same order. */
 typedef struct {
@@ -27,9 +23,7 @@ typedef struct {
 } GatedNorm;
 
 INLINE __m512 activated(__m512 g, int64_t sigmoid) {
-    const __m512 minus = _mm512_min_ps(_mm512_set1_ps(88.0f), _mm512_sub_ps(_mm512_setzero_ps(), g));
-    const __m512 one = _mm512_set1_ps(1.0f), below = _mm512_add_ps(one, exp_of(minus));
-    return _mm512_div_ps(sigmoid ? one : g, below);
+    return times_logistic(sigmoid ? _mm512_set1_ps(1.0f) : g, g);
 }
 
 static void group(const GatedNorm *p, int64_t row, int64_t first, float *room) {
@@ -56,29 +50,14 @@ static void group(const GatedNorm *p, int64_t row, int64_t first, float *room) {
     }
 }
 
-typedef struct {
-    const GatedNorm *p;
-    int64_t turn, next;
-    int failed;
-} Turns;
-
-static void take_rows(void *task, int member) {
-    Turns *all = task;
-    const GatedNorm *p = all->p;
-    (void)member;
-    int64_t first = claim(&all->next, all->turn);
-    if (first >= p->rows) return;
-    float *room = malloc(up(p->size, LANES) * sizeof(float));
-    if (!room) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
-    for (; room && first < p->rows; first = claim(&all->next, all->turn))
-        for (int64_t row = first; row < least(first + all->turn, p->rows); row++)
-            for (int64_t i = 0; i < p->groups; i++) group(p, row, i * p->size, room);
-    free(room);
+static void some_rows(void *task, int64_t first, int64_t last, void *room) {
+    const GatedNorm *p = task;
+    for (int64_t row = first; row < last; row++)
+        for (int64_t i = 0; i < p->groups; i++) group(p, row, i * p->size, room);
 }
 
 /* All rows. Returns 0, or 1 where memory is short. */
-int gated_norm(const GatedNorm *p) {
-    Turns all = {p, p->rows / (TURNS * p->threads) + 1, 0, 0};
-    team_run(take_rows, &all, p->rows * p->groups * p->size < ALONE ? 1 : (int)p->threads);
-    return all.failed;
+int gated_norm(GatedNorm *p) {
+    const int64_t turn = quarter_turn(p->rows, p->threads), room = up(p->size, LANES) * (int64_t)sizeof(float);
+    return team_share(some_rows, p, p->rows, turn, room, p->rows * p->groups * p->size < ALONE ? 1 : (int)p->threads);
 }

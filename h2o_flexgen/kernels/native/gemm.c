@@ -59,12 +59,8 @@ INLINE void tile(const int first, const int vectors, const term *a, int64_t lda,
     }
 typedef void Tile(int, const term *, int64_t, const term *, int64_t, float *);
 TILES(1)
-#if VECTORS == 4
 TILES(2) TILES(3) TILES(4)
 static Tile *const tiles[] = {tile_1, tile_2, tile_3, tile_4};
-#else
-static Tile *const tiles[] = {tile_1};
-#endif
 
 /* Memory that will be read later, asked for bit by bit; nothing of packed weights. */
 typedef struct {
@@ -116,7 +112,7 @@ static void block(Rows a, int64_t rows, const term *packed, int64_t cols, int64_
 
 static int64_t tiles_of(int64_t rows, int64_t ins) { return up(rows, TILE) / TILE * (up(ins, DEPTH) / DEPTH); }
 
-/* What threads share: pieces are panels to be packed or to be multiplied, or blocks of outputs. */
+/* What threads share: pieces are panels, or blocks of outputs. */
 typedef struct {
     Product p;
     term *packed; /* x, where it is packed: panel by panel */
@@ -126,13 +122,11 @@ typedef struct {
 
 /* ---- x is packed */
 
-static void pack_panels(void *task, int member) {
-    Pieces *all = task;
+static void pack_panel(void *task, int64_t row, int64_t end, void *room) {
+    const Pieces *all = task;
     const Product *p = &all->p;
-    (void)member;
-    for (int64_t row; (row = claim(&all->next, COLS)) < p->rows;)
-        pack((Rows){p->x + row * p->x_stride, p->x_stride}, least(COLS, p->rows - row), COLS, p->ins,
-             all->packed + row * p->ins);
+    (void)room;
+    pack((Rows){p->x + row * p->x_stride, p->x_stride}, end - row, COLS, p->ins, all->packed + row * p->ins);
 }
 
 /* sums (outs, COLS) as (COLS, BLOCK): rows of y. */
@@ -257,8 +251,7 @@ int gemm(const Product *p, int threads) {
         team_run(take_panels, &all, threads);
         return all.failed;
     }
-    team_run(pack_panels, &all, threads);
-    all.next = 0;
+    team_share(pack_panel, &all, p->rows, COLS, 0, threads);
     team_run(take_units, &all, threads);
     free(all.packed);
     return all.failed;

@@ -4,7 +4,6 @@
    the first, and the most recent. They come into the first slots in the order of time. */
 
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "packed.h"
@@ -91,30 +90,16 @@ static void keep(const Keep *p, const PackedRow *row, int64_t head, int32_t *kep
     }
 }
 
-typedef struct {
-    const Keep *p;
-    int64_t next; /* prompt that no thread has taken */
-    int failed;
-} Prompts;
-
-static void take_prompts(void *task, int member) {
-    Prompts *all = task;
-    const Keep *p = all->p;
-    (void)member;
-    int64_t i = claim(&all->next, 1);
-    if (i >= p->count) return;
-    int32_t *kept = malloc(p->capacity * sizeof(int32_t));
-    if (!kept) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
-    for (; kept && i < p->count; i = claim(&all->next, 1))
-        for (int64_t head = 0; head < p->kv_heads; head++) keep(p, p->rows + i, head, kept);
-    free(kept);
+static void one_prompt(void *task, int64_t i, int64_t end, void *kept) {
+    const Keep *p = task;
+    (void)end;
+    for (int64_t head = 0; head < p->kv_heads; head++) keep(p, p->rows + i, head, kept);
 }
 
 /* All of them. Returns 0, or 1 where memory is short. */
-int keep_prompts(const Keep *p) {
+int keep_prompts(Keep *p) {
     int64_t tokens = 0;
     for (int64_t i = 0; i < p->count; i++) tokens += p->rows[i].length;
-    Prompts all = {p, 0, 0};
-    team_run(take_prompts, &all, tokens * p->kv_heads * p->dim * 2 > FEW_BYTES ? (int)p->threads : 1);
-    return all.failed;
+    const int many = tokens * p->kv_heads * p->dim * 2 > FEW_BYTES;
+    return team_share(one_prompt, p, p->count, 1, p->capacity * (int64_t)sizeof(int32_t), many ? (int)p->threads : 1);
 }

@@ -26,11 +26,7 @@ enum {
     LINE = 64,        /* bytes of a cache line: as many as a step has */
     MAX_SUMS = 24,    /* of a tile: 32 registers, less those of its operands */
     TILE_ROWS = 4,    /* of a tile at most, and */
-#if VECTORS == 1
-    TILE_OUTS = 3,    /* its outputs, where there are several: sums fill 12 registers of 16 */
-#else
-    TILE_OUTS = 6,
-#endif
+    TILE_OUTS = REGISTERS == 32 ? 6 : 3, /* its outputs, where there are several: sums fill three quarters of registers */
     BLOCK_ROWS = 128, /* sums are collected for so many rows and */
     BLOCK_OUTS = 48,  /* outputs, then finished: a multiple of 16 and of the outputs of any tile */
     PIECE = 1 << 19,  /* bytes of weights that a thread takes at a time, less where it would take */
@@ -55,68 +51,8 @@ typedef struct {
     const char *ahead;
 } Place;
 
-#if VECTORS == 1
-typedef __m256 Sum;
-
 /* One step of a tile: 32 inputs, less where masked. */
-INLINE void step(Sum *sums, const Place *at, long i, __mmask32 mask, const int rows, const int outs) {
-    UNROLL for (int part = 0; part < 4; part++) { /* even terms of either half, then odd ones */
-        const bf16 *from = at->w + i;
-        const float *x = at->x.at + i + 8 * part;
-        /* Compilers that keep weights from the even terms for the odd ones have no registers for sums. */
-        __asm__ volatile("" : "+r"(from));
-        __m256 w[8];
-        UNROLL for (int o = 0; o < outs; o++) {
-            const __m512i all = _mm512_maskz_loadu_epi16(mask, from + o * at->ins);
-            w[o] = part < 2 ? even8(part % 2 ? all.b : all.a) : odd8(part % 2 ? all.b : all.a);
-        }
-        UNROLL for (int r = 0; r < rows; r++) {
-            const __m256 some = _mm256_loadu_ps(x + r * at->x.stride);
-            UNROLL for (int o = 0; o < outs; o++) sums[r * outs + o] = _mm256_fmadd_ps(w[o], some, sums[r * outs + o]);
-        }
-    }
-}
-
-INLINE void fold(const Sum *sums, float *folded, const int count) {
-    UNROLL for (int s = 0; s < count; s += 4) _mm_storeu_ps(folded + s, sums_of_four(sums + s));
-}
-#else
-typedef __m512 Sum;
-
-/* Each of these takes vectors a and b in which every sum is spread over n lanes, and adds halves: n / 2 lanes. */
-INLINE __m512 fold16(__m512 a, __m512 b) {
-    return _mm512_add_ps(_mm512_mask_blend_ps(0xFF00, a, b), _mm512_shuffle_f32x4(a, b, 0x4E));
-}
-
-INLINE __m512 fold8(__m512 a, __m512 b) {
-    return _mm512_add_ps(_mm512_mask_blend_ps(0xF0F0, a, b), crossed(a, b));
-}
-
-INLINE __m512 fold4(__m512 a, __m512 b) {
-    return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xEE));
-}
-
-INLINE __m512 fold2(__m512 a, __m512 b) {
-    return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xDD));
-}
-
-/* The sum of the lanes of each of 16 vectors, in their order. */
-INLINE __m512 sums_of_16(const __m512 *v) {
-    __m512 a[8], b[4];
-    UNROLL for (int i = 0; i < 8; i++) a[i] = fold16(v[i], v[i + 8]);
-    UNROLL for (int i = 0; i < 4; i++) b[i] = fold8(a[i], a[i + 4]);
-    return fold2(fold4(b[0], b[1]), fold4(b[2], b[3]));
-}
-
-INLINE __m256 sums_of_8(const __m512 *v) {
-    __m512 a[4];
-    UNROLL for (int i = 0; i < 4; i++) a[i] = fold16(v[i], v[i + 4]);
-    __m512 pairs = fold4(fold8(a[0], a[2]), fold8(a[1], a[3]));
-    return first_pairs(fold2(pairs, pairs));
-}
-
-/* One step of a tile: 32 inputs, less where masked. */
-INLINE void step(__m512 *sums, const Place *at, long i, __mmask32 mask, const int rows, const int outs) {
+INLINE void step(reg *sums, const Place *at, long i, __mmask32 mask, const int rows, const int outs) {
 #ifdef PAIRS
     __m512bh kept[TILE_ROWS];
     UNROLL for (int r = 0; r < rows; r++)
@@ -127,29 +63,33 @@ INLINE void step(__m512 *sums, const Place *at, long i, __mmask32 mask, const in
             sums[r * outs + o] = _mm512_dpbf16_ps(sums[r * outs + o], kept[r], w);
     }
 #else
-    UNROLL for (int o = 0; o < outs; o++) {
-        const __m512i w = _mm512_maskz_loadu_epi16(mask, at->w + o * at->ins + i);
-        const __m512 even = _mm512_castsi512_ps(even_terms(w)), odd = _mm512_castsi512_ps(odd_terms(w));
+    UNROLL for (int part = 0; part < STEP / REG; part++) { /* even terms, then odd ones */
+        const bf16 *from = at->w + i;
+        const float *x = at->x.at + i + REG * part;
+        /* Compilers that keep weights from the even terms for the odd ones have no registers for sums. */
+        __asm__ volatile("" : "+r"(from));
+        reg w[8];
+        UNROLL for (int o = 0; o < outs; o++) w[o] = reg_terms(_mm512_maskz_loadu_epi16(mask, from + o * at->ins), part);
         UNROLL for (int r = 0; r < rows; r++) {
-            const float *x = at->x.at + r * at->x.stride + i;
-            const __m512 sum = _mm512_fmadd_ps(even, _mm512_loadu_ps(x), sums[r * outs + o]);
-            sums[r * outs + o] = _mm512_fmadd_ps(odd, _mm512_loadu_ps(x + LANES), sum);
+            const reg some = reg_load(x + r * at->x.stride);
+            UNROLL for (int o = 0; o < outs; o++) sums[r * outs + o] = reg_fma(w[o], some, sums[r * outs + o]);
         }
     }
 #endif
 }
 
-INLINE void fold(const Sum *sums, float *folded, const int count) {
-    if (count > 8) _mm512_storeu_ps(folded, sums_of_16(sums));
-    if (count > 16) _mm256_storeu_ps(folded + 16, sums_of_8(sums + 16));
-    if (count <= 8) _mm256_storeu_ps(folded, sums_of_8(sums));
+/* The sum of the numbers of each of so many. */
+INLINE void fold(const reg *sums, float *folded, const int count) {
+    UNROLL for (int s = 0; s < count; s += 4) {
+        const __m256 four[4] = {reg_halved(sums[s]), reg_halved(sums[s + 1]), reg_halved(sums[s + 2]), reg_halved(sums[s + 3])};
+        _mm_storeu_ps(folded + s, sums_of_four(four));
+    }
 }
-#endif
 
 /* The sums of rows x outs, over all inputs; `lines` are asked for in each step, from at->ahead on. */
 INLINE void tile(const Place *at, const int rows, const int outs, const int lines) {
-    Sum sums[MAX_SUMS];
-    UNROLL for (int s = 0; s < (int)up(rows * outs, 8); s++) sums[s] = (Sum){0};
+    reg sums[MAX_SUMS];
+    UNROLL for (int s = 0; s < (int)up(rows * outs, 4); s++) sums[s] = reg_set1(0);
     const long whole = at->ins & -STEP;
     const char *ahead = at->ahead;
     for (long i = 0; i < whole; i += STEP) {
@@ -177,7 +117,7 @@ MAKE(1, 1, 0) MAKE(2, 1, 0) MAKE(3, 1, 0) MAKE(4, 1, 0)
 
 /* All by rows, from 1 on. The only tile, and how many outputs it has; one of several, that asks for 0 to 3 lines in
    each step; and a single output, for those left over. */
-#if VECTORS == 1
+#if !IS_WIDE
 MAKE(1, 8, 8) MAKE(2, 6, 6) MAKE(3, 4, 4) MAKE(4, 3, 3)
 SEVERAL(2, 3) SEVERAL(3, 3) MAKE(4, 3, 0) MAKE(4, 3, 1) MAKE(4, 3, 2)
 static Tile *const only[TILE_ROWS] = {tile_1x8_8, tile_2x6_6, tile_3x4_4, tile_4x3_3};
@@ -252,8 +192,8 @@ static void copy_row(const bf16 *from, long ins, term *to) {
     for (long i = 0; i < ins; i += STEP) {
         const __mmask32 mask = ins - i < STEP ? ((__mmask32)1 << (ins - i)) - 1 : (__mmask32)-1;
         const __m512i pairs = _mm512_maskz_loadu_epi16(mask, from + i);
-        _mm512_store_si512(to + i, even_terms(pairs));
-        _mm512_store_si512(to + i + LANES, odd_terms(pairs));
+        _mm512_store_ps(to + i, even_halves(pairs));
+        _mm512_store_ps(to + i + LANES, odd_halves(pairs));
     }
 #endif
 }

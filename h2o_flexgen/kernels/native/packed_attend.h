@@ -20,9 +20,7 @@ enum { UNIT = 64, MOST_UNITS = 4, MOST_WIDTH = 20 };
 typedef struct {
     uint64_t mask[MOST_UNITS];
     int64_t codes, piece, groups; /* bytes of codes, and of all; groups */
-#ifdef __AVX512BF16__
-    __m512i scale[MOST_UNITS], low[MOST_UNITS]; /* the words that become a lane's scale and low */
-#endif
+    __m512i scale[MOST_UNITS], low[MOST_UNITS]; /* which of the scales and lows each lane has */
 } Order;
 
 INLINE int vectors_of(const int bits) { return bits == 4 ? 8 : 4; } /* of a unit */
@@ -34,20 +32,14 @@ INLINE Order order_of(const Pieces *p, const int bits, const int units) {
     for (int u = 0; u < units; u++) {
         const int64_t bytes = most(0, least(UNIT, o.codes - UNIT * u));
         o.mask[u] = bytes ? ~0ull >> (UNIT - bytes) : 0;
-#ifdef __AVX512BF16__
-        uint16_t scale[32] = {0}, low[32] = {0};
-        for (int i = 0; i < LANES; i++) {
-            const int64_t group = least(o.groups - 1, bits == 4 ? 2 * u + i / 8 : u);
-            scale[2 * i + 1] = (uint16_t)group;
-            low[2 * i + 1] = (uint16_t)(o.groups + group);
-        }
-        o.scale[u] = _mm512_loadu_si512(scale), o.low[u] = _mm512_loadu_si512(low);
-#endif
+        const int32_t first = (int32_t)least(o.groups - 1, bits == 4 ? 2 * u : u);
+        const int32_t second = (int32_t)least(o.groups - 1, bits == 4 ? 2 * u + 1 : u);
+        o.scale[u] = joined_i(_mm256_set1_epi32(first), _mm256_set1_epi32(second));
+        o.low[u] = _mm512_add_epi32(o.scale[u], _mm512_set1_epi32((int32_t)o.groups));
     }
     return o;
 }
 
-#ifdef __AVX512BF16__
 INLINE int is_paired(const Pieces *p) { return p->bits == 4 && p->dim <= PIECE_GROUP; }
 
 /* As `lines_of` and `codes_of`, of a piece and the next one, or of no next one: `second` is 0 then. */
@@ -57,13 +49,10 @@ INLINE void pair_of(const Order *o, const uint8_t *piece, const int second, __m5
     int32_t first_line, next_line;
     memcpy(&first_line, piece + o->codes, 4);
     memcpy(&next_line, next + o->codes, 4);
-    const __m512i lines = _mm512_mask_set1_epi32(_mm512_set1_epi32(first_line), 0xFF00, next_line);
-    *scale = _mm512_castsi512_ps(_mm512_slli_epi32(lines, 16));
-    *low = _mm512_castsi512_ps(_mm512_and_si512(lines, _mm512_set1_epi32((int)0xFFFF0000)));
-    const __m512i raw = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi8(here, piece)),
-                                           _mm256_maskz_loadu_epi8(there, next), 1);
-    const __m512 levels = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    UNROLL for (int m = 0; m < 8; m++) x[m] = _mm512_permutexvar_ps(_mm512_srli_epi32(raw, 4 * m), levels);
+    const __m512i lines = joined_i(_mm256_set1_epi32(first_line), _mm256_set1_epi32(next_line));
+    *scale = even_halves(lines), *low = odd_halves(lines);
+    const __m512i raw = joined_i(_mm256_maskz_loadu_epi8(here, piece), _mm256_maskz_loadu_epi8(there, next));
+    UNROLL for (int m = 0; m < 8; m++) x[m] = nibbles_of(_mm512_srli_epi32(raw, 4 * m));
 }
 
 /* As `packed_products`, with a key and the next one. */
@@ -76,8 +65,8 @@ INLINE void pair_products(const Order *o, const float *q, int64_t group, const u
         UNROLL for (int m = 2; m < 8; m++) sum[m & 1] = _mm512_fmadd_ps(x[m], _mm512_loadu_ps(q + m * LANES), sum[m & 1]);
         __m512 total = _mm512_mul_ps(low, _mm512_loadu_ps(q + 8 * LANES));
         total = _mm512_fmadd_ps(scale, _mm512_add_ps(sum[0], sum[1]), total);
-        _mm512_storeu_ps(sums + g * LANES * LANES, _mm512_maskz_mov_ps(0x00FF, total));
-        if (second) _mm512_storeu_ps(sums + g * LANES * LANES + LANES, _mm512_maskz_mov_ps(0xFF00, total));
+        _mm512_storeu_ps(sums + g * LANES * LANES, first_half(total));
+        if (second) _mm512_storeu_ps(sums + g * LANES * LANES + LANES, second_half(total));
     }
 }
 
@@ -88,41 +77,20 @@ INLINE void pair_values(const Order *o, __m512 *mixed, const uint8_t *value, con
     pair_of(o, value, second, &scale, &low, x);
     UNROLL for (int h = 0; h < heads; h++) {
         const float next = second ? p[h * pitch + 1] : 0;
-        const __m512 weight = _mm512_mask_mov_ps(_mm512_set1_ps(p[h * pitch]), 0xFF00, _mm512_set1_ps(next));
+        const __m512 weight = joined(_mm256_set1_ps(p[h * pitch]), _mm256_set1_ps(next));
         const __m512 scaled = _mm512_mul_ps(weight, scale);
         UNROLL for (int m = 0; m < 8; m++) mixed[9 * h + m] = _mm512_fmadd_ps(scaled, x[m], mixed[9 * h + m]);
         mixed[9 * h + 8] = _mm512_fmadd_ps(weight, low, mixed[9 * h + 8]);
     }
 }
-#else
-INLINE int is_paired(const Pieces *p) { return (void)p, 0; }
-#endif
 
 /* The scales and lows of a piece, unit by unit. */
-INLINE void lines_of(const Order *o, const uint8_t *piece, const int bits, const int units, __m512 *scale,
-                     __m512 *low) {
-#ifdef __AVX512BF16__
+INLINE void lines_of(const Order *o, const uint8_t *piece, const int units, __m512 *scale, __m512 *low) {
     const __mmask8 here = (__mmask8)((1u << 2 * o->groups) - 1);
-    const __m512i words = _mm512_broadcast_i32x4(_mm_maskz_loadu_epi16(here, piece + o->codes));
-    (void)bits;
-    UNROLL for (int u = 0; u < units; u++) {
-        scale[u] = _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, o->scale[u], words));
-        low[u] = _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, o->low[u], words));
-    }
-#else
-    float line[2 * MOST_UNITS];
-    for (int64_t i = 0; i < 2 * o->groups; i++) {
-        uint32_t word = 0;
-        memcpy((char *)&word + 2, piece + o->codes + 2 * i, 2);
-        memcpy(line + i, &word, 4);
-    }
-    for (int u = 0; u < units; u++) {
-        const int64_t first = least(o->groups - 1, bits == 4 ? 2 * u : u);
-        const int64_t second = least(o->groups - 1, bits == 4 ? 2 * u + 1 : u);
-        scale[u] = F2(_mm256_set1_ps(line[first]), _mm256_set1_ps(line[second]));
-        low[u] = F2(_mm256_set1_ps(line[o->groups + first]), _mm256_set1_ps(line[o->groups + second]));
-    }
-#endif
+    const __m128i words = _mm_maskz_loadu_epi16(here, piece + o->codes);
+    const __m256 lines = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16));
+    UNROLL for (int u = 0; u < units; u++)
+        scale[u] = spread_eight(lines, o->scale[u]), low[u] = spread_eight(lines, o->low[u]);
 }
 
 /* Of 3 bits: each of 16 words has the lower two of four codes in its first byte, their upper ones in the next. */
@@ -150,16 +118,11 @@ INLINE void codes_of(const Order *o, const uint8_t *piece, int u, const int bits
         return;
     }
     const __m512i raw = _mm512_maskz_loadu_epi8(o->mask[u], piece + UNIT * u);
-#ifdef __AVX512BF16__
-    const __m512 levels = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    if (bits == 4) { /* a permutation looks at no more than the last four bits */
-        UNROLL for (int m = 0; m < 8; m++) x[m] = _mm512_permutexvar_ps(_mm512_srli_epi32(raw, 4 * m), levels);
-        return;
+    const __m512i top = _mm512_set1_epi32(255);
+    UNROLL for (int m = 0; m < vectors_of(bits); m++) {
+        const __m512i here = _mm512_srli_epi32(raw, bits * m);
+        x[m] = bits == 4 ? nibbles_of(here) : _mm512_cvtepi32_ps(_mm512_and_si512(here, top));
     }
-#endif
-    const __m512i top = _mm512_set1_epi32((1 << bits) - 1);
-    UNROLL for (int m = 0; m < vectors_of(bits); m++)
-        x[m] = _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(raw, bits * m), top));
 }
 
 /* Where number d is, of a query or mixture in the order of lanes. */
@@ -204,7 +167,7 @@ INLINE void packed_products(const Order *o, const float *q, int64_t group, const
                             const int units, float *sums) {
     const int vectors = vectors_of(bits);
     __m512 scale[MOST_UNITS], low[MOST_UNITS], x[MOST_UNITS * 8];
-    lines_of(o, key, bits, units, scale, low);
+    lines_of(o, key, units, scale, low);
     UNROLL for (int u = 0; u < units; u++) codes_of(o, key, u, bits, x + u * vectors);
     for (int64_t g = 0; g < group; g++, q += width_of(bits, units) * LANES) {
         __m512 total = _mm512_setzero_ps();
@@ -225,7 +188,7 @@ INLINE void packed_value(const Order *o, __m512 *mixed, const uint8_t *value, co
                          const int heads, const int bits, const int units) {
     const int vectors = vectors_of(bits), width = width_of(bits, units);
     __m512 scale[MOST_UNITS], low[MOST_UNITS], x[8];
-    lines_of(o, value, bits, units, scale, low);
+    lines_of(o, value, units, scale, low);
     UNROLL for (int u = 0; u < units; u++) {
         codes_of(o, value, u, bits, x);
         UNROLL for (int h = 0; h < heads; h++) {

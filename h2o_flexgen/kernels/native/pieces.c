@@ -8,29 +8,14 @@
 #include "pieces.h"
 
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "team.h"
-
-static float from_bf16(bf16 x) {
-    const uint32_t bits = (uint32_t)x << 16;
-    float wide;
-    memcpy(&wide, &bits, sizeof wide);
-    return wide;
-}
 
 /* The nearest number that bfloat16 has above, or below; cutting bits off goes towards zero. */
 static bf16 away(float x, int up) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     return (bf16)((bits + ((bits >> 31) == (uint32_t)up ? 0 : 0xFFFF)) >> 16);
-}
-
-static bf16 to_bf16(float x) { /* to nearest even */
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return (bf16)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
 /* The codes of `n` numbers, at most a group and a multiple of LANES, and their line. */
@@ -41,9 +26,9 @@ static void codes_of(const float *x, int64_t n, float top, int32_t *codes, bf16 
         lowest = _mm512_min_ps(lowest, _mm512_loadu_ps(x + i));
     }
     *low = away(-_mm512_reduce_max_ps(_mm512_sub_ps(_mm512_setzero_ps(), lowest)), 0);
-    const float start = from_bf16(*low);
+    const float start = wide_number(*low);
     *scale = away((_mm512_reduce_max_ps(highest) - start) / top, 1);
-    const float step = from_bf16(*scale);
+    const float step = wide_number(*scale);
     const __m512 from = _mm512_set1_ps(start), by = _mm512_set1_ps(step > 0 ? step : 1);
     for (int64_t i = 0; i < n; i += LANES) {
         const __m512 steps = _mm512_div_ps(_mm512_sub_ps(_mm512_loadu_ps(x + i), from), by);
@@ -118,111 +103,47 @@ void keep_vector(const Pieces *p, const void *from, uint8_t *to) {
         memcpy(to, from, (size_t)vector_bytes(p));
         return;
     }
-    if (p->wide)
-        memcpy(x, from, (size_t)vector_bytes(p));
-    for (int64_t i = 0; !p->wide && i < p->dim; i += LANES)
-        _mm512_storeu_ps(x + i, widened(_mm256_maskz_loadu_epi16(first_lanes(p->dim - i), (const bf16 *)from + i)));
+    load_numbers(p, from, x);
     transform(p, x);
     pack(p, x, to);
 }
 
-/* Numbers [first, n) of a vector, one by one. */
-static void expand_plain(const Pieces *p, const uint8_t *codes, const bf16 *scale, const bf16 *low, int64_t first,
-                         void *to) {
-    for (int64_t i = first; i < p->dim; i++) {
-        const int code = p->bits == 8   ? codes[i]
-                         : p->bits == 4 ? codes[i / 2] >> (i & 1) * 4 & 15
-                                        : (codes[i / 4] >> 2 * (i & 3) & 3) | (codes[p->dim / 4 + i / 8] >> (i & 7) & 1) << 2;
-        const float x = from_bf16(low[i / PIECE_GROUP]) + (float)code * from_bf16(scale[i / PIECE_GROUP]);
-        if (p->wide)
-            ((float *)to)[i] = x;
-        else
-            ((bf16 *)to)[i] = to_bf16(x);
-    }
-}
-
-#ifdef __AVX512BF16__
-/* 32 codes of 4 bits, in their order, each in the low bits of 16; what is above them plays no part. */
-INLINE __m512i nibbles(const uint8_t *codes) {
-    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes));
-    return _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
-}
-
-INLINE __m512 bytes16(const uint8_t *codes) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes)));
-}
-
-/* 32 numbers of one group. */
-INLINE void expand_nibbles(const uint8_t *codes, __m512 values, __m512i table, const int wide, char *to) {
-    const __m512i which = nibbles(codes);
-    if (!wide) {
-        _mm512_storeu_si512(to, _mm512_permutexvar_epi16(which, table));
-        return;
-    }
-    const __m512i first = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(which));
-    const __m512i second = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(which, 1));
-    _mm512_storeu_ps(to, _mm512_permutexvar_ps(first, values));
-    _mm512_storeu_ps(to + 64, _mm512_permutexvar_ps(second, values));
-}
-
-INLINE void expand_bytes(const uint8_t *codes, __m512 scale, __m512 low, const int wide, char *to) {
-    const __m512 first = _mm512_fmadd_ps(bytes16(codes), scale, low);
-    const __m512 second = _mm512_fmadd_ps(bytes16(codes + 16), scale, low);
-    if (!wide) {
-        _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
-        return;
-    }
-    _mm512_storeu_ps(to, first);
-    _mm512_storeu_ps(to + 64, second);
-}
-
-/* As many numbers as make whole vectors, and how many those are. */
-INLINE int64_t expand_most(const Pieces *p, const uint8_t *codes, const bf16 *scale, const bf16 *low, const int bits,
-                           const int wide, char *to) {
-    const __m512 levels = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+/* Numbers of a vector in steps of 32, and the rest one by one. Of 4 bits the values of a group are computed, and codes pick
+   theirs. */
+INLINE void expand_one(const Pieces *p, const uint8_t *codes, const int bits, const int wide, char *to) {
+    const bf16 *scales = (const bf16 *)(const void *)(codes + p->dim * bits / 8), *lows = scales + piece_groups(p);
+    const __m512 levels = _mm512_cvtepi32_ps(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
     int64_t i = 0;
-    for (int64_t g = 0; i + 32 <= p->dim; g++) {
-        const __m512 s = _mm512_set1_ps(from_bf16(scale[g])), l = _mm512_set1_ps(from_bf16(low[g]));
-        const __m512 values = _mm512_fmadd_ps(levels, s, l);
-        const __m512i table = _mm512_broadcast_i64x4(rounded(values));
-        for (int64_t last = least((g + 1) * PIECE_GROUP, p->dim); i + 32 <= last; i += 32) {
-            if (bits == 4)
-                expand_nibbles(codes + i / 2, values, table, wide, to + i * (wide ? 4 : 2));
-            else
-                expand_bytes(codes + i, s, l, wide, to + i * (wide ? 4 : 2));
+    for (; bits != 3 && i + 32 <= p->dim; i += 32) {
+        const uint8_t *at = codes + i * bits / 8;
+        const __m512 scale = _mm512_set1_ps(wide_number(scales[i / PIECE_GROUP]));
+        const __m512 low = _mm512_set1_ps(wide_number(lows[i / PIECE_GROUP])), values = _mm512_fmadd_ps(levels, scale, low);
+        __m512 part[2];
+        char *there = to + i * (wide ? 4 : 2);
+        if (bits == 4 && !wide) {
+            _mm512_storeu_si512(there, picked(at, rounded(values)));
+            continue;
         }
-    }
-    return i;
-}
-#else
-/* As many numbers as make whole vectors of 16, and how many those are. */
-INLINE int64_t expand_most(const Pieces *p, const uint8_t *codes, const bf16 *scale, const bf16 *low, const int bits,
-                           const int wide, char *to) {
-    int64_t i = 0;
-    for (; i + LANES <= p->dim; i += LANES) {
-        const __m512 s = _mm512_set1_ps(from_bf16(scale[i / PIECE_GROUP])), l = _mm512_set1_ps(from_bf16(low[i / PIECE_GROUP]));
-        __m128i bytes;
-        if (bits == 8) {
-            bytes = _mm_loadu_si128((const __m128i *)(codes + i));
-        } else {
-            const __m128i pairs = _mm_loadl_epi64((const __m128i *)(codes + i / 2)), half = _mm_set1_epi8(15);
-            bytes = _mm_unpacklo_epi8(_mm_and_si128(pairs, half), _mm_and_si128(_mm_srli_epi16(pairs, 4), half));
+        if (bits == 4) picked_wide(at, values, part);
+        UNROLL for (int j = 0; bits == 8 && j < 2; j++) {
+            const __m128i bytes = _mm_loadu_si128((const __m128i *)at + j);
+            part[j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)), scale, low);
         }
-        const __m512 x = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)), s, l);
-        if (wide) _mm512_storeu_ps(to + 4 * i, x);
-        else _mm256_storeu_si256((__m256i *)(to + 2 * i), rounded(x));
+        if (wide) _mm512_storeu_ps(there, part[0]), _mm512_storeu_ps(there + 64, part[1]);
+        else _mm512_storeu_si512(there, (__m512i)_mm512_cvtne2ps_pbh(part[1], part[0]));
     }
-    return i;
+    for (; i < p->dim; i++) {
+        const int code = bits == 8   ? codes[i]
+                         : bits == 4 ? codes[i / 2] >> (i & 1) * 4 & 15
+                                     : (codes[i / 4] >> 2 * (i & 3) & 3) | (codes[p->dim / 4 + i / 8] >> (i & 7) & 1) << 2;
+        const float x = wide_number(lows[i / PIECE_GROUP]) + (float)code * wide_number(scales[i / PIECE_GROUP]);
+        if (wide) ((float *)to)[i] = x;
+        else ((bf16 *)to)[i] = to_bf16(x);
+    }
 }
-#endif
 
 INLINE void expand_all(const Pieces *p, const uint8_t *from, int64_t count, char *to, const int bits, const int wide) {
-    const int64_t groups = piece_groups(p), piece = kept_bytes(p), bytes = p->dim * (wide ? 4 : 2);
-    for (int64_t j = 0; j < count; j++, from += piece, to += bytes) {
-        const bf16 *scale = (const bf16 *)(const void *)(from + p->dim * bits / 8), *low = scale + groups;
-        const int64_t done = bits == 3 ? 0 : expand_most(p, from, scale, low, bits, wide, to);
-        if (done < p->dim) expand_plain(p, from, scale, low, done, to);
-    }
+    for (int64_t j = 0; j < count; j++) expand_one(p, from + j * kept_bytes(p), bits, wide, to + j * vector_bytes(p));
 }
 
 void expand_pieces(const Pieces *p, const uint8_t *from, int64_t count, void *to) {
@@ -246,32 +167,27 @@ typedef struct {
     Pieces pieces;
     const char *from;
     char *to;
-    int64_t count;
     int packs;
-    int64_t next; /* vector that no thread has taken */
 } Vectors;
 
 enum { TURN = 64 };
 
-static void take_vectors(void *task, int member) {
-    Vectors *all = task;
+static void some_vectors(void *task, int64_t first, int64_t last, void *room) {
+    const Vectors *all = task;
     const Pieces *p = &all->pieces;
     const int64_t piece = kept_bytes(p), bytes = vector_bytes(p);
-    (void)member;
-    for (int64_t i; (i = claim(&all->next, TURN)) < all->count;) {
-        const int64_t some = least(TURN, all->count - i);
-        if (!all->packs && !p->block)
-            expand_pieces(p, (const uint8_t *)all->from + i * piece, some, all->to + i * bytes);
-        for (int64_t j = i; !all->packs && p->block && j < i + some; j++)
-            bring_back(p, (const uint8_t *)all->from + j * piece, all->to + j * bytes);
-        for (int64_t j = i; all->packs && j < i + some; j++)
-            keep_vector(p, all->from + j * bytes, (uint8_t *)all->to + j * piece);
-    }
+    (void)room;
+    if (!all->packs && !p->block)
+        expand_pieces(p, (const uint8_t *)all->from + first * piece, last - first, all->to + first * bytes);
+    for (int64_t i = first; !all->packs && p->block && i < last; i++)
+        bring_back(p, (const uint8_t *)all->from + i * piece, all->to + i * bytes);
+    for (int64_t i = first; all->packs && i < last; i++)
+        keep_vector(p, all->from + i * bytes, (uint8_t *)all->to + i * piece);
 }
 
 /* `count` vectors, all contiguous: packed, or expanded to what they were. */
 void move_pieces(const void *from, void *to, long count, long dim, int bits, long block, int wide, int packs,
                  int threads) {
-    Vectors all = {{dim, bits, wide, block}, from, to, count, packs, 0};
-    team_run(take_vectors, &all, count * dim < 1 << 14 ? 1 : threads);
+    Vectors all = {{dim, bits, wide, block}, from, to, packs};
+    team_share(some_vectors, &all, count, TURN, 0, count * dim < 1 << 14 ? 1 : threads);
 }

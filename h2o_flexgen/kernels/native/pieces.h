@@ -25,16 +25,11 @@ void transform(const Pieces *p, float *x);
 
 /* x as numbers of the vector's kind. */
 INLINE void store_numbers(const Pieces *p, const float *x, char *to) {
-    if (p->wide) memcpy(to, x, (size_t)p->dim * sizeof *x);
-    for (int64_t d = 0; !p->wide && d < p->dim; d += LANES)
-        _mm256_mask_storeu_epi16(to + 2 * d, first_lanes(p->dim - d), rounded(_mm512_loadu_ps(x + d)));
+    for (int64_t d = 0; d < p->dim; d += LANES) put_number(to, !p->wide, d, p->dim, _mm512_loadu_ps(x + d));
 }
 
 /* LANES of a vector's numbers from number d on, 0 behind its last. */
-INLINE __m512 numbers_at(const Pieces *p, const char *from, int64_t d) {
-    return p->wide ? _mm512_maskz_loadu_ps(first_lanes(p->dim - d), (const float *)from + d)
-                   : widened(_mm256_maskz_loadu_epi16(first_lanes(p->dim - d), (const uint16_t *)from + d));
-}
+INLINE __m512 numbers_at(const Pieces *p, const char *from, int64_t d) { return number_at(from, !p->wide, d, p->dim); }
 
 /* All of them. There is room for whole vectors. */
 INLINE void load_numbers(const Pieces *p, const char *from, float *to) {

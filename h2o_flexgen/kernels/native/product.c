@@ -9,7 +9,7 @@
 /* Shapes of OPT-125M and 1.3B, two cores of an AMD EPYC: torch took 1.4 to 2.3 times as long up to 8 rows, 1.05 to 1.5 times
    at 32, and from 64 to 2,048 rows 0.96 to 1.08 times. */
 enum { FEW = 128, FEW_PACKED = 63 };
-#elif defined __AVX512BF16__
+#elif IS_WIDE
 /* LLaMA-1.1B's, two cores of an Intel Xeon: 232 to 247 GFLOP/s beside 198 to 227 at 32 rows, 214 to 246 beside 218 to 254 at
    48. Packed weights: not measured. */
 enum { FEW = 40, FEW_PACKED = 40 };

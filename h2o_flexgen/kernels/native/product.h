@@ -35,7 +35,7 @@ static inline void finish(const Product *p, const float *sums, long pitch, long 
             const __mmask16 mask = first_lanes(outs - o);
             const long to = (row + r) * p->y_stride + out + o;
             __m512 v = _mm512_maskz_loadu_ps(mask, sums + r * pitch + o);
-            if (p->bias) v = _mm512_add_ps(v, widened(_mm256_maskz_loadu_epi16(mask, p->bias + out + o)));
+            if (p->bias) v = _mm512_add_ps(v, bf16_at(p->bias + out, o, outs));
             if (p->relu) v = _mm512_max_ps(_mm512_setzero_ps(), v);
             if (p->wide) {
                 _mm512_mask_storeu_ps((float *)p->y + to, mask, v);

@@ -18,20 +18,7 @@ typedef struct {
     float scale, low;
 } Line;
 
-static bf16 to_bf16(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return (bf16)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
-
-static float from_bf16(bf16 x) {
-    const uint32_t bits = (uint32_t)x << 16;
-    float wide;
-    memcpy(&wide, &bits, sizeof wide);
-    return wide;
-}
-
-static Line rounded_line(Line line) { return (Line){from_bf16(to_bf16(line.scale)), from_bf16(to_bf16(line.low))}; }
+static Line rounded_line(Line line) { return (Line){wide_number(to_bf16(line.scale)), wide_number(to_bf16(line.low))}; }
 
 /* A group: n numbers, a multiple of LANES, and what their errors weigh. Where there are fewer, the last is repeated and
    weighs nothing. */
@@ -111,7 +98,6 @@ typedef struct {
     bf16 *scale, *low;
     int64_t rows, ins, group;
     int bits, searches;
-    int64_t next; /* row that no thread has taken */
 } Quantisation;
 
 static void pack_four(const Quantisation *q, int64_t row) {
@@ -139,29 +125,23 @@ static void pack_eight(const Quantisation *q, int64_t row) {
         const float *x = q->x + row * q->ins + at;
         float largest = 0;
         for (int64_t i = 0; i < n; i++) largest = fmaxf(largest, fabsf(x[i]));
-        const float scale = from_bf16(to_bf16(largest / 127)), step = scale > 0 ? 1 / scale : 0;
+        const float scale = wide_number(to_bf16(largest / 127)), step = scale > 0 ? 1 / scale : 0;
         q->scale[row * groups + g] = to_bf16(scale);
         for (int64_t i = 0; i < n; i++)
             q->codes[row * q->ins + at + i] = (uint8_t)(int8_t)fminf(fmaxf(rintf(x[i] * step), -127), 127);
     }
 }
 
-static void take_rows(void *task, int member) {
-    Quantisation *q = task;
-    const int64_t some = most(1, (1 << 14) / q->ins);
-    (void)member;
-    for (int64_t row; (row = claim(&q->next, some)) < q->rows;)
-        for (int64_t i = row; i < least(row + some, q->rows); i++)
-            if (q->bits == 4)
-                pack_four(q, i);
-            else
-                pack_eight(q, i);
+static void some_rows(void *task, int64_t first, int64_t last, void *room) {
+    const Quantisation *q = task;
+    (void)room;
+    for (int64_t row = first; row < last; row++) (q->bits == 4 ? pack_four : pack_eight)(q, row);
 }
 
 /* x (rows, ins) float32, contiguous, as codes, scales and (of 4 bits) lows. `searches`: whether for the least error.
    weight (ins), not negative: what the error of an input counts then, NULL for all the same. */
 void quantise(const float *x, const float *weight, uint8_t *codes, bf16 *scale, bf16 *low, long rows, long ins,
               long group, int bits, int searches, int threads) {
-    Quantisation q = {x, weight, codes, scale, low, rows, ins, group ? group : ins, bits, searches, 0};
-    team_run(take_rows, &q, threads);
+    Quantisation q = {x, weight, codes, scale, low, rows, ins, group ? group : ins, bits, searches};
+    team_share(some_rows, &q, rows, most(1, (1 << 14) / ins), 0, threads);
 }

@@ -4,7 +4,6 @@
    equal keys get equal ranks, bit for bit. */
 
 #include <math.h>
-#include <stdlib.h>
 
 #include "difference.h"
 #include "simd.h"
@@ -88,36 +87,20 @@ static void alike(const Ranks *r, const float *keys, const uint8_t *chosen, floa
     for (int64_t i = 0, place = 0; i < r->count; i++) rank[i] = chosen[i] ? sums[place++] / (float)many : 0;
 }
 
-typedef struct {
-    const Ranks *r;
-    int64_t next;
-    int failed;
-} Heads;
-
-static void take_heads(void *task, int member) {
-    Heads *all = task;
-    const Ranks *r = all->r;
-    (void)member;
-    int64_t i = claim(&all->next, 1);
-    if (i >= r->rows * r->kv_heads) return;
-    const int64_t size = r->bf16 ? 2 : 4;
-    float *scratch = r->chosen ? malloc((r->dim + ROWS + 2) * up(r->count, TILE) * sizeof(float)) : NULL;
-    if (r->chosen && !scratch) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
-    for (; scratch || !r->chosen; i = claim(&all->next, 1)) {
-        if (i >= r->rows * r->kv_heads) break;
-        const int64_t row = i / r->kv_heads, head = i % r->kv_heads;
-        const char *keys = r->keys + (row * r->key_row + head * r->key_head) * size;
-        const int32_t *pos = r->pos ? r->pos + row * r->row + head * r->head : NULL;
-        float *rank = r->rank + i * r->count;
-        if (r->chosen) alike(r, (const float *)keys, r->chosen + i * r->count, rank, scratch);
-        else differences(keys, r->count, pos, r->dim, r->bf16 != 0, rank);
-    }
-    free(scratch);
+static void one_head(void *task, int64_t i, int64_t end, void *scratch) {
+    const Ranks *r = task;
+    const int64_t row = i / r->kv_heads, head = i % r->kv_heads;
+    const char *keys = r->keys + (row * r->key_row + head * r->key_head) * (r->bf16 ? 2 : 4);
+    const int32_t *pos = r->pos ? r->pos + row * r->row + head * r->head : NULL;
+    float *rank = r->rank + i * r->count;
+    (void)end;
+    if (r->chosen) alike(r, (const float *)keys, r->chosen + i * r->count, rank, scratch);
+    else differences(keys, r->count, pos, r->dim, r->bf16 != 0, rank);
 }
 
 /* All of them. Returns 0, or 1 where memory is short. */
-int ranks_of(const Ranks *r) {
-    Heads all = {r, 0, 0};
-    team_run(take_heads, &all, r->rows * r->kv_heads * r->count > FEW ? (int)r->threads : 1);
-    return all.failed;
+int ranks_of(Ranks *r) {
+    const int64_t room = r->chosen ? (r->dim + ROWS + 2) * up(r->count, TILE) * (int64_t)sizeof(float) : 0;
+    const int many = r->rows * r->kv_heads * r->count > FEW;
+    return team_share(one_head, r, r->rows * r->kv_heads, 1, room, many ? (int)r->threads : 1);
 }

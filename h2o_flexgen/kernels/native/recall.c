@@ -77,13 +77,11 @@ INLINE void logits(const Recall *r, const Order *o, const uint8_t *keys, int64_t
                    const int units, const int paired) {
     for (int64_t i = 0; i < n; i += LANES) {
         const int64_t left = least(LANES, n - i);
-#ifdef __AVX512BF16__
         for (int64_t j = 0; paired && j < left; j += 2) {
             const uint8_t *key = keys + (i + j) * o->piece;
             if (j + 1 < left) pair_products(o, room->query, r->group, key, 1, room->lanes + j * LANES);
             else pair_products(o, room->query, r->group, key, 0, room->lanes + j * LANES);
         }
-#endif
         for (int64_t j = 0; !paired && j < left; j++)
             packed_products(o, room->query, r->group, keys + (i + j) * o->piece, BITS, units, room->lanes + j * LANES);
         for (int64_t g = 0; g < r->group; g++) {
@@ -245,20 +243,12 @@ static void step_of(const Recall *r, int64_t task, float *scratch, Found *found)
 typedef struct {
     const Recall *r;
     Found *found;
-    int64_t floats, next;
-    int failed;
 } Heads;
 
-static void take_heads(void *task, int member) {
-    Heads *all = task;
-    const int64_t tasks = all->r->rows * all->r->kv_heads;
-    (void)member;
-    int64_t i = claim(&all->next, 1);
-    if (i >= tasks) return;
-    float *scratch = aligned_alloc(VECTOR, (size_t)up(all->floats, LANES) * sizeof(float));
-    if (!scratch) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
-    for (; scratch && i < tasks; i = claim(&all->next, 1)) step_of(all->r, i, scratch, all->found + i);
-    free(scratch);
+static void one_head(void *task, int64_t i, int64_t end, void *scratch) {
+    const Heads *all = task;
+    (void)end;
+    step_of(all->r, i, scratch, all->found + i);
 }
 
 /* A step of all rows, before its queries attend. Returns 0, or 1 where memory is short. */
@@ -275,8 +265,9 @@ int recall_step(Recall *r) {
     }
     Found *found = calloc((size_t)tasks, sizeof *found);
     if (!found) return 1;
-    Heads all = {r, found, floats_of(r, longest), 0, 0};
-    team_run(take_heads, &all, work > FEW ? (int)r->threads : 1);
+    Heads all = {r, found};
+    const int64_t room = floats_of(r, longest) * (int64_t)sizeof(float);
+    const int failed = team_share(one_head, &all, tasks, 1, room, work > FEW ? (int)r->threads : 1);
     r->written = r->looks = r->recalled = 0;
     r->held = r->best = 0;
     for (int64_t i = 0; i < tasks; i++) {
@@ -284,7 +275,7 @@ int recall_step(Recall *r) {
         r->held += found[i].held, r->best += found[i].best;
     }
     free(found);
-    return all.failed;
+    return failed;
 }
 
 /* Tokens of a row that go to its shelf and into its index, at `start` and after. `_Filling` in ranks.py has the same

@@ -7,10 +7,7 @@
 #include "simd.h"
 #include "team.h"
 
-enum {
-    ALONE = 1 << 14, /* numbers that one thread does sooner than two can agree on it */
-    TURNS = 4,       /* of a thread */
-};
+enum { ALONE = 1 << 14 /* numbers that one thread does sooner than two can agree on it */ };
 
 typedef struct Rows {
     void (*one)(const struct Rows *, const bf16 *x, bf16 *y);
@@ -20,46 +17,35 @@ typedef struct Rows {
     const bf16 *weight, *bias;        /* of norms, (n) or NULL */
     float eps, offset;            /* of norms; of a clamped gate: what clamps it, as eps */
     int tanh_gelu; /* of a gate: which activation */
-    long turn;     /* rows taken at a time */
-    int64_t next;  /* row that no thread has taken */
 } Rows;
 
-static void take_rows(void *task, int member) {
-    Rows *all = task;
-    (void)member;
-    for (long first; (first = claim(&all->next, all->turn)) < all->rows;)
-        for (long row = first; row < all->rows && row < first + all->turn; row++)
-            all->one(all, all->x + row * all->x_stride, all->y + row * all->y_stride);
+static void some_rows(void *task, int64_t first, int64_t last, void *room) {
+    const Rows *all = task;
+    (void)room;
+    for (int64_t row = first; row < last; row++)
+        all->one(all, all->x + row * all->x_stride, all->y + row * all->y_stride);
 }
 
 static void run(Rows *all, int threads) {
-    all->turn = all->rows / (TURNS * threads) + 1;
-    team_run(take_rows, all, all->rows * all->n < ALONE ? 1 : threads);
-}
-
-INLINE __m512 read(const bf16 *at, long i, long n) {
-    return widened(_mm256_maskz_loadu_epi16(first_lanes(n - i), at + i));
-}
-
-INLINE void write(bf16 *at, long i, long n, __m512 v) {
-    _mm256_mask_storeu_epi16(at + i, first_lanes(n - i), rounded(v));
+    const int few = all->rows * all->n < ALONE;
+    team_share(some_rows, all, all->rows, quarter_turn(all->rows, threads), 0, few ? 1 : threads);
 }
 
 static void layer_norm(const Rows *p, const bf16 *x, bf16 *y) {
     const long n = p->n;
     __m512 sum = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
-    for (long i = 0; i < n; i += LANES) sum = _mm512_add_ps(sum, read(x, i, n));
+    for (long i = 0; i < n; i += LANES) sum = _mm512_add_ps(sum, bf16_at(x, i, n));
     const __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / (float)n);
     for (long i = 0; i < n; i += LANES) {
-        __m512 off = _mm512_maskz_sub_ps(first_lanes(n - i), read(x, i, n), mean);
+        __m512 off = _mm512_maskz_sub_ps(first_lanes(n - i), bf16_at(x, i, n), mean);
         squares = _mm512_fmadd_ps(off, off, squares);
     }
     const __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)n + p->eps));
     for (long i = 0; i < n; i += LANES) {
-        __m512 v = _mm512_mul_ps(_mm512_sub_ps(read(x, i, n), mean), scale);
-        if (p->weight) v = _mm512_mul_ps(v, read(p->weight, i, n));
-        if (p->bias) v = _mm512_add_ps(v, read(p->bias, i, n));
-        write(y, i, n, v);
+        __m512 v = _mm512_mul_ps(_mm512_sub_ps(bf16_at(x, i, n), mean), scale);
+        if (p->weight) v = _mm512_mul_ps(v, bf16_at(p->weight, i, n));
+        if (p->bias) v = _mm512_add_ps(v, bf16_at(p->bias, i, n));
+        put_bf16(y, i, n, v);
     }
 }
 
@@ -67,13 +53,13 @@ static void layer_norm(const Rows *p, const bf16 *x, bf16 *y) {
 static void rms_norm(const Rows *p, const bf16 *x, bf16 *y) {
     const long n = p->n;
     __m512 squares = _mm512_setzero_ps();
-    for (long i = 0; i < n; i += LANES) squares = _mm512_fmadd_ps(read(x, i, n), read(x, i, n), squares);
+    for (long i = 0; i < n; i += LANES) squares = _mm512_fmadd_ps(bf16_at(x, i, n), bf16_at(x, i, n), squares);
     const __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)n + p->eps));
     for (long i = 0; i < n; i += LANES) {
-        __m512 v = _mm512_mul_ps(read(x, i, n), scale);
+        __m512 v = _mm512_mul_ps(bf16_at(x, i, n), scale);
         if (p->weight && p->offset == 0) v = widened(rounded(v));
-        if (p->weight) v = _mm512_mul_ps(v, _mm512_add_ps(read(p->weight, i, n), _mm512_set1_ps(p->offset)));
-        write(y, i, n, v);
+        if (p->weight) v = _mm512_mul_ps(v, _mm512_add_ps(bf16_at(p->weight, i, n), _mm512_set1_ps(p->offset)));
+        put_bf16(y, i, n, v);
     }
 }
 
@@ -81,7 +67,7 @@ static void rms_norm(const Rows *p, const bf16 *x, bf16 *y) {
    knows no bias, but an offset to its weight. */
 void norm(const bf16 *x, const bf16 *weight, const bf16 *bias, bf16 *y, long rows, long n, long stride, double eps,
           double offset, int rms, int threads) {
-    Rows all = {rms ? rms_norm : layer_norm, x, y, rows, n, stride, n, weight, bias, (float)eps, (float)offset, 0, 0, 0};
+    Rows all = {rms ? rms_norm : layer_norm, x, y, rows, n, stride, n, weight, bias, (float)eps, (float)offset, 0};
     run(&all, threads);
 }
 
@@ -92,20 +78,19 @@ INLINE __m512 activated(__m512 x, int tanh_gelu) {
         const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
         s = _mm512_mul_ps(_mm512_set1_ps(1.5957691216f), _mm512_fmadd_ps(_mm512_set1_ps(0.044715f), cube, x));
     }
-    const __m512 minus = _mm512_min_ps(_mm512_set1_ps(88.0f), _mm512_sub_ps(_mm512_setzero_ps(), s));
-    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), exp_of(minus)));
+    return times_logistic(x, s);
 }
 
 static void gate(const Rows *p, const bf16 *x, bf16 *y) {
     for (long i = 0; i < p->n; i += LANES) {
-        __m512 v = widened(rounded(activated(read(y, i, p->n), p->tanh_gelu))); /* as it would be written down */
-        write(y, i, p->n, _mm512_mul_ps(v, read(x, i, p->n)));
+        __m512 v = widened(rounded(activated(bf16_at(y, i, p->n), p->tanh_gelu))); /* as it would be written down */
+        put_bf16(y, i, p->n, _mm512_mul_ps(v, bf16_at(x, i, p->n)));
     }
 }
 
 /* values = activation(values) * up, both (rows, n), `stride` and `up_stride` elements from row to row. */
 void gate_up(bf16 *values, const bf16 *up, long rows, long n, long stride, long up_stride, int tanh_gelu, int threads) {
-    Rows all = {gate, up, values, rows, n, up_stride, stride, NULL, NULL, 0, 0, tanh_gelu, 0, 0};
+    Rows all = {gate, up, values, rows, n, up_stride, stride, NULL, NULL, 0, 0, tanh_gelu};
     run(&all, threads);
 }
 
@@ -117,18 +102,16 @@ static void clamped(const Rows *p, const bf16 *x, bf16 *y) {
         const long left = 2 * (p->n - i);
         const __mmask32 mask = left >= 32 ? ~0u : (1u << left) - 1;
         const __m512i pairs = _mm512_maskz_loadu_epi16(mask, x + 2 * i);
-        const __m512 gate = _mm512_min_ps(limit, _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)));
-        const __m512i upper = _mm512_and_si512(pairs, _mm512_set1_epi32((int)0xFFFF0000));
-        const __m512 up = _mm512_max_ps(lowest, _mm512_min_ps(limit, _mm512_castsi512_ps(upper)));
-        const __m512 minus = _mm512_min_ps(_mm512_set1_ps(88.0f), _mm512_mul_ps(_mm512_set1_ps(-1.702f), gate));
-        const __m512 glu = _mm512_div_ps(gate, _mm512_add_ps(one, exp_of(minus)));
-        write(y, i, p->n, _mm512_mul_ps(_mm512_add_ps(up, one), glu));
+        const __m512 gate = _mm512_min_ps(limit, even_halves(pairs));
+        const __m512 up = _mm512_max_ps(lowest, _mm512_min_ps(limit, odd_halves(pairs)));
+        const __m512 glu = times_logistic(gate, _mm512_mul_ps(_mm512_set1_ps(1.702f), gate));
+        put_bf16(y, i, p->n, _mm512_mul_ps(_mm512_add_ps(up, one), glu));
     }
 }
 
 /* values (rows, 2 n), `stride` elements from row to row: what becomes of each is in its first n numbers. */
 void clamped_gate(bf16 *values, long rows, long n, long stride, double limit, int threads) {
-    Rows all = {clamped, values, values, rows, n, stride, stride, NULL, NULL, (float)limit, 0, 0, 0, 0};
+    Rows all = {clamped, values, values, rows, n, stride, stride, NULL, NULL, (float)limit, 0, 0};
     run(&all, threads);
 }
 
@@ -143,8 +126,6 @@ typedef struct {
     const bf16 *cos, *sin;
     long rows, dim, half, angle; /* elements from row to row of cosines and sines */
     int rounds;
-    long turn;
-    int64_t next;
 } Rotation;
 
 /* A product as it would be written down. */
@@ -157,29 +138,28 @@ INLINE void rotate_head(const Rotation *p, const bf16 *x, bf16 *y, long row, int
     const long half = p->half;
     const bf16 *cos = p->cos + row * p->angle, *sin = p->sin + row * p->angle;
     for (long i = 0; i < half; i += LANES) {
-        const __m512 a = read(x, i, half), b = read(x + half, i, half);
-        const __m512 turned = product_of(b, read(sin, i, half), rounds);
-        const __m512 other = product_of(a, read(sin + half, i, half), rounds);
-        write(y, i, half, _mm512_sub_ps(product_of(a, read(cos, i, half), rounds), turned));
-        write(y + half, i, half, _mm512_add_ps(product_of(b, read(cos + half, i, half), rounds), other));
+        const __m512 a = bf16_at(x, i, half), b = bf16_at(x + half, i, half);
+        const __m512 turned = product_of(b, bf16_at(sin, i, half), rounds);
+        const __m512 other = product_of(a, bf16_at(sin + half, i, half), rounds);
+        put_bf16(y, i, half, _mm512_sub_ps(product_of(a, bf16_at(cos, i, half), rounds), turned));
+        put_bf16(y + half, i, half, _mm512_add_ps(product_of(b, bf16_at(cos + half, i, half), rounds), other));
     }
     if (p->dim > 2 * half) memcpy(y + 2 * half, x + 2 * half, (size_t)(p->dim - 2 * half) * sizeof *x);
 }
 
-static void rotate_rows(void *task, int member) {
-    Rotation *p = task;
-    (void)member;
-    for (long first; (first = claim(&p->next, p->turn)) < p->rows;)
-        for (long row = first; row < p->rows && row < first + p->turn; row++)
-            for (const Turned *each = p->both; each < p->both + 2; each++)
-                for (long h = 0; h < each->heads; h++) {
-                    const bf16 *x = each->x + row * each->row + h * each->head;
-                    bf16 *y = each->y + (row * each->heads + h) * p->dim;
-                    if (p->rounds)
-                        rotate_head(p, x, y, row, 1);
-                    else
-                        rotate_head(p, x, y, row, 0);
-                }
+static void rotate_rows(void *task, int64_t first, int64_t last, void *room) {
+    const Rotation *p = task;
+    (void)room;
+    for (int64_t row = first; row < last; row++)
+        for (const Turned *each = p->both; each < p->both + 2; each++)
+            for (long h = 0; h < each->heads; h++) {
+                const bf16 *x = each->x + row * each->row + h * each->head;
+                bf16 *y = each->y + (row * each->heads + h) * p->dim;
+                if (p->rounds)
+                    rotate_head(p, x, y, row, 1);
+                else
+                    rotate_head(p, x, y, row, 0);
+            }
 }
 
 /* Queries and keys (rows, heads, dim), of keys there may be no heads: dimension i turned with dimension i + half, by
@@ -188,6 +168,7 @@ void rotate_halves(const bf16 *q, const bf16 *k, bf16 *new_q, bf16 *new_k, const
                    long heads, long kv_heads, long q_row, long q_head, long k_row, long k_head, long dim, long half,
                    long angle, int rounds, int threads) {
     const Turned queries = {q, new_q, heads, q_row, q_head}, keys = {k, new_k, kv_heads, k_row, k_head};
-    Rotation all = {{queries, keys}, cos, sin, rows, dim, half, angle, rounds, rows / (TURNS * threads) + 1, 0};
-    team_run(rotate_rows, &all, rows * (heads + kv_heads) * dim < ALONE ? 1 : threads);
+    Rotation all = {{queries, keys}, cos, sin, rows, dim, half, angle, rounds};
+    const int few = rows * (heads + kv_heads) * dim < ALONE;
+    team_share(rotate_rows, &all, rows, quarter_turn(rows, threads), 0, few ? 1 : threads);
 }

@@ -51,23 +51,16 @@ static void token(const Selective *s, int64_t row, int64_t t, int64_t channel) {
     put_number((void *)from(s->out, s->bf16, at), s->bf16 != 0, channel, s->channels, y);
 }
 
-typedef struct {
-    const Selective *s;
-    int64_t next;
-} Pieces;
-
-static void take_pieces(void *task, int member) {
-    Pieces *all = task;
-    const Selective *s = all->s;
-    const int64_t across = up(s->channels, SOME) / SOME;
-    (void)member;
-    for (int64_t i; (i = claim(&all->next, 1)) < s->rows * across;)
-        for (int64_t channel = i % across * SOME; channel < least(i % across * SOME + SOME, s->channels); channel += LANES)
-            for (int64_t t = 0; t < s->tokens; t++) token(s, i / across, t, channel);
+static void one_piece(void *task, int64_t i, int64_t end, void *room) {
+    const Selective *s = task;
+    const int64_t across = up(s->channels, SOME) / SOME, first = i % across * SOME;
+    (void)end, (void)room;
+    for (int64_t channel = first; channel < least(first + SOME, s->channels); channel += LANES)
+        for (int64_t t = 0; t < s->tokens; t++) token(s, i / across, t, channel);
 }
 
 /* All tokens of every row; states in place. */
-void selective_scan(const Selective *s) {
-    Pieces all = {s, 0};
-    team_run(take_pieces, &all, s->rows * s->tokens * s->channels * s->numbers < ALONE ? 1 : (int)s->threads);
+void selective_scan(Selective *s) {
+    const int few = s->rows * s->tokens * s->channels * s->numbers < ALONE;
+    team_share(one_piece, s, s->rows * (up(s->channels, SOME) / SOME), 1, 0, few ? 1 : (int)s->threads);
 }

@@ -26,27 +26,15 @@ typedef struct {
 } Conv;
 
 INLINE float one_number(const void *at, const int wide, int64_t i) {
-    if (wide) return ((const float *)at)[i];
-    const uint32_t bits = (uint32_t)((const bf16 *)at)[i] << 16;
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
+    return wide ? ((const float *)at)[i] : wide_number(((const bf16 *)at)[i]);
 }
 
-INLINE __m512 some_numbers(const void *at, const int wide, int64_t i, int64_t n) {
-    const __mmask16 mask = first_lanes(n);
-    if (wide) return _mm512_maskz_loadu_ps(mask, (const float *)at + i);
-    return widened(_mm256_maskz_loadu_epi16(mask, (const bf16 *)at + i));
-}
+INLINE __m512 some_numbers(const void *at, const int wide, int64_t i, int64_t n) { return number_at(at, !wide, i, i + n); }
 
 INLINE void finish(const Conv *c, const int wide, __m512 sum, int64_t i, int64_t n) {
     if (!wide) sum = widened(rounded(sum));
-    if (c->silu) {
-        const __m512 minus = _mm512_min_ps(_mm512_set1_ps(88.0f), _mm512_sub_ps(_mm512_setzero_ps(), sum));
-        sum = _mm512_div_ps(sum, _mm512_add_ps(_mm512_set1_ps(1.0f), exp_of(minus)));
-    }
-    if (wide) _mm512_mask_storeu_ps((float *)c->out + i, first_lanes(n), sum);
-    else _mm256_mask_storeu_epi16((bf16 *)c->out + i, first_lanes(n), rounded(sum));
+    if (c->silu) sum = times_logistic(sum, sum);
+    put_number(c->out, !wide, i, i + n, sum);
 }
 
 /* weights[j]: of tap j for up to LANES channels, then their bias. */
@@ -106,11 +94,6 @@ INLINE void stretch(const Conv *c, const int wide, const int taps, int64_t row, 
     }
 }
 
-typedef struct {
-    const Conv *c;
-    int64_t next;
-} Pieces;
-
 INLINE void piece(const Conv *c, const int wide, const int taps, int64_t row, int64_t start, int64_t first) {
     const int64_t end = least(first + SOME, c->channels);
     if (!c->state) stretch(c, wide, taps, row, start, first, end);
@@ -129,17 +112,15 @@ PIECES(2) PIECES(3) PIECES(4)
 static void (*const of_taps[3][2])(const Conv *, int64_t, int64_t, int64_t) = {
     {half_2, wide_2}, {half_3, wide_3}, {half_4, wide_4}};
 
-static void take_pieces(void *task, int member) {
-    Pieces *all = task;
-    const Conv *c = all->c;
+static void one_piece(void *task, int64_t i, int64_t end, void *room) {
+    const Conv *c = task;
     const int64_t across = up(c->channels, SOME) / SOME, along = up(c->tokens, TOKENS) / TOKENS;
-    (void)member;
-    for (int64_t i; (i = claim(&all->next, 1)) < c->rows * along * across;)
-        of_taps[c->taps - 2][!c->bf16](c, i / across / along, i / across % along * TOKENS, i % across * SOME);
+    (void)end, (void)room;
+    of_taps[c->taps - 2][!c->bf16](c, i / across / along, i / across % along * TOKENS, i % across * SOME);
 }
 
 /* One token of every row after its state, or prompts from their beginning. taps: 2 to 4. */
-void short_conv(const Conv *c) {
-    Pieces all = {c, 0};
-    team_run(take_pieces, &all, c->rows * c->tokens * c->channels < ALONE ? 1 : (int)c->threads);
+void short_conv(Conv *c) {
+    const int64_t pieces = c->rows * (up(c->tokens, TOKENS) / TOKENS) * (up(c->channels, SOME) / SOME);
+    team_share(one_piece, c, pieces, 1, 0, c->rows * c->tokens * c->channels < ALONE ? 1 : (int)c->threads);
 }

@@ -1,7 +1,17 @@
-/* Vectors of 512 bits: the processor's own where it has AVX-512 with bfloat16, else pairs of AVX2's under the same names.
+/* What kernels are written with: vectors of 512 bits under Intel's names (Intrinsics Guide), and what the tiers below name,
+   each in a file of its own. No kernel asks which of them it is compiled for, but by these:
 
-   Names and meaning are Intel's (Intrinsics Guide), as far as the kernels here need them. Only these differ without
-   AVX-512: bfloat16 products keep denormal numbers, and a sum of two products is rounded after each. */
+   REGISTERS                 of a core. PAIRS: products of pairs of bfloat16 numbers are no slower than float32's
+   reg, REG                  a register of float32 numbers, and how many it holds: reg_load, reg_first (of the first count
+                             numbers), reg_set1, reg_fma, reg_halved (8 numbers of the same sum), reg_terms: of pairs of
+                             bfloat16 numbers part 0, 1, ..: the first of each pair, REG at a time, then the second ones
+   joined, joined_i          a vector of two halves; first_half, second_half: the other one is 0; halved: their sum
+   spread_four, spread_eight of so many numbers those that each lane asks for
+   nibbles_of                the lowest 4 bits of each lane as numbers
+   picked, picked_wide       of 16 values those that 32 codes of 4 bits stand for, bfloat16 or float32, in their order
+   dot_bytes_512             sums in 32 bits, by fours, of unsigned bytes that are less than 8-bit codes by BYTE_OFFSET, with
+                             signed ones; dot_nibbles_512: twice, of at most 30 or, `with_sign`, of signed ones. BY_FOURS: by an
+                             instruction for that */
 #ifndef SIMD_H
 #define SIMD_H
 
@@ -20,299 +30,9 @@ INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 #ifdef __AVX512BF16__
-/* The second, first, fourth and third lane of 128 bits: of x, y, x and y. */
-INLINE __m512 crossed(__m512 x, __m512 y) {
-    const __m512i from = _mm512_setr_epi32(4, 5, 6, 7, 16, 17, 18, 19, 12, 13, 14, 15, 24, 25, 26, 27);
-    return _mm512_permutex2var_ps(x, from, y);
-}
-
-/* The first two numbers of each lane of 128 bits. */
-INLINE __m256 first_pairs(__m512 x) {
-    const __m512i from = _mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 0, 1, 4, 5, 8, 9, 12, 13);
-    return _mm512_castps512_ps256(_mm512_permutexvar_ps(from, x));
-}
+#include "avx512.h"
 #else
-typedef struct {
-    __m256 a, b;
-} f512;
-typedef struct {
-    __m256i a, b;
-} i512;
-typedef uint16_t m16;
-typedef uint32_t m32;
-
-#define __m512 f512
-#define __m512i i512
-#define __m512d f512
-#define __m512bh i512
-#define __mmask16 m16
-#define __mmask32 m32
-
-#define F2(x, y) ((f512){x, y})
-#define I2(x, y) ((i512){x, y})
-#define BOTH_F(name, op) \
-    INLINE f512 name(f512 x, f512 y) { return F2(op(x.a, y.a), op(x.b, y.b)); }
-#define BOTH_I(name, op) \
-    INLINE i512 name(i512 x, i512 y) { return I2(op(x.a, y.a), op(x.b, y.b)); }
-#define CAST(name, from, to, op) \
-    INLINE to name(from x) { return (to){op(x.a), op(x.b)}; }
-
-/* ---- between kinds */
-INLINE __m256 as_f(__m256i x) { return _mm256_castsi256_ps(x); }
-INLINE __m256i as_i(__m256 x) { return _mm256_castps_si256(x); }
-INLINE f512 v_as_f(i512 x) { return F2(as_f(x.a), as_f(x.b)); }
-INLINE i512 v_as_i(f512 x) { return I2(as_i(x.a), as_i(x.b)); }
-
-/* ---- masks: one bit a number becomes a vector of ones or zeros */
-INLINE __m256i wide8(unsigned bits) {
-    const __m256i each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-    return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)bits), each), each);
-}
-INLINE i512 wide16(m16 bits) { return I2(wide8(bits & 255), wide8(bits >> 8)); }
-INLINE m16 bits16(i512 x) {
-    return (m16)(_mm256_movemask_ps(as_f(x.a)) | _mm256_movemask_ps(as_f(x.b)) << 8);
-}
-/* Bytes of the first numbers in a mask without holes, of `size` bytes each. */
-INLINE size_t first_bytes(uint64_t mask, size_t size) { return (size_t)__builtin_popcountll(mask) * size; }
-
-/* ---- memory */
-INLINE f512 v_loadu(const void *at) {
-    return F2(_mm256_loadu_ps((const float *)at), _mm256_loadu_ps((const float *)at + 8));
-}
-INLINE void v_storeu(void *at, f512 x) {
-    _mm256_storeu_ps((float *)at, x.a), _mm256_storeu_ps((float *)at + 8, x.b);
-}
-/* Masks that load and store are those of the first numbers: nothing behind them is touched. */
-INLINE i512 load_some(const void *at, size_t bytes) {
-    if (bytes == 64) return v_as_i(v_loadu(at));
-    i512 x = I2(_mm256_setzero_si256(), _mm256_setzero_si256());
-    memcpy(&x, at, bytes);
-    return x;
-}
-INLINE __m256i load_half(const void *at, size_t bytes) {
-    __m256i x = _mm256_setzero_si256();
-    if (bytes == 32) return _mm256_loadu_si256((const __m256i *)at);
-    memcpy(&x, at, bytes);
-    return x;
-}
-INLINE void store_some(void *at, const void *from, size_t bytes, size_t whole) {
-    memcpy(at, from, bytes == whole ? whole : bytes);
-}
-#define _mm512_loadu_ps v_loadu
-#define _mm512_load_ps v_loadu
-#define _mm512_storeu_ps v_storeu
-#define _mm512_store_ps v_storeu
-#define _mm512_load_si512(at) v_as_i(v_loadu(at))
-#define _mm512_loadu_si512(at) v_as_i(v_loadu(at))
-#define _mm512_storeu_si512(at, x) v_storeu(at, v_as_f(x))
-#define _mm512_store_si512(at, x) v_storeu(at, v_as_f(x))
-#define _mm512_maskz_loadu_epi32(mask, at) load_some(at, first_bytes((m16)(mask), 4))
-#define _mm512_maskz_loadu_ps(mask, at) v_as_f(load_some(at, first_bytes((m16)(mask), 4)))
-#define _mm512_maskz_loadu_epi8(mask, at) load_some(at, first_bytes(mask, 1))
-#define _mm512_maskz_loadu_epi16(mask, at) load_some(at, first_bytes((m32)(mask), 2))
-#define _mm256_maskz_loadu_epi16(mask, at) load_half(at, first_bytes((m16)(mask), 2))
-#define _mm512_mask_storeu_ps(at, mask, x) v_store_some(at, first_bytes((m16)(mask), 4), v_as_i(x))
-#define _mm512_mask_storeu_epi16(at, mask, x) v_store_some(at, first_bytes((m32)(mask), 2), x)
-#define _mm256_mask_storeu_epi16(at, mask, x) half_store_some(at, first_bytes((m16)(mask), 2), x)
-INLINE void v_store_some(void *at, size_t bytes, i512 x) { store_some(at, &x, bytes, 64); }
-INLINE void half_store_some(void *at, size_t bytes, __m256i x) { store_some(at, &x, bytes, 32); }
-
-/* ---- constants */
-INLINE f512 v_set1(float x) { return F2(_mm256_set1_ps(x), _mm256_set1_ps(x)); }
-INLINE i512 v_set1_i(int x) { return I2(_mm256_set1_epi32(x), _mm256_set1_epi32(x)); }
-#define _mm512_set1_ps v_set1
-#define _mm512_set1_epi32 v_set1_i
-#define _mm512_setzero_ps() v_set1(0)
-#define _mm512_setzero_si512() v_set1_i(0)
-#undef _mm512_setr_epi32
-#undef _mm512_set_epi32
-#define _mm512_setr_epi32(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p) \
-    I2(_mm256_setr_epi32(a, b, c, d, e, f, g, h), _mm256_setr_epi32(i, j, k, l, m, n, o, p))
-#define _mm512_set_epi32(p, o, n, m, l, k, j, i, h, g, f, e, d, c, b, a) \
-    _mm512_setr_epi32(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p)
-
-/* ---- arithmetic */
-#define _mm512_castsi512_ps v_as_f
-#define _mm512_castps_si512 v_as_i
-#define _mm512_castps_pd(x) (x)
-#define _mm512_castpd_ps(x) (x)
-BOTH_F(_v_add, _mm256_add_ps) BOTH_F(_v_sub, _mm256_sub_ps) BOTH_F(_v_mul, _mm256_mul_ps) BOTH_F(_v_div, _mm256_div_ps)
-BOTH_F(_v_max, _mm256_max_ps) BOTH_F(_v_min, _mm256_min_ps)
-BOTH_I(_v_addi, _mm256_add_epi32) BOTH_I(_v_and, _mm256_and_si256) BOTH_I(_v_or, _mm256_or_si256)
-BOTH_I(_v_subi, _mm256_sub_epi32) BOTH_I(_v_maxi, _mm256_max_epi32)
-#define _mm512_add_ps _v_add
-#define _mm512_sub_ps _v_sub
-#define _mm512_mul_ps _v_mul
-#define _mm512_div_ps _v_div
-#define _mm512_max_ps _v_max
-#define _mm512_min_ps _v_min
-#define _mm512_sqrt_ps(x) F2(_mm256_sqrt_ps((x).a), _mm256_sqrt_ps((x).b))
-#define _mm512_add_epi32 _v_addi
-#define _mm512_sub_epi32 _v_subi
-#define _mm512_max_epi32 _v_maxi
-#define _mm512_and_si512 _v_and
-#define _mm512_or_si512 _v_or
-#define _mm512_srli_epi32(x, n) I2(_mm256_srli_epi32((x).a, n), _mm256_srli_epi32((x).b, n))
-#define _mm512_cvttps_epi32(x) I2(_mm256_cvttps_epi32((x).a), _mm256_cvttps_epi32((x).b))
-#define _mm512_cvtph_ps(x) F2(_mm256_cvtph_ps(_mm256_castsi256_si128(x)), _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1)))
-#define _mm512_cvtepi32_ps(x) F2(_mm256_cvtepi32_ps((x).a), _mm256_cvtepi32_ps((x).b))
-#define _mm512_slli_epi32(x, n) I2(_mm256_slli_epi32((x).a, n), _mm256_slli_epi32((x).b, n))
-INLINE f512 v_fmadd(f512 x, f512 y, f512 z) {
-    return F2(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b));
-}
-INLINE f512 v_fnmadd(f512 x, f512 y, f512 z) {
-    return F2(_mm256_fnmadd_ps(x.a, y.a, z.a), _mm256_fnmadd_ps(x.b, y.b, z.b));
-}
-#define _mm512_fmadd_ps v_fmadd
-#define _mm512_fnmadd_ps v_fnmadd
-#define _mm512_maskz_sub_ps(mask, x, y) v_as_f(_v_and(wide16(mask), v_as_i(_v_sub(x, y))))
-INLINE __m256 round8(__m256 x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-INLINE f512 v_round(f512 x) { return F2(round8(x.a), round8(x.b)); }
-INLINE __m256 fraction8(__m256 x) { /* 0 of infinity */
-    __m256 finite = _mm256_max_ps(_mm256_set1_ps(-0x1p24f), x);
-    return _mm256_sub_ps(finite, _mm256_floor_ps(finite));
-}
-INLINE f512 v_fraction(f512 x) { return F2(fraction8(x.a), fraction8(x.b)); }
-#define _mm512_roundscale_ps(x, how) v_round(x) /* `how` is 8 everywhere: to the nearest whole number */
-#define _mm512_reduce_ps(x, how) v_fraction(x)  /* of x <= 0, towards minus infinity everywhere */
-/* x 2^floor(n) for -252 <= n < 127, in two steps that a power of two can be. Smaller n: 0; NaN stays. */
-INLINE __m256 scaled8(__m256 x, __m256 n) {
-    n = _mm256_max_ps(_mm256_set1_ps(-252.0f), _mm256_floor_ps(n));
-    __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1), bias = _mm256_set1_epi32(127);
-    __m256i one = _mm256_slli_epi32(_mm256_add_epi32(half, bias), 23);
-    __m256i two = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), bias), 23);
-    return _mm256_mul_ps(_mm256_mul_ps(x, as_f(one)), as_f(two));
-}
-INLINE f512 v_scalef(f512 x, f512 n) { return F2(scaled8(x.a, n.a), scaled8(x.b, n.b)); }
-#define _mm512_scalef_ps v_scalef
-
-/* ---- bfloat16 */
-INLINE __m256 even8(__m256i x) { return as_f(_mm256_slli_epi32(x, 16)); }
-INLINE __m256 odd8(__m256i x) { return as_f(_mm256_and_si256(x, _mm256_set1_epi32((int)0xFFFF0000))); }
-INLINE __m256 dot8(__m256 sum, __m256i x, __m256i y) {
-    return _mm256_fmadd_ps(even8(x), even8(y), _mm256_fmadd_ps(odd8(x), odd8(y), sum));
-}
-INLINE f512 v_dot(f512 sum, i512 x, i512 y) { return F2(dot8(sum.a, x.a, y.a), dot8(sum.b, x.b, y.b)); }
-INLINE __m256i rounded8(__m256 x) { /* to nearest even, in the low halves; NaN stays NaN */
-    __m256i bits = as_i(x), high = _mm256_srli_epi32(bits, 16);
-    __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
-    __m256i near = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))), 16);
-    __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40)), nan = as_i(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-    return _mm256_blendv_epi8(near, quiet, nan);
-}
-INLINE __m256i v_rounded(f512 x) {
-    return _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded8(x.a), rounded8(x.b)), 0xD8);
-}
-INLINE i512 v_widened(__m256i x) {
-    return I2(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(x)), _mm256_cvtepu16_epi32(_mm256_extracti128_si256(x, 1)));
-}
-#define _mm512_dpbf16_ps v_dot
-#define _mm512_cvtneps_pbh v_rounded
-#define _mm512_cvtepu16_epi32 v_widened
-
-/* ---- choices and comparisons */
-INLINE i512 v_blend(i512 no, m16 mask, i512 yes) {
-    i512 m = wide16(mask);
-    return I2(_mm256_blendv_epi8(no.a, yes.a, m.a), _mm256_blendv_epi8(no.b, yes.b, m.b));
-}
-#define _mm512_mask_mov_epi32(no, mask, yes) v_blend(no, mask, yes)
-#define _mm512_mask_mov_ps(no, mask, yes) v_as_f(v_blend(v_as_i(no), mask, v_as_i(yes)))
-#define _mm512_mask_blend_ps(mask, no, yes) v_as_f(v_blend(v_as_i(no), mask, v_as_i(yes)))
-INLINE m16 v_gt(i512 x, i512 y) { return bits16(I2(_mm256_cmpgt_epi32(x.a, y.a), _mm256_cmpgt_epi32(x.b, y.b))); }
-INLINE m16 v_eq(i512 x, i512 y) { return bits16(I2(_mm256_cmpeq_epi32(x.a, y.a), _mm256_cmpeq_epi32(x.b, y.b))); }
-#define _mm512_cmpgt_epi32_mask v_gt
-#define _mm512_cmpeq_epi32_mask v_eq
-#define _mm512_cmplt_epi32_mask(x, y) v_gt(y, x)
-#define _mm512_cmple_epi32_mask(x, y) ((m16)~v_gt(x, y))
-#define _mm512_mask_cmpge_epi32_mask(mask, x, y) ((m16)((mask) & ~v_gt(y, x)))
-
-/* ---- bytes, and whole numbers from and to them */
-typedef uint64_t m64;
-#define __mmask64 m64
-BOTH_I(_v_xor, _mm256_xor_si256) BOTH_I(_v_shuffle8, _mm256_shuffle_epi8)
-INLINE i512 v_set1_8(char x) { return I2(_mm256_set1_epi8(x), _mm256_set1_epi8(x)); }
-INLINE i512 v_four_lanes(__m128i x) { return I2(_mm256_broadcastsi128_si256(x), _mm256_broadcastsi128_si256(x)); }
-INLINE __m128i upper_8(__m128i x) { return _mm_unpackhi_epi64(x, x); }
-#define _mm512_xor_si512 _v_xor
-#define _mm512_shuffle_epi8 _v_shuffle8
-#define _mm512_set1_epi8 v_set1_8
-#define _mm512_broadcast_i32x4 v_four_lanes
-#define _mm512_srli_epi16(x, n) I2(_mm256_srli_epi16((x).a, n), _mm256_srli_epi16((x).b, n))
-#define _mm512_andnot_ps(x, y) F2(_mm256_andnot_ps((x).a, (y).a), _mm256_andnot_ps((x).b, (y).b))
-#define _mm512_cvtps_epi32(x) I2(_mm256_cvtps_epi32((x).a), _mm256_cvtps_epi32((x).b))
-INLINE i512 v_unsigned_8(__m128i x) { return I2(_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(upper_8(x))); }
-INLINE i512 v_signed_8(__m128i x) { return I2(_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(upper_8(x))); }
-#define _mm512_cvtepu8_epi32 v_unsigned_8
-#define _mm512_cvtepi8_epi32 v_signed_8
-INLINE __m128i v_bytes(i512 x) { /* saturated */
-    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xD8);
-    return _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-}
-#define _mm512_cvtsepi32_epi8 v_bytes
-INLINE int v_sum_i(i512 x) {
-    const __m256i both = _mm256_add_epi32(x.a, x.b);
-    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
-    s = _mm_add_epi32(s, upper_8(s));
-    return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_srli_si128(s, 4)));
-}
-#define _mm512_reduce_add_epi32 v_sum_i
-
-/* ---- reductions */
-INLINE float sum8(__m256 x) {
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
-}
-INLINE float v_sum(f512 x) { return sum8(_mm256_add_ps(x.a, x.b)); }
-INLINE float v_largest(f512 x) {
-    float all[8], top;
-    _mm256_storeu_ps(all, _mm256_max_ps(x.a, x.b));
-    top = all[0];
-    for (int i = 1; i < 8; i++) top = all[i] > top ? all[i] : top;
-    return top;
-}
-INLINE int v_extreme(m16 mask, i512 x, int sign) { /* the least, or with sign -1 the greatest, of those in the mask */
-    int all[16], found = sign < 0 ? INT32_MIN : INT32_MAX;
-    memcpy(all, &x, sizeof all);
-    for (int i = 0; i < 16; i++)
-        if (mask >> i & 1 && (sign < 0 ? all[i] > found : all[i] < found)) found = all[i];
-    return found;
-}
-#define _mm512_reduce_add_ps v_sum
-#define _mm512_reduce_max_ps v_largest
-#define _mm512_reduce_min_epi32(x) v_extreme(0xFFFF, x, 1)
-#define _mm512_mask_reduce_min_epi32(mask, x) v_extreme(mask, x, 1)
-#define _mm512_mask_reduce_max_epi32(mask, x) v_extreme(mask, x, -1)
-
-/* ---- orders. Within lanes of 128 bits AVX2 has the same; between lanes only what is used */
-BOTH_F(_v_unpacklo, _mm256_unpacklo_ps) BOTH_F(_v_unpackhi, _mm256_unpackhi_ps)
-BOTH_I(_v_unpacklo_i, _mm256_unpacklo_epi32) BOTH_I(_v_unpackhi_i, _mm256_unpackhi_epi32)
-BOTH_I(_v_unpacklo_q, _mm256_unpacklo_epi64) BOTH_I(_v_unpackhi_q, _mm256_unpackhi_epi64)
-#define _mm512_unpacklo_ps _v_unpacklo
-#define _mm512_unpackhi_ps _v_unpackhi
-#define _mm512_unpacklo_pd(x, y) v_as_f(_v_unpacklo_q(v_as_i(x), v_as_i(y)))
-#define _mm512_unpackhi_pd(x, y) v_as_f(_v_unpackhi_q(v_as_i(x), v_as_i(y)))
-#define _mm512_unpacklo_epi32 _v_unpacklo_i
-#define _mm512_unpackhi_epi32 _v_unpackhi_i
-#define _mm512_unpacklo_epi64 _v_unpacklo_q
-#define _mm512_unpackhi_epi64 _v_unpackhi_q
-#define _mm512_shuffle_ps(x, y, how) F2(_mm256_shuffle_ps((x).a, (y).a, how), _mm256_shuffle_ps((x).b, (y).b, how))
-INLINE __m128i lane(i512 x, int i) {
-    __m256i half = i & 2 ? x.b : x.a;
-    return i & 1 ? _mm256_extracti128_si256(half, 1) : _mm256_castsi256_si128(half);
-}
-INLINE i512 v_lanes(i512 x, i512 y, const int how) { /* two lanes of x, then two of y */
-    return I2(_mm256_set_m128i(lane(x, how >> 2 & 3), lane(x, how & 3)),
-              _mm256_set_m128i(lane(y, how >> 6 & 3), lane(y, how >> 4 & 3)));
-}
-#define _mm512_shuffle_i32x4 v_lanes
-#define _mm512_shuffle_f32x4(x, y, how) v_as_f(v_lanes(v_as_i(x), v_as_i(y), how))
-INLINE f512 crossed(f512 x, f512 y) {
-    return F2(_mm256_permute2f128_ps(x.a, y.a, 0x21), _mm256_permute2f128_ps(x.b, y.b, 0x21));
-}
-INLINE __m256 first_pairs(f512 x) {
-    return as_f(_mm256_permute4x64_epi64(as_i(_mm256_shuffle_ps(x.a, x.b, 0x44)), 0xD8));
-}
+#include "avx2.h"
 #endif
 
 /* The first n of 16 numbers, all where there are more. */
@@ -323,13 +43,41 @@ INLINE __m512 widened(__m256i numbers) {
 }
 INLINE __m256i rounded(__m512 numbers) { return (__m256i)_mm512_cvtneps_pbh(numbers); } /* to nearest even */
 
-/* The sum of both halves. */
-INLINE __m256 halved(__m512 x) {
-#ifdef __AVX512BF16__
-    return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
-#else
-    return _mm256_add_ps(x.a, x.b);
-#endif
+/* Of pairs of bfloat16 numbers the first ones, and the second ones. */
+INLINE __m512 even_halves(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
+INLINE __m512 odd_halves(__m512i pairs) {
+    return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xFFFF0000)));
+}
+
+/* One number. To the nearest, of two the even one. */
+INLINE float wide_number(bf16 x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float wide;
+    memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+INLINE bf16 to_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (bf16)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+/* LANES of n numbers from number i on, 0 behind the last: bfloat16, or where not `half` float32. */
+INLINE __m512 bf16_at(const void *at, int64_t i, int64_t n) {
+    return widened(_mm256_maskz_loadu_epi16(first_lanes(n - i), (const bf16 *)at + i));
+}
+INLINE __m512 number_at(const void *at, int half, int64_t i, int64_t n) {
+    if (half) return bf16_at(at, i, n);
+    return n - i >= LANES ? _mm512_loadu_ps((const float *)at + i)
+                          : _mm512_maskz_loadu_ps(first_lanes(n - i), (const float *)at + i);
+}
+INLINE void put_bf16(void *at, int64_t i, int64_t n, __m512 x) {
+    _mm256_mask_storeu_epi16((bf16 *)at + i, first_lanes(n - i), rounded(x));
+}
+INLINE void put_number(void *at, int half, int64_t i, int64_t n, __m512 x) {
+    if (half) put_bf16(at, i, n, x);
+    else if (n - i >= LANES) _mm512_storeu_ps((float *)at + i, x);
+    else _mm512_mask_storeu_ps((float *)at + i, first_lanes(n - i), x);
 }
 
 /* The sum of the lanes of each of four vectors. */
@@ -352,6 +100,12 @@ INLINE __m512 exp_of(__m512 x) {
     y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.5f));
     y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
     return _mm512_scalef_ps(_mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f)), n);
+}
+
+/* x times the logistic function of s, x / (1 + exp(-s)). */
+INLINE __m512 times_logistic(__m512 x, __m512 s) {
+    const __m512 minus = _mm512_min_ps(_mm512_set1_ps(88.0f), _mm512_sub_ps(_mm512_setzero_ps(), s));
+    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), exp_of(minus)));
 }
 
 /* cap tanh(x / cap) (Gemma 2's soft caps), whose error is below 3e-7 of the cap. */

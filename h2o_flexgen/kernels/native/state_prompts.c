@@ -9,20 +9,13 @@
    keys with each other cost a twentieth, and decays are products, never quotients that overflow. COLS columns of a state
    lie in the first cache while BLOCK tokens pass. Bound by multiplications: 2 LANES an instruction. */
 
-#include <stdlib.h>
-
 #include "states.h"
 #include "team.h"
 #include "vectors.h"
 
 enum {
-#ifdef __AVX512BF16__
-    TOKENS = 8,
-    WIDTH = 2,
-#else
-    TOKENS = 4,
-    WIDTH = 1,
-#endif
+    TOKENS = REGISTERS / 4,
+    WIDTH = REGISTERS / 16,
     COLS = WIDTH * LANES,
     BLOCK = 128,
     FEW = 1 << 14, /* numbers of all keys that one thread does sooner than two can agree on it */
@@ -167,7 +160,7 @@ static void move(const States *s, float *state, int64_t col, float *room, int ba
             else memcpy(room + t * COLS, state + t * n + col, cols * sizeof(float));
 }
 
-/* A row's head. room: as `room_of` says. */
+/* A row's head. */
 static void whole_prompt(const States *s, Place p, float *room) {
     const int64_t pitch = up(s->key_dim, LANES);
     float *key = room, *query = key + pitch, *decay = query + pitch, *columns = decay + pitch;
@@ -193,34 +186,16 @@ static void whole_prompt(const States *s, Place p, float *room) {
     }
 }
 
-static size_t room_of(const States *s) {
-    const int64_t pitch = up(s->key_dim, LANES);
-    return (3 * pitch + s->key_dim * COLS + BLOCK / TOKENS * (3 * TOKENS + 1) * pitch) * sizeof(float);
-}
-
-typedef struct {
-    const States *s;
-    int64_t next;
-    int failed;
-} Heads;
-
-static void take_heads(void *task, int member) {
-    Heads *all = task;
-    const States *s = all->s;
-    (void)member;
-    int64_t i = claim(&all->next, 1);
-    if (i >= s->rows * s->heads) return;
-    float *room = malloc(room_of(s));
-    if (!room) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
-    for (; room && i < s->rows * s->heads; i = claim(&all->next, 1))
-        whole_prompt(s, (Place){i / s->heads, 0, i % s->heads}, room);
-    free(room);
+static void one_head(void *task, int64_t i, int64_t end, void *room) {
+    const States *s = task;
+    (void)end;
+    whole_prompt(s, (Place){i / s->heads, 0, i % s->heads}, room);
 }
 
 /* All tokens of every row; states in place. Returns 0, or 1 where memory is short. */
-int state_prompts(const States *s) {
-    Heads all = {s, 0, 0};
-    const int64_t numbers = s->rows * s->tokens * s->heads * s->key_dim;
-    team_run(take_heads, &all, numbers < FEW ? 1 : (int)s->threads);
-    return all.failed;
+int state_prompts(States *s) {
+    const int64_t pitch = up(s->key_dim, LANES), numbers = s->rows * s->tokens * s->heads * s->key_dim;
+    const int64_t floats = 3 * pitch + s->key_dim * COLS + BLOCK / TOKENS * (3 * TOKENS + 1) * pitch;
+    const int threads = numbers < FEW ? 1 : (int)s->threads;
+    return team_share(one_head, s, s->rows * s->heads, 1, floats * (int64_t)sizeof(float), threads);
 }

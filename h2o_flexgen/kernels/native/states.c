@@ -12,11 +12,7 @@
 
 enum {
     ALONE = 1 << 14, /* numbers of all states that one thread does sooner than two can agree on it */
-#ifdef __AVX512BF16__
-    WIDTH = 4, /* vectors of a state's row at a time */
-#else
-    WIDTH = 2,
-#endif
+    WIDTH = REGISTERS / 8, /* vectors of a state's row at a time */
 };
 
 /* n numbers times `scale`, by their length where that is asked for. */
@@ -115,26 +111,17 @@ static void scan_step(const States *s, Place p, float *state) {
     }
 }
 
-typedef struct {
-    const States *s;
-    int64_t next;
-} Heads;
-
-static void take_heads(void *task, int member) {
-    Heads *all = task;
-    const States *s = all->s;
-    (void)member;
-    for (int64_t i; (i = claim(&all->next, 1)) < s->rows * s->heads;) {
-        const Place p = {i / s->heads, 0, i % s->heads};
-        float *state = s->state + i * s->key_dim * s->value_dim;
-        if (s->delta) delta_step(s, p, state);
-        else scan_step(s, p, state);
-    }
+static void one_head(void *task, int64_t i, int64_t end, void *room) {
+    const States *s = task;
+    const Place p = {i / s->heads, 0, i % s->heads};
+    float *state = s->state + i * s->key_dim * s->value_dim;
+    (void)end, (void)room;
+    if (s->delta) delta_step(s, p, state);
+    else scan_step(s, p, state);
 }
 
 /* One token of every row; states in place. `delta` has value_first 0, what has not has 1 and no by_channel. */
-void state_step(const States *s) {
-    Heads all = {s, 0};
+void state_step(States *s) {
     const int64_t numbers = s->rows * s->heads * s->key_dim * s->value_dim;
-    team_run(take_heads, &all, numbers < ALONE ? 1 : (int)s->threads);
+    team_share(one_head, s, s->rows * s->heads, 1, 0, numbers < ALONE ? 1 : (int)s->threads);
 }

@@ -29,18 +29,6 @@ typedef struct {
     int64_t row, token, head;
 } Place;
 
-INLINE __m512 number_at(const void *at, int bf16, int64_t i, int64_t n) {
-    if (bf16) return widened(_mm256_maskz_loadu_epi16(first_lanes(n - i), (const uint16_t *)at + i));
-    return n - i >= LANES ? _mm512_loadu_ps((const float *)at + i)
-                          : _mm512_maskz_loadu_ps(first_lanes(n - i), (const float *)at + i);
-}
-
-INLINE void put_number(void *at, int bf16, int64_t i, int64_t n, __m512 x) {
-    if (bf16) _mm256_mask_storeu_epi16((uint16_t *)at + i, first_lanes(n - i), rounded(x));
-    else if (n - i >= LANES) _mm512_storeu_ps((float *)at + i, x);
-    else _mm512_mask_storeu_ps((float *)at + i, first_lanes(n - i), x);
-}
-
 INLINE const void *from(const void *at, int64_t bf16, int64_t numbers) {
     return (const char *)at + numbers * (bf16 ? 2 : 4);
 }

@@ -17,6 +17,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <stdlib.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -164,4 +165,35 @@ void team_run(Work *work, void *task, int threads) {
         atomic_store(&call->asleep, 0);
     }
     atomic_store(&call->taken, 0);
+}
+
+typedef struct {
+    Share *share;
+    void *task;
+    int64_t count, turn, room;
+    int64_t next; /* piece that no thread has taken */
+    int failed;
+} Shared;
+
+static void take_turns(void *task, int member) {
+    Shared *all = task;
+    (void)member;
+    int64_t first = claim(&all->next, all->turn);
+    if (first >= all->count) return;
+    void *room = all->room ? aligned_alloc(64, (size_t)(all->room + 63) & -64ul) : NULL;
+    if (all->room && !room) {
+        __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
+        return;
+    }
+    for (; first < all->count; first = claim(&all->next, all->turn)) {
+        const int64_t last = first + all->turn;
+        all->share(all->task, first, last < all->count ? last : all->count, room);
+    }
+    free(room);
+}
+
+int team_share(Share *share, void *task, int64_t count, int64_t turn, int64_t room, int threads) {
+    Shared all = {share, task, count, turn, room, 0, 0};
+    team_run(take_turns, &all, threads);
+    return all.failed;
 }

@@ -10,14 +10,9 @@
 
 #define WIDEST 4 /* vectors */
 #define TILE 6
-#ifdef __AVX512BF16__
-#define VECTORS 4
-#else /* 16 registers of half the width */
-#define VECTORS 1
-#endif
+#define VECTORS (REGISTERS == 32 ? 4 : 1)
 
-#if defined __AVX512BF16__ && !defined SLOW_BF16
-#define PAIRS
+#ifdef PAIRS
 typedef bf16 term;
 enum { TERMS = 2 };
 #else
@@ -47,9 +42,6 @@ INLINE void transpose(__m512i r[LANES]) {
     }
 }
 
-INLINE __m512i even_terms(__m512i pairs) { return _mm512_slli_epi32(pairs, 16); }
-INLINE __m512i odd_terms(__m512i pairs) { return _mm512_and_si512(pairs, _mm512_set1_epi32((int)0xFFFF0000)); }
-
 /* 16 rows of n numbers, an even count, as (number, row) terms; pairs of numbers lie `apart` terms apart. */
 INLINE void pack_rows(const bf16 *const rows[LANES], int64_t n, int64_t apart, term *packed) {
     for (int64_t at = 0; at < n; at += 2 * LANES) {
@@ -62,8 +54,8 @@ INLINE void pack_rows(const bf16 *const rows[LANES], int64_t n, int64_t apart, t
             if (TERMS == 2) {
                 _mm512_store_si512(to, r[i]);
             } else {
-                _mm512_store_si512(to, even_terms(r[i]));
-                _mm512_store_si512(to + apart / 2, odd_terms(r[i]));
+                _mm512_store_ps((float *)to, even_halves(r[i]));
+                _mm512_store_ps((float *)(to + apart / 2), odd_halves(r[i]));
             }
         }
     }

@@ -8,35 +8,23 @@
    then they are multiplied by both scales. Codes are unsigned numbers, so what they stand for is `offset` less: sums
    start at -offset times the sum of x. Other lows are multiplied by that sum, in float32. */
 
+#include "team.h"
+#include "tiles.h"
 #include "whole.h"
 
 /* Whether `whole` can do products with such weights. */
 int takes_whole(const Packed *w) {
-#ifdef WHOLE_NUMBERS
     return w->levels != E4M3 && !(has_nibbles(w) && w->group == 16) && w->ins % unit_of(w) == 0;
-#else
-    return 0 * w->ins;
-#endif
 }
 
 /* Inputs that share a scale of x at most. */
 int most_span(void) { return MOST_SPAN; }
 
-#ifdef WHOLE_NUMBERS
-#include "team.h"
-#include "tiles.h"
-
-#ifdef NARROW
-enum { TILE_HEIGHT = 4 };
-#else
-enum { TILE_HEIGHT = 3 };
-#endif
-
 enum {
     VECTORS_OUT = 4,
     COLS = VECTORS_OUT * LANES, /* outputs of a panel */
     DEPTH = 256,                /* inputs: 16 KiB of a panel */
-    HEIGHT = TILE_HEIGHT,       /* rows of a tile: as many vectors of whole sums and of scaled ones as fit */
+    HEIGHT = IS_WIDE ? 3 : 4,     /* rows of a tile: as many vectors of whole sums and of scaled ones as fit */
     MOST_ROWS = 512,            /* whose sums are kept at a time */
     LINE = 64,
 };
@@ -121,13 +109,11 @@ static void round_span(const Whole *all, int64_t row, Fours to, int64_t span) {
     all->start[at] = -all->offset * whole;
 }
 
-static void round_rows(void *task, int member) {
-    Whole *all = task;
-    (void)member;
-    for (int64_t row; (row = claim(&all->next, 1)) < all->p.rows;) {
-        const Fours to = fours_of(all, row);
-        for (int64_t span = 0; span < all->spans; span++) round_span(all, row, to, span);
-    }
+static void round_row(void *task, int64_t row, int64_t end, void *room) {
+    const Whole *all = task;
+    const Fours to = fours_of(all, row);
+    (void)end, (void)room;
+    for (int64_t span = 0; span < all->spans; span++) round_span(all, row, to, span);
 }
 
 /* ---- a panel of weights */
@@ -153,9 +139,9 @@ static void turn_pairs(const Whole *all, const bf16 *from, int64_t out, int64_t 
             r[i] = _mm512_maskz_loadu_epi16(mask, from + least(out + i, all->p.outs - 1) * groups + group);
         transpose(r);
         for (int64_t i = 0; i < LANES && group + 2 * i < groups; i++) {
-            put(all, group + 2 * i, _mm512_mul_ps(step, _mm512_castsi512_ps(even_terms(r[i]))), to);
+            put(all, group + 2 * i, _mm512_mul_ps(step, even_halves(r[i])), to);
             if (group + 2 * i + 1 == groups) break;
-            put(all, group + 2 * i + 1, _mm512_mul_ps(step, _mm512_castsi512_ps(odd_terms(r[i]))), to);
+            put(all, group + 2 * i + 1, _mm512_mul_ps(step, odd_halves(r[i])), to);
         }
     }
 }
@@ -247,7 +233,7 @@ static void take_inputs(const Whole *all, int64_t out, int64_t in, uint8_t *to, 
 
 /* ---- sums */
 
-#ifdef NARROW
+#if !IS_WIDE
 #include "whole_narrow.h"
 #define FOURTH_TILE(NIBBLES, ASKS) ONE_TILE(4, NIBBLES, ASKS)
 #define FOURTH_NAME(NIBBLES, ASKS) , tile_4_##NIBBLES##_##ASKS
@@ -317,7 +303,7 @@ typedef void Tile(const Whole *, const Panel *, int64_t, int64_t, float *, const
     static Tile *const tiles_##NIBBLES##_##ASKS[HEIGHT] = {tile_1_##NIBBLES##_##ASKS, tile_2_##NIBBLES##_##ASKS, \
                                                            tile_3_##NIBBLES##_##ASKS FOURTH_NAME(NIBBLES, ASKS)};
 TILES(0, 0) TILES(0, 1) TILES(1, 0) TILES(1, 1)
-#ifdef NARROW
+#if !IS_WIDE
 TILES(2, 0) TILES(2, 1) TILES(3, 0) TILES(3, 1)
 static Tile *const *const tiles[4][2] = {{tiles_0_0, tiles_0_1}, {tiles_1_0, tiles_1_1}, {tiles_2_0, tiles_2_1},
                                          {tiles_3_0, tiles_3_1}};
@@ -327,7 +313,7 @@ static Tile *const *const tiles[2][2] = {{tiles_0_0, tiles_0_1}, {tiles_1_0, til
 
 /* Which of them takes such weights. */
 static int kind_of(const Packed *w) {
-#ifdef NARROW
+#if !IS_WIDE
     return !has_nibbles(w) ? 0 : w->levels == UINT4 ? 1 : has_signed_levels(w) ? 3 : 2;
 #else
     return has_nibbles(w);
@@ -389,7 +375,7 @@ static void describe(Whole *all) {
     all->each = w->group ? w->group / all->span : all->spans;
     all->offset = whole_offset(w);
     all->lows = w->low_kind != NONE && w->low_kind != MIDDLE;
-#ifdef NARROW
+#if !IS_WIDE
     all->woven = all->p.rows > FEW_ROWS;
 #endif
 }
@@ -402,8 +388,7 @@ int whole(const Product *p, int threads) {
     if (!room) return 1;
     all.x = (int8_t *)room;
     all.scale = (float *)(room + bytes), all.sum = all.scale + spans, all.start = (int32_t *)(all.sum + spans);
-    team_run(round_rows, &all, p->rows == 1 ? 1 : threads);
-    all.next = 0;
+    team_share(round_row, &all, p->rows, 1, 0, p->rows == 1 ? 1 : threads);
     if (p->rows <= FEW_ROWS)
         all.failed |= few(&all, threads);
     else
@@ -411,6 +396,3 @@ int whole(const Product *p, int threads) {
     free(room);
     return all.failed;
 }
-#else
-int whole(const Product *p, int threads) { return 1 | p->wide | threads; } /* which is not called */
-#endif

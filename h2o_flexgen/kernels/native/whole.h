@@ -4,32 +4,8 @@
 
 #include "product.h"
 
-/* Three tiers. An instruction of AVX-512 multiplies 64 pairs of bytes and adds them up by fours; on 256 bits the same one
-   may be there, as AVX-VNNI's or AVX-512's. Without either, a product of unsigned and signed bytes is added up by twos, in
-   16 bits (`vpmaddubsw`): of codes of 4 bits FOLD such sums fit before they have to be widened. */
-#if defined __AVX512BF16__ && defined __AVX512VNNI__
-#define WHOLE_NUMBERS
+/* Inputs that share a scale of x at most. */
 enum { MOST_SPAN = 64 };
-#elif !defined __AVX512BF16__
-#define WHOLE_NUMBERS
-#define NARROW
-enum { MOST_SPAN = 64 };
-#if defined __AVXVNNI__ || defined EMULATED_VNNI || (defined __AVX512VNNI__ && defined __AVX512VL__)
-#define NARROW_VNNI
-#endif
-#endif
-
-#ifndef WHOLE_NUMBERS
-enum { MOST_SPAN = 0 };
-#endif
-
-#ifdef WHOLE_NUMBERS
-/* What codes of 8 bits are too large by as they are multiplied: unsigned, or as they are. */
-#if defined NARROW && !defined NARROW_VNNI
-enum { BYTE_OFFSET = 0 };
-#else
-enum { BYTE_OFFSET = 128 };
-#endif
 
 enum {
     UNITS = 4, /* of a vector of codes */
@@ -47,56 +23,9 @@ typedef struct {
     float *scale, *sum;        /* (rows, spans) of x */
     int32_t *start;
     int offset, lows, woven;   /* what codes are too large by; whether there are other lows */
-    int64_t next; /* row of x, or output, that no thread has taken */
+    int64_t next; /* output that no thread has taken */
     int failed;
 } Whole;
-
-#ifdef NARROW
-/* sum plus the products of w, unsigned bytes, and x, signed ones, by fours. */
-INLINE __m256i dot_bytes(__m256i sum, __m256i w, __m256i x) {
-#if defined EMULATED_VNNI
-    const __m256i even = _mm256_and_si256(w, _mm256_set1_epi16(255)), signs = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8);
-    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
-    return _mm256_add_epi32(sum, _mm256_add_epi32(_mm256_madd_epi16(even, signs), odd));
-#elif defined __AVXVNNI__
-    return _mm256_dpbusd_avx_epi32(sum, w, x);
-#elif defined NARROW_VNNI
-    return _mm256_dpbusd_epi32(sum, w, x);
-#else
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
-#endif
-}
-
-/* The same of w that is signed, where BYTE_OFFSET is 0: of its size and x with its sign, as 16 bits hold no sum of two
-   products of 255. x is never -128. */
-INLINE __m256i dot_signed(__m256i sum, __m256i w, __m256i x) {
-    return BYTE_OFFSET ? dot_bytes(sum, w, x) : dot_bytes(sum, _mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
-}
-
-/* Of w that is at most 30, and of another vector of it, which 16 bits have room for. */
-INLINE __m256i dot_two(__m256i sum, __m256i w, __m256i x, __m256i w2, __m256i x2) {
-#ifdef NARROW_VNNI
-    return dot_bytes(dot_bytes(sum, w, x), w2, x2);
-#else
-    const __m256i both = _mm256_add_epi16(_mm256_maddubs_epi16(w, x), _mm256_maddubs_epi16(w2, x2));
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(both, _mm256_set1_epi16(1)));
-#endif
-}
-
-INLINE __m512i dot_bytes_512(__m512i sum, __m512i w, __m512i x) {
-    return I2(dot_signed(sum.a, w.a, x.a), dot_signed(sum.b, w.b, x.b));
-}
-INLINE __m512i dot_nibbles_512(__m512i sum, __m512i w, __m512i x, __m512i w2, __m512i x2, const int with_sign) {
-    if (with_sign && !BYTE_OFFSET) return dot_bytes_512(dot_bytes_512(sum, w, x), w2, x2);
-    return I2(dot_two(sum.a, w.a, x.a, w2.a, x2.a), dot_two(sum.b, w.b, x.b, w2.b, x2.b));
-}
-#else
-INLINE __m512i dot_bytes_512(__m512i sum, __m512i w, __m512i x) { return _mm512_dpbusd_epi32(sum, w, x); }
-INLINE __m512i dot_nibbles_512(__m512i sum, __m512i w, __m512i x, __m512i w2, __m512i x2, const int with_sign) {
-    (void)with_sign;
-    return _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sum, w, x), w2, x2);
-}
-#endif
 
 /* Codes of 8 bits as they are multiplied. */
 INLINE __m512i whole_bytes(__m512i codes) {
@@ -129,6 +58,5 @@ INLINE float whole_step(const Packed *w) { return has_nibbles(w) ? LEVELS[w->lev
 
 /* The product of up to FEW_ROWS rows. Returns 0, or 1 where memory is short. */
 int few(const Whole *all, int threads);
-#endif
 
 #endif

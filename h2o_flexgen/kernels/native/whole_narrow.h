@@ -57,11 +57,7 @@ INLINE void tile(const Whole *all, const Panel *panel, int64_t row, int64_t in, 
     const int64_t units = all->span / all->unit, first = in / all->span;
     const int64_t last = least(in + DEPTH, all->padded) / all->span;
     const int quarters = nibbles ? 2 : 1; /* of a unit, each of four steps */
-#ifdef NARROW_VNNI
-    const int sixteen = 0;
-#else
-    const int sixteen = nibbles == 1 || nibbles == 2;
-#endif
+    const int sixteen = !BY_FOURS && (nibbles == 1 || nibbles == 2);
     for (int v = 0; v < VECTORS_OUT; v++) {
         const uint8_t *codes = panel->codes + v * 64;
         UNROLL for (int r = 0; r < rows && !in; r++)

@@ -1,0 +1,62 @@
+/* AVX-512 with bfloat16 and VNNI: vectors of 512 bits are the processor's own. Where its instruction for pairs of bfloat16
+   numbers has half the rate of the one for float32 (Intel's), SLOW_BF16 says so. */
+#ifndef AVX512_H
+#define AVX512_H
+
+#define IS_WIDE 1
+enum { REGISTERS = 32 };
+#ifndef SLOW_BF16
+#define PAIRS
+#endif
+
+INLINE __m512i joined_i(__m256i x, __m256i y) { return _mm512_inserti64x4(_mm512_castsi256_si512(x), y, 1); }
+INLINE __m512 joined(__m256 x, __m256 y) { return _mm512_insertf32x8(_mm512_castps256_ps512(x), y, 1); }
+INLINE __m512 first_half(__m512 x) { return _mm512_maskz_mov_ps(0x00FF, x); }
+INLINE __m512 second_half(__m512 x) { return _mm512_maskz_mov_ps(0xFF00, x); }
+INLINE __m256 halved(__m512 x) { return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)); }
+INLINE __m512 spread_four(const float *four, __m512i which) {
+    return _mm512_permutexvar_ps(which, _mm512_broadcast_f32x4(_mm_loadu_ps(four)));
+}
+INLINE __m512 spread_eight(__m256 eight, __m512i which) {
+    return _mm512_permutexvar_ps(which, _mm512_castps256_ps512(eight));
+}
+
+/* ---- codes of 4 bits: a permutation looks at no more than the last four bits */
+INLINE __m512 nibbles_of(__m512i words) {
+    return _mm512_permutexvar_ps(words, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+}
+INLINE __m512i picked(const uint8_t *codes, __m256i values) {
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes));
+    const __m512i which = _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
+    return _mm512_permutexvar_epi16(which, _mm512_broadcast_i64x4(values));
+}
+INLINE void picked_wide(const uint8_t *codes, __m512 values, __m512 part[2]) {
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes));
+    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512 even = _mm512_permutexvar_ps(bytes, values);
+    const __m512 odd = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), values);
+    part[0] = _mm512_permutex2var_ps(even, first, odd);
+    part[1] = _mm512_permutex2var_ps(even, _mm512_add_epi32(first, _mm512_set1_epi32(8)), odd);
+}
+
+/* ---- registers */
+typedef __m512 reg;
+enum { REG = 16 };
+#define reg_load _mm512_loadu_ps
+#define reg_first(at, count) _mm512_maskz_loadu_ps((__mmask16)((1u << (count)) - 1), at)
+#define reg_set1 _mm512_set1_ps
+#define reg_fma _mm512_fmadd_ps
+#define reg_halved halved
+INLINE reg reg_terms(__m512i pairs, const int part) {
+    return _mm512_castsi512_ps(part ? _mm512_and_si512(pairs, _mm512_set1_epi32((int)0xFFFF0000)) : _mm512_slli_epi32(pairs, 16));
+}
+
+/* ---- products of bytes */
+enum { BY_FOURS = 1, BYTE_OFFSET = 128 };
+INLINE __m512i dot_bytes_512(__m512i sum, __m512i w, __m512i x) { return _mm512_dpbusd_epi32(sum, w, x); }
+INLINE __m512i dot_nibbles_512(__m512i sum, __m512i w, __m512i x, __m512i w2, __m512i x2, const int with_sign) {
+    (void)with_sign;
+    return _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sum, w, x), w2, x2);
+}
+
+#endif
