@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.config.model.packing import CachePacking
-from h2o_flexgen.kernels.native import fields, function, library
+from h2o_flexgen.kernels.native import function, library, structure
 from h2o_flexgen.kernels.types import RULES, Newest, Ranking, RankRule, SlotRule
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
@@ -18,39 +18,13 @@ MAX_DIM, MAX_PACKED_DIM = 640, 256
 """Numbers per head, and where they are packed; DeepSeek's latents are 576."""
 
 
-class _DecodeTask(ctypes.Structure):
-    """The argument of `attend_step`, as attend.c describes it."""
-
-    _fields_ = fields(
-        "q rows kv_heads group capacity dim bf16 k_bits v_bits block threads step window adds masks",
-        "d scale cap",
-        "P k v out",
-        "P new_q",
-        "q new_q_row new_q_head",
-        "P new_k",
-        "q new_k_row new_k_head",
-        "P new_v",
-        "q new_v_row new_v_head",
-        "P rule used given probs",
-        "q width",
-        "P next score pos fresh sinks",
-        "q by",
-        "P squares scopes",
-        "q newest newest_at",
-        "P lost_k lost_v lost_slots",
-    )
+_Step, _Ranks = structure("attend.c", "Step"), structure("attend.c", "Ranks")
 
 
 def available(dtype: torch.dtype, dim: int, device: torch.device, packed: bool = False) -> bool:
     """Whether the kernel can be had, and takes K and V of this kind."""
     most = MAX_PACKED_DIM if packed else MAX_DIM
     return device.type == "cpu" and dtype in DTYPES and dim <= most and library() is not None
-
-
-class _RanksTask(ctypes.Structure):
-    """The argument of `next_slots`, as attend.c describes it."""
-
-    _fields_ = fields("q rows kv_heads capacity step window rank_row rank_head", "P rule rank pos next")
 
 
 class NativeAttend:
@@ -89,7 +63,7 @@ class NativeAttend:
         self._ranking = ranking
         self.used = torch.zeros(rows, kv_heads, dtype=torch.int64)
         self._size, self._new, self._rows = tuple(size), (rows, kv_heads, dim), rows
-        self._step = _DecodeTask(rows=rows, kv_heads=kv_heads, capacity=self.capacity, dim=dim)
+        self._step = _Step(rows=rows, kv_heads=kv_heads, capacity=self.capacity, dim=dim)
         self._step.rule, self._step.used = self._rules.data_ptr(), self.used.data_ptr()
         self._step.window, self._step.adds = window or 0, adds
         self._masks, self._step.masks = masks, masks is not None and window is not None
@@ -115,6 +89,7 @@ class NativeAttend:
         self._kv: tuple[Tensor, Tensor] | None = None
         self._dtype = torch.float32
         self._strides: object = None
+        self._asked, self._new_k, self._new_v = self._step.new_q, self._step.new_k, self._step.new_v
         self._pointer = ctypes.pointer(self._step)
 
     def attach(self, k: Tensor, v: Tensor) -> None:
@@ -171,11 +146,10 @@ class NativeAttend:
         strides = (q.stride(), k.stride(), v.stride())
         if strides != self._strides:
             self._strides, size = strides, self._dtype.itemsize
-            step.new_q_row, step.new_q_head = q.stride(0) * size, q.stride(1) * size
-            step.new_k_row, step.new_k_head = k.stride(0) * size, k.stride(1) * size
-            step.new_v_row, step.new_v_head = v.stride(0) * size, v.stride(1) * size
+            for vectors, stride in zip((self._asked, self._new_k, self._new_v), strides, strict=True):
+                vectors.row, vectors.head = stride[0] * size, stride[1] * size
         out = torch.empty(q.shape, dtype=self._dtype)
-        step.new_q, step.new_k, step.new_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        self._asked.at, self._new_k.at, self._new_v.at = q.data_ptr(), k.data_ptr(), v.data_ptr()
         step.out, step.step, step.group, step.scale = out.data_ptr(), number, heads // self._new[1], scale
         step.threads, step.cap = torch.get_num_threads(), soft_cap or 0
         step.fresh = None if fresh is None else fresh.data_ptr()
@@ -200,7 +174,7 @@ class NativeAttend:
         rows, kv_heads, _ = self._new
         if ranks.stride(-1) != 1:
             ranks = ranks.contiguous()
-        task = _RanksTask(rows, kv_heads, self.capacity, number, self._step.window, ranks.stride(0), ranks.stride(1))
+        task = _Ranks(rows, kv_heads, self.capacity, number, self._step.window, ranks.stride(0), ranks.stride(1))
         task.rule, task.rank = self._rules.data_ptr(), ranks.data_ptr()
         task.pos, task.next = pos.data_ptr(), free.data_ptr()
         self._pick(ctypes.byref(task))

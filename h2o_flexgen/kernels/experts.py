@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.native import fields, function, library
+from h2o_flexgen.kernels.native import function, library, structure
 from h2o_flexgen.kernels.packed import PackedWeight
 from h2o_flexgen.kernels.triton_available import serves
 
@@ -24,16 +24,8 @@ PLACE = "native"
 """Where the weights of an expert keep what `expert_place` made of them."""
 
 
-class _Matrix(ctypes.Structure):
-    """`Matrix` of native/experts.c."""
-
-    _fields_ = fields("P w bias packed")
-
-
-class ExpertPlace(ctypes.Structure):
-    """`Expert` of native/experts.c."""
-
-    _fields_ = [(name, _Matrix) for name in ("wide", "up", "gate", "down")]
+class ExpertPlace(structure("experts.c", "Expert")):  # type: ignore[misc]
+    """What the kernel is given of an expert."""
 
     @classmethod
     def of(cls, w: Mapping[str, Any]) -> ExpertPlace | None:
@@ -75,14 +67,7 @@ def _fits(x: Tensor) -> bool:
     return x.dtype is torch.bfloat16 and x.is_cpu and x.is_contiguous()
 
 
-class _ExpertTask(ctypes.Structure):
-    """`Task` of native/experts.c."""
-
-    _fields_ = fields(
-        "P x out tokens shares starts which",
-        "q count hidden ffn most tanh_gelu interleaved threads",
-        "d limit",
-    )
+_Task = structure("experts.c", "Task")
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +139,7 @@ def add_experts(
         which = (ctypes.c_void_p * len(places))(*map(ctypes.addressof, places))
         starts = torch.tensor(choices.starts[experts.start : experts.stop + 1])
         hidden, ffn = weights[0]["down.weight"].shape
-        task = _ExpertTask(x=x.data_ptr(), out=out.data_ptr(), tokens=choices.tokens.data_ptr())
+        task = _Task(x=x.data_ptr(), out=out.data_ptr(), tokens=choices.tokens.data_ptr())
         task.shares, task.starts = choices.shares.data_ptr(), starts.data_ptr()
         task.which, task.count, task.threads = ctypes.addressof(which), len(places), torch.get_num_threads()
         task.hidden, task.ffn, task.most = hidden, ffn, most

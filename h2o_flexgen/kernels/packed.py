@@ -12,16 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen.config.model.packing import LEVEL_BITS, LEVELS, SUPER, Packing
-from h2o_flexgen.kernels.native import fields, function, library
+from h2o_flexgen.kernels.native import function, library, structure
 
 _LEVELS = tuple(LEVEL_BITS)
 _KINDS = ("bfloat16", "float16", "float32", "e8m0", "super", "none", "middle", "zero")
 
 
-class PackedPlace(ctypes.Structure):
-    """`Packed` of native/weights.h."""
-
-    _fields_ = fields("P codes scale super_scale low super_low", "q levels group scale_kind low_kind ins")
+_Packed = structure("weights.h", "Packed")
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +55,7 @@ class PackedWeight:
         return self.parts["order"].long() if self.packing.ordered else None
 
     @cached_property
-    def place(self) -> PackedPlace | None:
+    def place(self) -> ctypes.Structure | None:
         """The arguments of kernels in C; None where they cannot take it."""
         group = self.packing.group
         if self.device.type != "cpu" or library() is None:
@@ -66,7 +63,7 @@ class PackedWeight:
         kinds = (_KINDS.index(kind) for kind in (self.packing.scale, self.packing.low))
         names = ("codes", "scale", "super_scale", "low", "super_low")
         places = (self.parts[name].data_ptr() if name in self.parts else None for name in names)
-        return PackedPlace(*places, _LEVELS.index(self.packing.levels), group, *kinds, self.shape[1])
+        return _Packed(*places, _LEVELS.index(self.packing.levels), group, *kinds, self.shape[1])
 
     @cached_property
     def whole(self) -> bool:

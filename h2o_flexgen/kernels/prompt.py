@@ -11,7 +11,7 @@ from torch import Tensor
 from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.huge import LARGE
 from h2o_flexgen.kernels import torch_attention, triton_available
-from h2o_flexgen.kernels.native import fields, function, library
+from h2o_flexgen.kernels.native import function, library, structure
 from h2o_flexgen.kernels.types import KeysValues, PackedPrompts, PrefillAttention
 
 _TRITON_MAX_DIM = 256
@@ -26,28 +26,7 @@ _SCRATCH_PER_LOGIT, _LOGITS, _LOGITS_PER_KEY = 14, 1 << 20, 16
 """Bytes of scratch for all workers: what torch's kernel has alive of as many logits, see `schedule/workspace.py`."""
 
 
-class _PromptTask(Structure):
-    """The arguments of `prompt_attention`, as prompt.c describes them."""
-
-    _fields_ = fields(
-        "P q k v past_k past_v out sums scratch",
-        "q q_row q_head q_token k_row k_head k_token v_row v_head v_token",
-        "q past_k_head past_k_token past_v_head past_v_token",
-        "q rows kv_heads group length before d window queries parts workers prompts",
-        "d scale cap",
-        "P sinks packed",
-    )
-
-
-class _KeepTask(Structure):
-    """The arguments of `keep_prompts`, as keep.c describes them."""
-
-    _fields_ = fields(
-        "P k v",
-        "q k_token k_head v_token v_head",
-        "P to_k to_v sums score pos rows",
-        "q count kv_heads capacity dim k_bits v_bits block wide window threads",
-    )
+_Prompt, _Keep = structure("prompt.c", "Prompt"), structure("keep.c", "Keep")
 
 
 def by_triton(device: torch.device, dim: int) -> bool:
@@ -140,7 +119,7 @@ def packed_attention(
     return sums
 
 
-def _run(task: _PromptTask, scale: float, out: Tensor, sums: Tensor | None, tokens: int) -> None:
+def _run(task: Structure, scale: float, out: Tensor, sums: Tensor | None, tokens: int) -> None:
     """Computes `task` into `out` and `sums`, in scratch memory of what `tokens` queries are allowed, sums of parts
     included."""
     each = function("prompt_scratch", "P", "q")(byref(task))
@@ -170,10 +149,10 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, scale: float, past: KeysValues | None
 
 def _task(
     q: Tensor, k: Tensor, v: Tensor, past: KeysValues | None, window: int | None, sinks: Tensor | None
-) -> _PromptTask:
+) -> Structure:
     """The prompts, how they lie in memory, and how it is divided."""
     n, heads, length, d = q.shape
-    task = _PromptTask(q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr())
+    task = _Prompt(q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr())
     task.sinks = None if sinks is None else sinks.data_ptr()
     task.q_row, task.q_head, task.q_token, _ = q.stride()
     task.k_row, task.k_head, task.k_token, _ = k.stride()
@@ -204,7 +183,7 @@ def _queries(group: int) -> int:
     return min(counts, key=lambda count: -(-count * group // _TILE) * _TILE / (count * group))
 
 
-def _allowed(task: _PromptTask, tokens: int) -> int:
+def _allowed(task: Structure, tokens: int) -> int:
     """Bytes that the scratch of all workers may take for so many queries, if one alone does not need more."""
     keys = task.kv_heads * task.group * (task.before + task.length)
     return _SCRATCH_PER_LOGIT * min(max(_LOGITS, _LOGITS_PER_KEY * keys), tokens * keys)
@@ -252,7 +231,7 @@ def keep_prompts(
         raise ValueError(f"ranks {[tuple(rank.shape) for rank in ranks]} for a cache of {tuple(cache.k.shape)}")
     k, v = packed
     size = k.itemsize
-    task = _KeepTask(k=k.data_ptr(), v=v.data_ptr(), to_k=cache.k.data_ptr(), to_v=cache.v.data_ptr())
+    task = _Keep(k=k.data_ptr(), v=v.data_ptr(), to_k=cache.k.data_ptr(), to_v=cache.v.data_ptr())
     task.k_token, task.k_head = (step * size for step in k.stride()[:2])
     task.v_token, task.v_head = (step * size for step in v.stride()[:2])
     if sums is not None and ranks is not None:

@@ -10,18 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.native import fields, function, library
+from h2o_flexgen.kernels.native import function, library, structure
 from h2o_flexgen.kernels.pieces import MAX_DIM
 from h2o_flexgen.kernels.types import KeysValues, Ranking
 
-
-class _Ranks(ctypes.Structure):
-    """The argument of `ranks_of`, as ranks.c describes it."""
-
-    _fields_ = fields(
-        "q rows kv_heads count dim bf16 threads row head key_row key_head",
-        "P keys chosen pos rank",
-    )
+_Ranks = structure("ranks.c", "Ranks")
+_Recall, _Filling = structure("recall.c", "Recall"), structure("recall.c", "Filling")
 
 
 def serves(like: Tensor) -> bool:
@@ -56,7 +50,7 @@ def likeness(keys: Tensor, chosen: Tensor) -> Tensor:
     return _run(task, keys.shape[:3])
 
 
-def _task(like: Tensor, pos: Tensor | None) -> _Ranks:
+def _task(like: Tensor, pos: Tensor | None) -> ctypes.Structure:
     rows, kv_heads, count = like.shape[:3]
     task = _Ranks(rows=rows, kv_heads=kv_heads, count=count, threads=torch.get_num_threads())
     if pos is not None:
@@ -64,7 +58,7 @@ def _task(like: Tensor, pos: Tensor | None) -> _Ranks:
     return task
 
 
-def _run(task: _Ranks, size: torch.Size) -> Tensor:
+def _run(task: ctypes.Structure, size: torch.Size) -> Tensor:
     ranks = torch.empty(size)
     task.rank = ranks.data_ptr()
     if function("ranks_of", "P", "i")(ctypes.byref(task)):
@@ -87,38 +81,6 @@ class ShelvedKeys(NamedTuple):
     """Position of the token of step 0."""
     taken: int
     """Steps before that."""
-
-
-class _RecallTask(ctypes.Structure):
-    """The argument of `recall_step`, as recall.c describes it."""
-
-    _fields_ = fields(
-        "q rows kv_heads group capacity dim bf16 block threads step every window near",
-        "d scale cap",
-        "P row q",
-        "q q_row q_head",
-        "P new_k",
-        "q new_k_row new_k_head",
-        "P new_v",
-        "q new_v_row new_v_head",
-        "P k v score pos next",
-        "q written looks recalled",
-        "d held best",
-    )
-
-
-class _Filling(ctypes.Structure):
-    """The argument of `recall_fill`, as recall.c describes it."""
-
-    _fields_ = fields(
-        "q kv_heads count start length dim bf16 block threads",
-        "P new_k",
-        "q k_head k_token",
-        "P new_v",
-        "q v_head v_token",
-        "P k v packed",
-        "q next",
-    )
 
 
 class Recalled(NamedTuple):
@@ -149,7 +111,7 @@ class NativeRecall:
             for row in rows
         ]
         self._table = torch.tensor(table, dtype=torch.int64)
-        self._task = _RecallTask(rows=len(rows), every=every, near=near, block=block, window=window or 0)
+        self._task = _Recall(rows=len(rows), every=every, near=near, block=block, window=window or 0)
         self._task.row = self._table.data_ptr()
         self._pointer, self._call = ctypes.byref(self._task), function("recall_step", "P", "i")
 
@@ -176,9 +138,8 @@ class NativeRecall:
         if rows != len(self._rows) or not (held.k.is_contiguous() and held.v.is_contiguous()):
             raise ValueError(f"caches of {tuple(held.k.shape)}: needed {len(self._rows)} rows, contiguous")
         size = held.k.itemsize
-        task.q, task.q_row, task.q_head = q.data_ptr(), q.stride(0) * size, q.stride(1) * size
-        task.new_k, task.new_k_row, task.new_k_head = k.data_ptr(), k.stride(0) * size, k.stride(1) * size
-        task.new_v, task.new_v_row, task.new_v_head = v.data_ptr(), v.stride(0) * size, v.stride(1) * size
+        for vectors, x in ((task.q, q), (task.new_k, k), (task.new_v, v)):
+            vectors.at, vectors.row, vectors.head = x.data_ptr(), x.stride(0) * size, x.stride(1) * size
         task.k, task.v, task.score = held.k.data_ptr(), held.v.data_ptr(), ranking.score.data_ptr()
         task.pos, task.next = ranking.pos.data_ptr(), ranking.free.data_ptr()
         task.step, task.scale, task.cap, task.threads = number, scale, soft_cap or 0, torch.get_num_threads()
@@ -196,7 +157,7 @@ class NativeRecall:
         task.threads = torch.get_num_threads()
         task.new_k, task.k_head, task.k_token = k.data_ptr(), k.stride(0) * size, k.stride(1) * size
         task.new_v, task.v_head, task.v_token = v.data_ptr(), v.stride(0) * size, v.stride(1) * size
-        task.k, task.v, task.packed = shelf.k.data_ptr(), shelf.v.data_ptr(), packed.data_ptr()
+        task.k, task.v, task.index = shelf.k.data_ptr(), shelf.v.data_ptr(), packed.data_ptr()
         function("recall_fill", "P")(ctypes.byref(task))
 
     @staticmethod

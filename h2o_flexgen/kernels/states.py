@@ -16,44 +16,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.native import fields, function, library
+from h2o_flexgen.kernels.native import function, library, structure
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MOST_KEY = 1024
 _TAPS = (2, 3, 4)
 
 
-class _States(ctypes.Structure):
-    """`States` of native/states.h."""
-
-    _fields_ = fields(
-        "q rows tokens heads key_heads key_dim value_dim bf16 delta normed by_channel value_first threads",
-        "q q_row q_token q_head k_row k_token k_head v_row v_token v_head",
-        "P q k v decay beta skip state out",
-        "d scale",
-    )
-
-
-class _Selective(ctypes.Structure):
-    """`Selective` of native/selective.c."""
-
-    _fields_ = fields("q rows tokens channels numbers bf16 threads", "P x dt a b c skip state out")
-
-
-class _Conv(ctypes.Structure):
-    """`Conv` of native/short_conv.c."""
-
-    _fields_ = fields("q rows tokens channels taps held bf16 silu threads x_row x_token", "P x state weight bias out")
-
-
-class _GatedNorm(ctypes.Structure):
-    """`GatedNorm` of native/gated_norm.c."""
-
-    _fields_ = fields(
-        "q rows groups size bf16 gate_bf16 weight_bf16 gate_first sigmoid rounds threads x_row gate_row",
-        "P x gate weight out",
-        "d eps",
-    )
+_States, _GatedNorm = structure("states.h", "States"), structure("gated_norm.c", "GatedNorm")
+_Selective, _Conv = structure("selective.c", "Selective"), structure("short_conv.c", "Conv")
 
 
 class GatedNorm(NamedTuple):

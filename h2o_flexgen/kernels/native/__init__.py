@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Callable
 from functools import cache
@@ -34,6 +35,7 @@ _LETTERS: dict[str, Any] = {
     "i": ctypes.c_int,
     "d": ctypes.c_double,
 }
+_NUMBERS = {name: _LETTERS[letter] for name, letter in (("int64_t", "q"), ("int", "i"), ("double", "d"))}
 
 
 @cache
@@ -77,9 +79,23 @@ def function(name: str, arguments: str, result: str = "") -> Callable[..., Any]:
     return call
 
 
-def fields(*groups: str) -> list[tuple[str, Any]]:
-    """The fields of a C structure, in order: `fields("P k v", "q rows")` are two pointers and a number."""
-    return [(name, _LETTERS[letter]) for letter, *names in map(str.split, groups) for name in names]
+@cache
+def structure(source: str, name: str) -> type[ctypes.Structure]:
+    """The structure `name` of a C file of this folder, with the fields that are declared there."""
+    text = re.sub(r"/\*.*?\*/", "", (FOLDER / source).read_text(encoding="utf-8"), flags=re.DOTALL)
+    body = re.search(rf"typedef struct \{{([^{{}}]*)\}} {name};", text)
+    assert body is not None, f"{source} declares no structure {name}"
+    found: list[tuple[str, Any]] = []
+    for declaration in filter(None, map(str.strip, body[1].split(";"))):
+        kind, declared = declaration.removeprefix("const ").split(maxsplit=1)
+        for each in declared.split(","):
+            made = _LETTERS["P"] if "*" in each else _NUMBERS.get(kind) or structure(source, kind)
+            found.append((each.split("*")[-1].strip(), made))
+
+    class Declared(ctypes.Structure):
+        _fields_ = found
+
+    return Declared
 
 
 def must_compile() -> bool:

@@ -70,6 +70,15 @@ INLINE __m256i load_half(const void *at, size_t bytes) {
     memcpy(&x, at, bytes);
     return x;
 }
+INLINE __m128i load_quarter(const void *at, size_t bytes) {
+    __m128i x = _mm_setzero_si128();
+    int32_t four;
+    if (bytes == 16) return _mm_loadu_si128((const __m128i *)at);
+    if (bytes == 8) return _mm_loadl_epi64((const __m128i *)at);
+    if (bytes == 4) return memcpy(&four, at, 4), _mm_cvtsi32_si128(four);
+    memcpy(&x, at, bytes);
+    return x;
+}
 INLINE void store_some(void *at, const void *from, size_t bytes, size_t whole) {
     memcpy(at, from, bytes == whole ? whole : bytes);
 }
@@ -82,8 +91,8 @@ INLINE void store_some(void *at, const void *from, size_t bytes, size_t whole) {
 #define _mm512_storeu_si512(at, x) v_storeu(at, v_as_f(x))
 #define _mm512_store_si512(at, x) v_storeu(at, v_as_f(x))
 #define _mm256_maskz_loadu_epi8(mask, at) load_half(at, first_bytes((m32)(mask), 1))
-#define _mm_maskz_loadu_epi8(mask, at) _mm256_castsi256_si128(load_half(at, first_bytes((m16)(mask), 1)))
-#define _mm_maskz_loadu_epi16(mask, at) _mm256_castsi256_si128(load_half(at, first_bytes((uint8_t)(mask), 2)))
+#define _mm_maskz_loadu_epi8(mask, at) load_quarter(at, first_bytes((m16)(mask), 1))
+#define _mm_maskz_loadu_epi16(mask, at) load_quarter(at, first_bytes((uint8_t)(mask), 2))
 #define _mm512_maskz_loadu_epi32(mask, at) load_some(at, first_bytes((m16)(mask), 4))
 #define _mm512_maskz_loadu_ps(mask, at) v_as_f(load_some(at, first_bytes((m16)(mask), 4)))
 #define _mm512_maskz_loadu_epi8(mask, at) load_some(at, first_bytes(mask, 1))

@@ -18,12 +18,11 @@ typedef struct {
     const Packed *packed;
 } Matrix;
 
-/* `ExpertPlace` in experts.py has the same fields in the same order. `wide`: up, then gate; without it they are apart. */
+/* `wide`: up, then gate; without it they are apart. */
 typedef struct {
     Matrix wide, up, gate, down;
 } Expert;
 
-/* `ExpertTask` in experts.py likewise. */
 typedef struct {
     const bf16 *x;              /* (tokens, hidden) */
     bf16 *out;                  /* the same, to be added to */

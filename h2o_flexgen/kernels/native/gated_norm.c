@@ -9,7 +9,6 @@
 
 enum { ALONE = 1 << 14 /* numbers that one thread does sooner than two can agree on it */ };
 
-/* `_GatedNorm` in states.py has the same fields in the same order. */
 typedef struct {
     int64_t rows, groups, size; /* groups of a row, numbers of a group */
     int64_t bf16, gate_bf16, weight_bf16;

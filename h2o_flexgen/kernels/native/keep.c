@@ -13,7 +13,6 @@
 
 enum { FEW_BYTES = 1 << 16, DIGITS = 256 };
 
-/* `_KeepTask` in prompt.py has the same fields in the same order. */
 typedef struct {
     const char *k, *v;      /* the first head of the first token */
     int64_t k_token, k_head, v_token, v_head; /* bytes from one to the next */

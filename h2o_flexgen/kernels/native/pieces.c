@@ -114,23 +114,25 @@ INLINE void expand_one(const Pieces *p, const uint8_t *codes, const int bits, co
     const bf16 *scales = (const bf16 *)(const void *)(codes + p->dim * bits / 8), *lows = scales + piece_groups(p);
     const __m512 levels = _mm512_cvtepi32_ps(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
     int64_t i = 0;
-    for (; bits != 3 && i + 32 <= p->dim; i += 32) {
-        const uint8_t *at = codes + i * bits / 8;
-        const __m512 scale = _mm512_set1_ps(wide_number(scales[i / PIECE_GROUP]));
-        const __m512 low = _mm512_set1_ps(wide_number(lows[i / PIECE_GROUP])), values = _mm512_fmadd_ps(levels, scale, low);
-        __m512 part[2];
-        char *there = to + i * (wide ? 4 : 2);
-        if (bits == 4 && !wide) {
-            _mm512_storeu_si512(there, picked(at, rounded(values)));
-            continue;
+    for (int64_t g = 0; bits != 3 && i + 32 <= p->dim; g++) {
+        const __m512 scale = _mm512_set1_ps(wide_number(scales[g])), low = _mm512_set1_ps(wide_number(lows[g]));
+        const __m512 values = _mm512_fmadd_ps(levels, scale, low);
+        for (const int64_t end = least((g + 1) * PIECE_GROUP, p->dim); i + 32 <= end; i += 32) {
+            const uint8_t *at = codes + i * bits / 8;
+            char *there = to + i * (wide ? 4 : 2);
+            __m512 part[2];
+            if (bits == 4 && !wide) {
+                _mm512_storeu_si512(there, picked(at, rounded(values)));
+                continue;
+            }
+            if (bits == 4) picked_wide(at, values, part);
+            UNROLL for (int j = 0; bits == 8 && j < 2; j++) {
+                const __m128i bytes = _mm_loadu_si128((const __m128i *)at + j);
+                part[j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)), scale, low);
+            }
+            if (wide) _mm512_storeu_ps(there, part[0]), _mm512_storeu_ps(there + 64, part[1]);
+            else _mm512_storeu_si512(there, (__m512i)_mm512_cvtne2ps_pbh(part[1], part[0]));
         }
-        if (bits == 4) picked_wide(at, values, part);
-        UNROLL for (int j = 0; bits == 8 && j < 2; j++) {
-            const __m128i bytes = _mm_loadu_si128((const __m128i *)at + j);
-            part[j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)), scale, low);
-        }
-        if (wide) _mm512_storeu_ps(there, part[0]), _mm512_storeu_ps(there + 64, part[1]);
-        else _mm512_storeu_si512(there, (__m512i)_mm512_cvtne2ps_pbh(part[1], part[0]));
     }
     for (; i < p->dim; i++) {
         const int code = bits == 8   ? codes[i]

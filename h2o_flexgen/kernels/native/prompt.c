@@ -20,7 +20,7 @@
 #define CHUNK 128 /* keys whose weights in bfloat16 stay in the first cache, with their values */
 #define MAX_DIM 256
 
-/* Strides in elements. `_PromptTask` in prompt.py has the same fields in the same order. */
+/* Strides in elements. */
 typedef struct {
     const bf16 *q, *k, *v, *past_k, *past_v;
     bf16 *out;     /* (rows, length, kv_heads x group, d), contiguous */

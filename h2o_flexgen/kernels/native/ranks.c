@@ -11,7 +11,6 @@
 
 enum { FEW = 1 << 12, TILE = 64, ROWS = 4 };
 
-/* `_Ranks` in ranks.py has the same fields in the same order. */
 typedef struct {
     int64_t rows, kv_heads, count, dim, bf16, threads;
     int64_t row, head;           /* numbers from one to the next of `pos` */

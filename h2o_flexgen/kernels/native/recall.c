@@ -25,7 +25,6 @@ typedef struct {
     int64_t row, head; /* bytes from one to the next */
 } Strided;
 
-/* `_RecallTask` in ranks.py has the same fields in the same order. */
 typedef struct {
     int64_t rows, kv_heads, group, capacity, dim, bf16, block, threads, step, every, window, near;
     double scale, cap; /* cap: that logits approach and never pass; 0: there is none */
@@ -278,8 +277,7 @@ int recall_step(Recall *r) {
     return failed;
 }
 
-/* Tokens of a row that go to its shelf and into its index, at `start` and after. `_Filling` in ranks.py has the same
-   fields in the same order. */
+/* Tokens of a row that go to its shelf and into its index, at `start` and after. */
 typedef struct {
     int64_t kv_heads, count, start, length, dim, bf16, block, threads;
     const char *new_k;
@@ -288,25 +286,23 @@ typedef struct {
     int64_t v_head, v_token;
     char *k, *v; /* (kv_heads, length, dim) */
     uint8_t *index;
-    int64_t next; /* of all tokens of all heads the first that no thread has taken */
 } Filling;
 
-static void take_new(void *task, int member) {
-    Filling *f = task;
+static void some_tokens(void *task, int64_t first, int64_t last, void *room) {
+    const Filling *f = task;
     const Pieces p = {f->dim, BITS, !f->bf16, f->block};
-    const int64_t bytes = vector_bytes(&p), all = f->kv_heads * f->count;
-    (void)member;
-    for (int64_t first; (first = claim(&f->next, TOKEN)) < all;)
-        for (int64_t i = first; i < least(all, first + TOKEN); i++) {
-            const int64_t head = i / f->count, token = i % f->count, at = head * f->length + f->start + token;
-            const char *key = f->new_k + head * f->k_head + token * f->k_token;
-            memcpy(f->k + at * bytes, key, (size_t)bytes);
-            memcpy(f->v + at * bytes, f->new_v + head * f->v_head + token * f->v_token, (size_t)bytes);
-            keep_vector(&p, key, f->index + at * kept_bytes(&p));
-        }
+    const int64_t bytes = vector_bytes(&p);
+    (void)room;
+    for (int64_t i = first; i < last; i++) {
+        const int64_t head = i / f->count, token = i % f->count, at = head * f->length + f->start + token;
+        const char *key = f->new_k + head * f->k_head + token * f->k_token;
+        memcpy(f->k + at * bytes, key, (size_t)bytes);
+        memcpy(f->v + at * bytes, f->new_v + head * f->v_head + token * f->v_token, (size_t)bytes);
+        keep_vector(&p, key, f->index + at * kept_bytes(&p));
+    }
 }
 
 void recall_fill(Filling *f) {
-    f->next = 0;
-    team_run(take_new, f, f->kv_heads * f->count > FEW ? (int)f->threads : 1);
+    const int64_t tokens = f->kv_heads * f->count;
+    team_share(some_tokens, f, tokens, TOKEN, 0, tokens > FEW ? (int)f->threads : 1);
 }

@@ -12,7 +12,6 @@ enum {
     SOME = 64,       /* channels at a time, a multiple of LANES */
 };
 
-/* `_Selective` in states.py has the same fields in the same order. */
 typedef struct {
     int64_t rows, tokens, channels, numbers, bf16, threads;
     const void *x;    /* (rows, tokens, channels), bfloat16 or float32 */

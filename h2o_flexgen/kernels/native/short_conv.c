@@ -14,7 +14,6 @@ enum {
     MOST_TAPS = 8,
 };
 
-/* `_Conv` in states.py has the same fields in the same order. */
 typedef struct {
     int64_t rows, tokens, channels, taps, held, bf16, silu, threads;
     int64_t x_row, x_token; /* numbers from one to the next of x */

@@ -6,7 +6,7 @@
 
 enum { MOST_KEY = 1024 /* numbers of a key */ };
 
-/* `_States` in states.py has the same fields in the same order. With `delta`, of each token and head (Yang, Kautz and
+/* With `delta`, of each token and head (Yang, Kautz and
    Hatamizadeh, arXiv 2412.06464, and with a decay of each number of a key, Kimi Team, arXiv 2510.26692):
        state = exp(decay) state;  state += key (beta (value - key state));  out = query state
    and without (Dao and Gu, arXiv 2405.21060), out = query state + skip value, after state += key (beta value). */

@@ -51,20 +51,22 @@ static int64_t size_of(int64_t kind) { return kind == FLOAT32 ? 4 : kind == E8M0
 
 /* Times the number of each super-block of 256 inputs, `per` groups. There is room for whole vectors. */
 static void times_super(const uint16_t *super, int64_t per, int64_t n, float *to) {
-    for (int64_t i = 0; i < n; i += per) {
-        const float factor = half_number(super[i / per]);
-        int64_t j = i;
-        for (; j + 8 <= i + per; j += 8)
-            _mm256_storeu_ps(to + j, _mm256_mul_ps(_mm256_loadu_ps(to + j), _mm256_set1_ps(factor)));
-        for (; j < least(i + per, n); j++) to[j] *= factor;
+    const int shift = __builtin_ctzll((unsigned long long)per);
+    for (int64_t i = 0; per < 8 && i < n; i++) to[i] *= half_number(super[i >> shift]);
+    for (int64_t i = 0; per >= 8 && i < n; i += LANES) {
+        const __m256 first = _mm256_set1_ps(half_number(super[i >> shift]));
+        const __m256 second = _mm256_set1_ps(half_number(super[least(i + 8, n - 1) >> shift]));
+        _mm512_storeu_ps(to + i, _mm512_mul_ps(_mm512_loadu_ps(to + i), joined(first, second)));
     }
 }
 
-/* The numbers of groups as those of units, `times` a group. Writes whole vectors. */
+/* The numbers of groups as those of units, `times` a group, a power of two. Writes whole vectors. */
 static void repeat(const float *from, int64_t times, int64_t units, float *to) {
-    if (times == 1) memcpy(to, from, (size_t)units * sizeof *to);
-    for (int64_t i = 0; times > 1 && i < units; i += times, from++)
-        for (int64_t j = i; j < least(i + times, units); j += LANES) _mm512_storeu_ps(to + j, _mm512_set1_ps(*from));
+    const int shift = __builtin_ctzll((unsigned long long)times);
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i which = _mm512_srli_epi32(lanes, (unsigned)shift);
+    for (int64_t i = 0; i < units; i += LANES)
+        _mm512_storeu_ps(to + i, shift ? spread_eight(_mm256_loadu_ps(from + (i >> shift)), which) : _mm512_loadu_ps(from + i));
 }
 
 static void ask(const void *from, int64_t row, int64_t bytes) {
@@ -104,7 +106,7 @@ int group_scales(const Packed *w, int64_t out, float *scale, float *low) {
 }
 
 int unit_scales(const Packed *w, int64_t out, float *scale, float *low) {
-    const int64_t unit = unit_of(w), units = (w->ins + unit - 1) / unit, times = w->group ? w->group / unit : units;
+    const int64_t unit = unit_of(w), units = (w->ins + unit - 1) / unit, times = w->group ? w->group / unit : 1ll << 40;
     float s[units + 2 * LANES], l[units + 2 * LANES];
     const int lows = group_scales(w, out, s, low ? l : NULL);
     for (int which = 0; which <= lows; which++) repeat(which ? l : s, times, units, which ? low : scale);
@@ -152,7 +154,8 @@ INLINE int64_t expand_32s(const Packed *w, const uint8_t *codes, char *to, const
         UNROLL for (int j = 0; j < 2; j++) {
             const int64_t at = unit == 32 ? i / 32 : i / 16 + j;
             part[j] = kind == NIBBLES ? levels : bytes16(codes + 16 * j, kind == FLOATS);
-            part[j] = _mm512_add_ps(_mm512_mul_ps(part[j], _mm512_set1_ps(scale[at])), _mm512_set1_ps(low[at]));
+            const __m512 by = _mm512_set1_ps(scale[at]), from = _mm512_set1_ps(low[at]);
+            part[j] = wide ? _mm512_add_ps(_mm512_mul_ps(part[j], by), from) : _mm512_fmadd_ps(part[j], by, from);
         }
         _mm_prefetch((const char *)codes + 2048, _MM_HINT_T0);
         if (kind == NIBBLES && !wide) {

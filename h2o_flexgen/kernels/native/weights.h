@@ -6,7 +6,7 @@
 
 #include "simd.h"
 
-/* `PackedPlace` in packed.py has the same fields in the same order, and the same numbers for levels and kinds. */
+/* packed.py has the same numbers for levels and kinds. */
 typedef struct {
     const uint8_t *codes;
     const void *scale, *super_scale, *low, *super_low;
