@@ -24,6 +24,8 @@ _EXPANDED = 1 << 20  # numbers of a packed weight that torch is given at once
 
 _WIDENED = 4  # rows from which on widening weights is worth it, where torch multiplies bfloat16 numbers one by one
 
+_EXACTLY = 2  # in float32, as product.h counts ways
+
 _MANY = LEAST // 4  # numbers that may be large
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -75,21 +77,22 @@ def linear(
 def _packed_linear(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, wide: bool, relu: bool, onto: Tensor | None
 ) -> Tensor:
-    """In C where `linear` would be, by Triton on a GPU, else by torch, some expanded rows of the weight at a time."""
+    """In C where `linear` would be, or of float32 numbers; by Triton on a GPU, else by torch, some expanded rows of the
+    weight at a time."""
     (outs, ins), rows = weight.shape, x.shape[0]
     x = x if weight.order is None else x.index_select(1, weight.order)
-    native = x.dtype is torch.bfloat16 and x.ndim == 2 and x.shape == (rows, ins) and rows and x.stride(1) == 1
-    place = weight.place if native and _is_vector(bias, outs) and (onto is None or _takes(onto, rows, outs)) else None
-    if place is not None:
+    exact = x.dtype is torch.float32
+    fits = (exact or x.dtype is torch.bfloat16) and x.is_cpu and x.shape == (rows, ins) and rows and x.stride(1) == 1
+    fits = fits and _is_vector(bias, outs, x.dtype) and (onto is None or _takes(onto, rows, outs, x.dtype))
+    if fits and weight.place is not None:
         call = function("product", "PPPPllllliiiiPi", "i")
+        wide = wide or exact
         y = _new(rows, outs, dtype=torch.float32 if wide else torch.bfloat16) if onto is None else onto
         places = x.data_ptr(), None, None if bias is None else bias.data_ptr(), y.data_ptr()
-        kind = wide, relu, onto is not None, torch.get_num_threads()
-        if call(*places, rows, outs, ins, x.stride(0), y.stride(0), *kind, ctypes.byref(place), weight.whole):
+        kind = wide, relu, onto is not None, torch.get_num_threads(), ctypes.byref(weight.place)
+        if call(*places, rows, outs, ins, x.stride(0), y.stride(0), *kind, _EXACTLY if exact else weight.whole):
             raise MemoryError(f"no memory to expand weights of {ins} inputs")
         return y
-    if (done := _exact_linear(x, weight, bias, relu, onto)) is not None:
-        return done
     if serves(x.device) and x.ndim == 2 and x.shape[1] == ins:
         from h2o_flexgen.kernels.triton_linear import packed_linear  # imports Triton, which is not there everywhere
 
@@ -105,25 +108,6 @@ def _packed_linear(
     if onto is not None:
         return onto.add_(y)
     return y.float() if wide else y
-
-
-def _exact_linear(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None, relu: bool, onto: Tensor | None
-) -> Tensor | None:
-    """In C, of float32 numbers; None for others, and where there are no kernels."""
-    (outs, ins), exact = weight.shape, torch.float32
-    if not (x.dtype is exact and x.is_cpu and x.ndim == 2 and x.shape[1] == ins and x.stride(1) == 1 and len(x)):
-        return None
-    taken = onto is None or _takes(onto, len(x), outs, exact)
-    if not taken or not _is_vector(bias, outs, exact) or weight.place is None:
-        return None
-    y = _new(len(x), outs, dtype=exact) if onto is None else onto
-    places = x.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
-    kind = relu, onto is not None, torch.get_num_threads(), ctypes.byref(weight.place)
-    call = function("exact", "PPPllllliiiP", "i")
-    if call(*places, len(x), outs, ins, x.stride(0), y.stride(0), *kind):
-        raise MemoryError(f"no memory to expand weights of {ins} inputs")
-    return y
 
 
 def _new(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -16,8 +16,6 @@ and V, 2 n d E (packed in 4 bits: n d x 1.125); with scores 12 n (score twice, p
 probabilities are wanted logits, 8 n G, which stay in the second-level cache; probabilities 4 n. The new token, the
 queries and the answers are 2 d E (2 + G). With d = 128, bfloat16, G = 4 and scores: 556 n, of which 512 n are K and V.
 No slot is read that is not occupied and seen. A split step moves 8 G d more for each part.
-
-Measured so far: nothing. These kernels were compiled for NVIDIA's architecture 9.0 and run in Triton's interpreter.
 """
 
 from __future__ import annotations

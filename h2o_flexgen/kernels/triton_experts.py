@@ -7,8 +7,7 @@ rounding each time: so sums are the same however the experts are divided among c
 An expert's product with r rows is 2 r FLOPs per weight of two bytes, and an H200 has some 200 FLOPs per byte of its
 bandwidth. Up to about 200 rows it costs the bytes of the weights, which a program reads once for 16, 64 or 128 rows.
 Weights are the left factor, tokens the right one: the least tile of the matrix units has 64 rows on the left, but 8
-columns on the right, so that few tokens waste nothing, and the instruction is the same for any number of them. Measured
-so far: nothing. The kernels were compiled for NVIDIA's architecture 9.0 and run in Triton's interpreter.
+columns on the right, so that few tokens waste nothing, and the instruction is the same for any number of them.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Imports Triton; see `triton_available`. Codes, scales and lows are read once per tile of rows of x, and no expanded
 number is written: at few rows a product costs the bytes of the codes, at many the matrix units' time and that of
-expanding once per 128 rows. Measured so far: nothing. The kernel was compiled for NVIDIA's architecture 9.0 and run in
-Triton's interpreter.
+expanding once per 128 rows.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ more and adds up the probabilities, without atomics. Past keys, which all rows s
 Operations: 2 n heads S (P + S / 2) d for the sums, half of what the output takes. Bytes, n rows, E per number: the sums
 read each key once and the queries of a head once per tile of 64 keys, which come from the second-level cache where
 S d E of a head fits there; they write 4 n kv_heads (P + S). Neither writes anything of size S x S.
-
-Measured so far: nothing. These kernels were compiled for NVIDIA's architecture 9.0 and run in Triton's interpreter.
 """
 
 from __future__ import annotations

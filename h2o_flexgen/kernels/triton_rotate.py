@@ -1,8 +1,7 @@
 """Rotation of queries and keys on a GPU, in one launch where torch takes three for each tensor.
 
 Imports Triton; see `triton_available`. Each number is read and written once; tables of angles stay in the second-level
-cache. Measured so far: nothing. The kernels were compiled for NVIDIA's architecture 9.0 and run in Triton's
-interpreter.
+cache.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
    which stay in the first cache meanwhile, a tile of both in registers. Each sum has its own lanes, which are added up after
    DEPTH inputs, and so takes all of them in one order: no result depends on the tile it is made in. */
 
-#include "simd.h"
+#include "product.h"
 #include "team.h"
-#include "weights.h"
 
 enum {
     TILE_OUTS = REGISTERS == 32 ? 6 : 3,
@@ -20,11 +19,8 @@ enum {
 };
 
 typedef struct {
-    const float *x, *bias; /* (rows, ins), (outs) or NULL */
-    float *y;              /* (rows, outs) */
-    long rows, outs, ins, x_stride, y_stride;
-    int relu, onto;
-    const Packed *packed;
+    const Product *p;
+    const float *x;
     long some; /* outputs that a thread takes at a time */
 } Exact;
 
@@ -39,14 +35,14 @@ INLINE void tile(const Exact *e, const float *x, const float *w, int64_t pitch, 
         reg some[TILE_OUTS];
         UNROLL for (int o = 0; o < TILE_OUTS; o++) some[o] = reg_load(w + o * pitch + i);
         UNROLL for (int r = 0; r < rows; r++) {
-            const reg one = reg_load(x + r * e->x_stride + i);
+            const reg one = reg_load(x + r * e->p->x_stride + i);
             UNROLL for (int o = 0; o < TILE_OUTS; o++) sum[r * TILE_OUTS + o] = reg_fma(one, some[o], sum[r * TILE_OUTS + o]);
         }
     }
     if (whole < depth)
         UNROLL for (int s = 0; s < rows * TILE_OUTS; s++)
-            sum[s] = reg_fma(reg_first(x + s / TILE_OUTS * e->x_stride + whole, depth - whole),
-                                 reg_first(w + s % TILE_OUTS * pitch + whole, depth - whole), sum[s]);
+            sum[s] = reg_fma(reg_first(x + s / TILE_OUTS * e->p->x_stride + whole, depth - whole),
+                             reg_first(w + s % TILE_OUTS * pitch + whole, depth - whole), sum[s]);
     UNROLL for (int s = 0; s < COUNT; s += 4) {
         __m256 halves[4];
         UNROLL for (int i = 0; i < 4; i++) halves[i] = reg_halved(sum[s + i]);
@@ -64,23 +60,9 @@ typedef void Tile(const Exact *, const float *, const float *, int64_t, int64_t,
 TILES(1) TILES(2) TILES(3) TILES(4)
 static Tile *const tiles[TILE_ROWS] = {tile_of_1, tile_of_2, tile_of_3, tile_of_4};
 
-/* Writes y of `rows` from `row` and `outs` from `out` on. */
-static void put(const Exact *e, long row, long rows, long out, long outs, const float *sums) {
-    for (long r = 0; r < rows; r++)
-        for (long o = 0; o < outs; o += LANES) {
-            const __mmask16 mask = first_lanes(outs - o);
-            float *y = e->y + (row + r) * e->y_stride + out + o;
-            __m512 v = _mm512_loadu_ps(sums + r * 2 * OUTS + o);
-            if (e->bias) v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(mask, e->bias + out + o));
-            if (e->relu) v = _mm512_max_ps(_mm512_setzero_ps(), v);
-            if (e->onto) v = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, y), v);
-            _mm512_mask_storeu_ps(y, mask, v);
-        }
-}
-
 /* Numbers from one expanded row to the next, and of sums (rows, 2 OUTS). */
-static int64_t pitch_of(const Exact *e) { return up(e->ins, LANES) + APART; }
-static int64_t sums_of(const Exact *e) { return least(ROWS, e->rows) * 2 * OUTS; }
+static int64_t pitch_of(const Exact *e) { return up(e->p->ins, LANES) + APART; }
+static int64_t sums_of(const Exact *e) { return least(ROWS, e->p->rows) * 2 * OUTS; }
 
 /* Outputs from `out` on. The thread's memory is for sums, `some` expanded rows, and the scales of one. */
 static void some_outs(void *task, int64_t out, int64_t end, void *memory) {
@@ -90,28 +72,26 @@ static void some_outs(void *task, int64_t out, int64_t end, void *memory) {
     float *sums = memory, *room = sums + sums_of(e), *scales = room + e->some * pitch;
     for (long o = 0; o < up(outs, TILE_OUTS); o++)
         if (o < outs)
-            expand_row_wide(e->packed, out + o, room + o * pitch, scales, scales + units_room(e->ins));
+            expand_row_wide(e->p->packed, out + o, room + o * pitch, scales, scales + units_room(e->p->ins));
         else
-            memset(room + o * pitch, 0, (size_t)e->ins * sizeof(float));
-    for (long from = 0; from < e->rows; from += ROWS) {
-        const long rows = least(ROWS, e->rows - from);
+            memset(room + o * pitch, 0, (size_t)e->p->ins * sizeof(float));
+    for (long from = 0; from < e->p->rows; from += ROWS) {
+        const long rows = least(ROWS, e->p->rows - from);
         memset(sums, 0, (size_t)rows * 2 * OUTS * sizeof *sums);
-        for (long in = 0; in < e->ins; in += DEPTH)
+        for (long in = 0; in < e->p->ins; in += DEPTH)
             for (long part = 0; part < outs; part += PART)
                 for (long row = 0, height; row < rows; row += height) {
                     height = least(TILE_ROWS, rows - row);
                     for (long o = part; o < least(part + PART, outs); o += TILE_OUTS)
-                        tiles[height - 1](e, e->x + (from + row) * e->x_stride + in, room + o * pitch + in, pitch,
-                                          least(DEPTH, e->ins - in), sums + row * 2 * OUTS + o);
+                        tiles[height - 1](e, e->x + (from + row) * e->p->x_stride + in, room + o * pitch + in, pitch,
+                                          least(DEPTH, e->p->ins - in), sums + row * 2 * OUTS + o);
                 }
-        put(e, from, rows, out, outs, sums);
+        finish(e->p, sums, 2 * OUTS, from, rows, out, outs);
     }
 }
 
-/* Strides in numbers. `onto`: the product is added to what y holds. Returns 0, or 1 where memory is short. */
-int exact(const float *x, const float *bias, float *y, long rows, long outs, long ins, long x_stride, long y_stride, int relu,
-          int onto, int threads, const Packed *packed) {
-    Exact e = {x, bias, y, rows, outs, ins, x_stride, y_stride, relu, onto, packed, rows > MANY ? 2 * OUTS : OUTS};
-    const int64_t floats = sums_of(&e) + e.some * pitch_of(&e) + 2 * units_room(ins);
-    return team_share(some_outs, &e, outs, e.some, floats * (int64_t)sizeof(float), threads);
+int exact(const Product *p, int threads) {
+    Exact e = {p, (const float *)(const void *)p->x, p->rows > MANY ? 2 * OUTS : OUTS};
+    const int64_t floats = sums_of(&e) + e.some * pitch_of(&e) + 2 * units_room(p->ins);
+    return team_share(some_outs, &e, p->outs, e.some, floats * (int64_t)sizeof(float), threads);
 }

@@ -40,7 +40,7 @@ void clamped_gate(bf16 *, long, long, long, double, int);
 static int multiply(const bf16 *x, long x_stride, const Matrix *m, void *y, long y_stride, long rows, long outs, long ins,
                     int wide, int threads) {
     const int wholly = m->packed && takes_whole(m->packed);
-    return product(x, m->w, m->bias, y, rows, outs, ins, x_stride, y_stride, wide, 0, 0, threads, m->packed, wholly);
+    return product(x, m->w, m->bias, y, rows, outs, ins, x_stride, y_stride, wide, 0, 0, threads, m->packed, wholly ? WHOLLY : BY_NUMBERS);
 }
 
 /* out[token of place `row`], columns from `first` to `last`, += its share of the result. */

@@ -24,10 +24,10 @@ enum { FEW = 48, FEW_PACKED = 32 };
    beside 204. */
 static int long_rows(long rows, long ins) { return TERMS == 1 && rows > 24 && rows * ins * (long)sizeof(term) > 3 << 19; }
 
-int product(const bf16 *x, const bf16 *w, const bf16 *bias, void *y, long rows, long outs, long ins, long x_stride,
-            long y_stride, int wide, int relu, int onto, int threads, const Packed *packed, int wholly) {
-    const Product p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto, packed};
-    if (wholly) return whole(&p, threads);
+int product(const bf16 *x, const bf16 *w, const void *bias, void *y, long rows, long outs, long ins, long x_stride,
+            long y_stride, int wide, int relu, int onto, int threads, const Packed *packed, int way) {
+    const Product p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto, packed, way == EXACTLY};
+    if (way != BY_NUMBERS) return (way == WHOLLY ? whole : exact)(&p, threads);
     const int few = rows <= (packed ? FEW_PACKED : FEW) && !long_rows(rows, ins);
     return few || ins % 2 ? linear(&p, threads) : gemm(&p, threads);
 }
