@@ -579,28 +579,20 @@ static Attend *const ANY[2] = {attend_0, attend_1};
         const Form keys = {kb, ku ? ku : 1, !ku}, values = {vb, vu ? vu : 1, !vu}; \
         attend_packed(s, row, head, scratch, keys, values); \
     }
-PACKED(4, 0, 4, 0) PACKED(4, 1, 4, 1) PACKED(4, 2, 4, 2) PACKED(8, 1, 8, 1) PACKED(8, 2, 8, 2) PACKED(8, 4, 8, 4)
-PACKED(4, 0, 8, 1) PACKED(4, 1, 8, 1) PACKED(4, 1, 8, 2) PACKED(4, 2, 8, 4)
-PACKED(8, 1, 4, 0) PACKED(8, 1, 4, 1) PACKED(8, 2, 4, 1) PACKED(8, 4, 4, 2)
-PACKED(4, 0, 3, 1) PACKED(4, 1, 3, 1) PACKED(4, 1, 3, 2) PACKED(4, 2, 3, 4) PACKED(8, 1, 3, 1) PACKED(8, 2, 3, 2)
-PACKED(8, 4, 3, 4)
+PACKED(4, 0, 3, 1) PACKED(4, 1, 3, 2) PACKED(4, 2, 3, 4) PACKED(4, 0, 4, 0) PACKED(4, 1, 4, 1) PACKED(4, 2, 4, 2)
+PACKED(4, 0, 8, 1) PACKED(4, 1, 8, 2) PACKED(4, 2, 8, 4) PACKED(8, 1, 3, 1) PACKED(8, 2, 3, 2) PACKED(8, 4, 3, 4)
+PACKED(8, 1, 4, 0) PACKED(8, 2, 4, 1) PACKED(8, 4, 4, 2) PACKED(8, 1, 8, 1) PACKED(8, 2, 8, 2) PACKED(8, 4, 8, 4)
 
-/* By the bits of keys and values and by the numbers of a head. */
+/* By the bits of keys, 4 and 8, and of values, 3, 4 and 8, and by the numbers of a head: up to 64, 128 and 256. */
+static Attend *const PACKED_KINDS[2][3][3] = {
+    {{packed_4_0_3_1, packed_4_1_3_2, packed_4_2_3_4}, {packed_4_0_4_0, packed_4_1_4_1, packed_4_2_4_2},
+     {packed_4_0_8_1, packed_4_1_8_2, packed_4_2_8_4}},
+    {{packed_8_1_3_1, packed_8_2_3_2, packed_8_4_3_4}, {packed_8_1_4_0, packed_8_2_4_1, packed_8_4_4_2},
+     {packed_8_1_8_1, packed_8_2_8_2, packed_8_4_8_4}},
+};
+
 static Attend *packed_kind(const Step *s) {
-    const Pieces four = {s->dim, 4, !s->bf16, s->block};
-    const int64_t size = (s->dim + UNIT - 1) / UNIT; /* units of 8 bits, or of 3; three are four, of which one is empty */
-    const int paired = is_paired(&four);
-    if (s->k_bits == 4 && s->v_bits == 3)
-        return size > 2 ? packed_4_2_3_4 : size > 1 ? packed_4_1_3_2 : paired ? packed_4_0_3_1 : packed_4_1_3_1;
-    if (s->v_bits == 3)
-        return size > 2 ? packed_8_4_3_4 : size > 1 ? packed_8_2_3_2 : packed_8_1_3_1;
-    if (s->k_bits == 4 && s->v_bits == 4)
-        return size > 2 ? packed_4_2_4_2 : paired ? packed_4_0_4_0 : packed_4_1_4_1;
-    if (s->k_bits == 8 && s->v_bits == 8)
-        return size > 2 ? packed_8_4_8_4 : size > 1 ? packed_8_2_8_2 : packed_8_1_8_1;
-    if (s->k_bits == 4)
-        return size > 2 ? packed_4_2_8_4 : size > 1 ? packed_4_1_8_2 : paired ? packed_4_0_8_1 : packed_4_1_8_1;
-    return size > 2 ? packed_8_4_4_2 : size > 1 ? packed_8_2_4_1 : paired ? packed_8_1_4_0 : packed_8_1_4_1;
+    return PACKED_KINDS[s->k_bits == 8][s->v_bits / 4][s->dim > 2 * UNIT ? 2 : s->dim > UNIT];
 }
 
 typedef struct {
