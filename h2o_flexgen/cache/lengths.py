@@ -121,21 +121,28 @@ class CacheLengths:
         All have the same capacity, device and window. Layers that join the same rows in the same step share metadata
         again: the rows of a GPU batch change in all layers alike, and there may be many.
         """
-        shared = parts[0][0]._shared
         others = [(lengths._shared, lengths.step, tuple(rows)) for lengths, rows in parts[1:]]
         key = [parts[0][0].step, tuple(parts[0][1]), *others]
-        if shared.joined is not None and shared.joined[0] == key:
-            return shared.joined[1].for_another_layer()
-        first, members = parts[0][0], [(lengths, row) for lengths, rows in parts for row in rows]
-        joined = cls([lengths.budgets[row] for lengths, row in members], first.capacity, first.device, first.window)
-        joined.prompts = [lengths.prompts[row] for lengths, row in members]
-        joined.before = [lengths.before[row] + lengths.step for lengths, row in members]
-        joined.gone = [lengths.gone[row] for lengths, row in members]
-        joined.dropped = [lengths.dropped[row] for lengths, row in members]
-        joined.starts = [lengths.starts[row] for lengths, row in members]
-        joined.resumed = True
-        shared.joined = key, joined
-        return joined
+        return parts[0][0]._going_on(key, [(lengths, row) for lengths, rows in parts for row in rows])
+
+    def _going_on(
+        self,
+        key: list[Any],
+        members: Sequence[tuple[CacheLengths, int]],
+        change: Callable[[CacheLengths], None] = lambda made: None,
+    ) -> CacheLengths:
+        """The lengths of these rows of caches after their steps, once `change` was made; once for all layers in which
+        the rows change by the same `key`."""
+        if self._shared.joined is not None and self._shared.joined[0] == key:
+            return self._shared.joined[1].for_another_layer()
+        made = CacheLengths([each.budgets[row] for each, row in members], self.capacity, self.device, self.window)
+        made.resumed = True
+        for name in ("prompts", "before", "gone", "dropped", "starts"):
+            setattr(made, name, [getattr(each, name)[row] for each, row in members])
+        made.before = [before + each.step for before, (each, _) in zip(made.before, members, strict=True)]
+        change(made)
+        self._shared.joined = key, made
+        return made
 
     @property
     def bursting(self) -> list[int]:
@@ -147,38 +154,29 @@ class CacheLengths:
 
     def thinned(self, rows: Sequence[int], ranges: Sequence[tuple[Range, ...]] = ()) -> CacheLengths:
         """After a step several tokens of `rows` have gone, a burst or these ranges of each: all rows go on, in slots
-        from the first on.
+        from the first on."""
 
-        Layers of which the same have gone share metadata again.
-        """
-        key = [self.step, tuple(rows), ranges]
-        if self._shared.joined is not None and self._shared.joined[0] == key:
-            return self._shared.joined[1].for_another_layer()
-        thinned = CacheLengths(self.budgets, self.capacity, self.device, self.window)
-        thinned.prompts, thinned.resumed = self.prompts, True
-        thinned.before = [before + self.step for before in self.before]
-        thinned.gone, thinned.dropped, thinned.starts = self.gone.copy(), self.dropped.copy(), self.starts
-        for i, row in enumerate(rows):
-            own = ranges[i] if ranges else ()
-            thinned.gone[row] += sum(stop - start for start, stop in own) if ranges else self.budgets[row].burst
-            thinned.dropped[row] += own
-        self._shared.joined = key, thinned
-        return thinned
+        def change(made: CacheLengths) -> None:
+            for i, row in enumerate(rows):
+                own = ranges[i] if ranges else ()
+                made.gone[row] += sum(stop - start for start, stop in own) if ranges else self.budgets[row].burst
+                made.dropped[row] += own
+
+        return self._going_on([self.step, tuple(rows), ranges], self._all(), change)
 
     def restarted(self, rows: Sequence[int]) -> CacheLengths:
         """Before a step `rows` begin anew, without a token: a chunk is over."""
-        key = [self.step, tuple(rows), "restarted"]
-        if self._shared.joined is not None and self._shared.joined[0] == key:
-            return self._shared.joined[1].for_another_layer()
-        made, positions = CacheLengths(self.budgets, self.capacity, self.device, self.window), self.next_pos
-        made.prompts, made.before = self.prompts.copy(), [before + self.step for before in self.before]
-        made.gone, made.dropped, made.starts = self.gone.copy(), self.dropped, self.starts.copy()
-        made.resumed = True
-        for row in rows:
-            made.starts[row] += positions[row]
-            made.prompts[row] = made.before[row] = made.gone[row] = 0
-        self._shared.joined = key, made
-        return made
+        positions = self.next_pos
+
+        def change(made: CacheLengths) -> None:
+            for row in rows:
+                made.starts[row] += positions[row]
+                made.prompts[row] = made.before[row] = made.gone[row] = 0
+
+        return self._going_on([self.step, tuple(rows), "restarted"], self._all(), change)
+
+    def _all(self) -> list[tuple[CacheLengths, int]]:
+        return [(self, row) for row in range(len(self.budgets))]
 
     def for_another_layer(self) -> CacheLengths:
         """For the same rows in another layer with the same window, as these were when they were made."""

@@ -18,7 +18,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -217,11 +217,10 @@ class PrefixStore:
     folder: Path | None = None
     disk: int = 0
     sums: bool = False
-    held: ExpectedReuse[FileName] = field(default_factory=lambda: ExpectedReuse(LIFE))
-    on_disk: ExpectedReuse[FileName] = field(default_factory=lambda: ExpectedReuse(LIFE))
 
     def __post_init__(self) -> None:
         self.counts = StoreCounts()
+        self.held, self.on_disk = ExpectedReuse[FileName](LIFE), ExpectedReuse[FileName](LIFE)
         self._ends = Counter[int]()
         self._starts: dict[str, FileName] = {}
         self._entries: dict[FileName, StoredPrefix] = {}
@@ -240,7 +239,6 @@ class PrefixStore:
         if identity != self.identity:
             folder = None if self.folder is None else self.folder.parent
             counts, self.identity, self.folder = self.counts, identity, folder
-            self.held, self.on_disk = ExpectedReuse(LIFE), ExpectedReuse(LIFE)
             self.__post_init__()
             self.counts = counts
 

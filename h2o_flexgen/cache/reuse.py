@@ -48,11 +48,11 @@ class _Alike(Generic[Key]):
 
 
 class ExpectedReuse(Generic[Key]):
-    """The entry that is least likely to be asked for within the next `life` goes, in the unit of `now`, which never
+    """Evicts the entry that is least likely to be asked for within the next `life`, in the unit of `now`, which never
     decreases.
 
-    Each category is a list by the last use, and only their heads are compared: of one category the longest unasked is
-    the least likely. A category of which little is known yet leans on the mean of all.
+    Each category is a list by the last use, and only their heads are compared. A category of which little is known yet
+    leans on the mean of all.
     """
 
     def __init__(self, life: float) -> None:
@@ -82,7 +82,7 @@ class ExpectedReuse(Generic[Key]):
         self._every.came_back(wait)
 
     def forget(self, key: Key) -> None:
-        """It is no longer held; unknown keys are passed over."""
+        """The entry is no longer held; unknown keys are ignored."""
         category = self._category.pop(key, None)
         if category is not None:
             self._gone[key] = category, self._alike[category].held.pop(key)[0]
@@ -90,7 +90,7 @@ class ExpectedReuse(Generic[Key]):
                 self._gone.popitem(last=False)
 
     def victim(self, now: float, spared: Container[Key] = ()) -> Key | None:
-        """The entry that goes next, not one of `spared`; None where all are."""
+        """The entry to evict next, not one of `spared`; None if there is none."""
         lowest: tuple[float, int] | None = None
         found: Key | None = None
         for alike in self._alike.values():

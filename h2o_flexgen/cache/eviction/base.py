@@ -66,39 +66,35 @@ class AttendedPrompts:
 
     def first(self, length: int) -> AttendedPrompts:
         """Only K and V of the first `length` tokens; `length` may end after those of `past` or among them."""
-        if length >= self.length:
-            return self
-        before = 0 if self.past is None else self.past[0].shape[1]
-        own = {name: getattr(self, name)[:, :, : max(0, length - before)] for name in ("k", "v", "stored_k")}
-        if self.past is None:
-            return replace(self, **own)
-        k, v, stored_k = (part[:, :length] for part in self.past)
-        return replace(self, past=(k, v, stored_k), **own)
+        return self if length >= self.length else self._cut(0, length)
 
     def last(self, count: int) -> AttendedPrompts:
         """The last `count` tokens as if they were the prompts: only they attend to each other."""
-        own, whole = self.k.shape[2], self.length
-        taken: dict[str, Any] = {
-            name: getattr(self, name)[:, :, max(0, own - count) :] for name in ("k", "v", "stored_k")
-        }
-        past = self.past if self.past is not None and count > own else None
-        if past is not None:
-            k, v, stored_k = (part[:, whole - count :] for part in past)
-            past = k, v, stored_k
-        queries, sums = self.queries, self.column_sums
+        first, queries, sums = self.length - count, self.queries, self.column_sums
         queries = None if queries is None else queries[:, :, max(0, queries.shape[2] - count) :]
-        sums = None if sums is None else sums[..., whole - count : whole]
-        return replace(self, past=past, queries=queries, column_sums=sums, **taken)
+        sums = None if sums is None else sums[..., first : self.length]
+        return replace(self._cut(first, self.length), queries=queries, column_sums=sums)
+
+    def _cut(self, start: int, stop: int) -> AttendedPrompts:
+        """Only K and V of the tokens [start, stop)."""
+        before, past = self.length - self.k.shape[2], None
+        if self.past is not None and start < before:
+            k, v, stored_k = (part[:, start:stop] for part in self.past)
+            past = k, v, stored_k
+        own = slice(max(0, start - before), max(0, stop - before))
+        taken = {name: getattr(self, name)[:, :, own] for name in ("k", "v", "stored_k")}
+        return replace(self, past=past, **taken)
 
     def part(self, start: int, stop: int) -> AttendedPrompts:
         """The tokens [start, stop) as if they were the prompts, at their positions; `queries` must be of all tokens."""
         turn, before = self.turn, self.length - (stop - start)
         later: Turn | None = None if turn is None else lambda positions: turn(positions + before)
+        cut = self._cut(start, stop)
         return replace(
-            self,
-            k=self.keys[:, :, start:stop],
-            v=self.values[:, :, start:stop],
-            stored_k=self.stored_keys[:, :, start:stop],
+            cut,
+            k=cut.keys,
+            v=cut.values,
+            stored_k=cut.stored_keys,
             past=None,
             queries=None if self.queries is None else self.queries[:, :, start:stop],
             column_sums=None,

@@ -11,10 +11,11 @@ token of them is computed. Segments that several rows share, in this block or ov
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from h2o_flexgen.cache.prefix_store import GRAIN, NewPrefix, StoredPrefix
 
@@ -105,35 +106,6 @@ def shared_tokens(a: Sequence[int], b: Sequence[int]) -> int:
     return low
 
 
-class Prefixes(Protocol):
-    """What a store has for the rows of a block, by their numbers in it."""
-
-    def held(self, row: int) -> Sequence[StoredPrefix]:
-        """Pieces of the row's prompt from its first token on, those that it may take."""
-
-    def returns(self, row: int) -> int:
-        """How many of the row's first tokens come back outside of this block; at most those that it shares."""
-
-    def begin(self, row: int, start: int, end: int, depth: int) -> NewPrefix | None:
-        """Where tokens `start` to `end` of the row's prompt go; None where they are not kept."""
-
-
-class _NoPrefixes:
-    """Where there is no store."""
-
-    def held(self, row: int) -> Sequence[StoredPrefix]:
-        return ()
-
-    def returns(self, row: int) -> int:
-        return 0
-
-    def begin(self, row: int, start: int, end: int, depth: int) -> NewPrefix | None:
-        return None
-
-
-NO_PREFIXES = _NoPrefixes()
-
-
 @dataclass
 class _Batch:
     """One GPU batch's segments while they are collected."""
@@ -165,40 +137,60 @@ class _Path(NamedTuple):
     depth: int
 
 
-@dataclass
-class _Shared:
-    """Puts onto the path what rows begin with: what is held first, then what is computed."""
+@dataclass(frozen=True)
+class Prefixes:
+    """The pieces of prompts that a store of prefixes has for the rows of a block, by their numbers in it.
 
-    prefixes: Prefixes
-    chunk: int
-    keeps: bool = field(init=False)
+    held      of each row's prompt, from its first token on, those that it may take
+    returns   of each row, how many first tokens come back outside of this block; at most those that it shares
+    begin     (row, start, end, depth) to where these tokens go, None for those that are not kept; None: no store
+    """
 
-    def __post_init__(self) -> None:
-        self.keeps = self.prefixes is not NO_PREFIXES
+    held: Sequence[Sequence[StoredPrefix]]
+    returns: Sequence[int]
+    begin: Callable[[int, int, int, int], NewPrefix | None] | None = None
 
-    def reach(self, row: int, most: int) -> int:
+    def reach(self, row: int, most: int = sys.maxsize) -> int:
         """The tokens of `row` up to which something is held, at most `most`."""
-        return max((piece.name.end for piece in self.prefixes.held(row) if piece.name.end <= most), default=0)
+        return max((piece.name.end for piece in self.held[row] if piece.name.end <= most), default=0)
 
     def take(self, batch: _Batch, row: int, most: int, path: _Path) -> _Path:
-        """What is held of the first `most` tokens of `row` and not yet on the path, if that is worth a segment."""
+        """Puts what is held of the first `most` tokens of `row` onto the path, if that is worth a segment."""
         if self.reach(row, most) - path.past < MIN_SHARED:
             return path
-        for piece in self.prefixes.held(row):
+        for piece in self.held[row]:
             if path.past < piece.name.end <= most:
                 length = piece.name.end - path.past
                 batch.add(length, path.past, path.depth, range(row, row), row, held=piece)
                 path = _Path(piece.name.end, path.depth + 1)
         return path
 
-    def compute(self, batch: _Batch, row: int, end: int, path: _Path) -> _Path:
-        """Tokens of `row` up to `end`, in parts; as many as make up whole GRAINs where there is a store."""
-        end = end // GRAIN * GRAIN if self.keeps else end
-        for part in parts_of(end - path.past, self.chunk):
-            new = self.prefixes.begin(row, path.past, path.past + part, path.depth)
+    def compute(self, batch: _Batch, row: int, end: int, path: _Path, chunk: int) -> _Path:
+        """Puts tokens of `row` up to `end` onto the path, in parts; with a store only whole GRAINs."""
+        end = end if self.begin is None else end // GRAIN * GRAIN
+        for part in parts_of(end - path.past, chunk):
+            new = None if self.begin is None else self.begin(row, path.past, path.past + part, path.depth)
             batch.add(part, path.past, path.depth, range(row, row), row, new=new)
             path = _Path(path.past + part, path.depth + 1)
         return path
+
+    def alone(self, batch: _Batch, row: int, end: int, path: _Path, chunk: int) -> _Path:
+        """The path of a row of `end` tokens that goes alone."""
+        path, returns = self.take(batch, row, end - 1, path), self._returning(row, end)
+        return self.compute(batch, row, returns, path, chunk) if returns - path.past >= MIN_SHARED else path
+
+    def apart(self, rows: range, past: int, ends: Sequence[int]) -> Iterator[range]:
+        """Splits `rows` so that each of which more than `past` tokens are held or come back goes alone."""
+        if self.begin is None:
+            yield rows
+            return
+        worth = [max(self.reach(row, ends[row] - 1), self._returning(row, ends[row])) - past for row in rows]
+        for single, run in groupby(rows, key=lambda row: worth[row - rows.start] >= MIN_SHARED):
+            members = list(run)
+            yield from (range(row, row + 1) for row in members) if single else (range(members[0], members[-1] + 1),)
+
+    def _returning(self, row: int, end: int) -> int:
+        return min(self.returns[row], end - 1) // GRAIN * GRAIN
 
 
 def segments_of(
@@ -206,7 +198,7 @@ def segments_of(
     chunk: int,
     share: bool = True,
     own: Sequence[int] | None = None,
-    prefixes: Prefixes = NO_PREFIXES,
+    prefixes: Prefixes | None = None,
 ) -> list[list[PromptSegment]]:
     """The segments of each GPU batch of a block, given the token ids of its rows; all segments depth first.
 
@@ -220,50 +212,27 @@ def segments_of(
     texts = [ids if len(ids) == end else ids[:end] for ids, end in zip(prompts, ends, strict=True)]
     common = [shared_tokens(a, b) if share else 0 for a, b in pairwise(texts)]
     out = [_Batch(batch_of.index(index), []) for index in range(len(batches))]
-    shared = _Shared(prefixes, chunk)
+    shared = prefixes or Prefixes([()] * len(prompts), [0] * len(prompts))
     todo = [(0, len(prompts), _Path(0, 0))]  # rows [low, high) have what is on the path in common
     while todo:
         low, high, path = todo.pop()
         inside = common[low : high - 1]
         if max(inside, default=0) - path.past < MIN_SHARED:
             for rows in _alike(prompts, ends, batch_of, range(low, high)):
-                for part in _apart(rows, path.past, ends, shared):
-                    batch, (past, depth) = out[batch_of[part.start]], path
+                for part in shared.apart(rows, path.past, ends):
+                    batch, before = out[batch_of[part.start]], path
                     if len(part) == 1:
-                        past, depth = _own_path(batch, part.start, ends[part.start], path, shared)
-                    _add_rows(batch, part, len(prompts[part.start]), past, depth, chunk)
+                        before = shared.alone(batch, part.start, ends[part.start], path, chunk)
+                    _add_rows(batch, part, len(prompts[part.start]), *before, chunk)
             continue
         if (end := min(inside)) - path.past >= MIN_SHARED:
             batch = out[batch_of[low]]
-            reach = min(max((piece.name.end for piece in prefixes.held(row)), default=0) for row in range(low, high))
-            path = shared.take(batch, low, min(end, reach), path)
+            path = shared.take(batch, low, min(end, *map(shared.reach, range(low, high))), path)
             if end - path.past >= MIN_SHARED:
-                path = shared.compute(batch, low, end, path)
+                path = shared.compute(batch, low, end, path, chunk)
         parts = _families(_cut(common, low, high, path.past + MIN_SHARED - 1))
         todo.extend((*part, path) for part in reversed(parts))
     return [batch.segments for batch in out]
-
-
-def _apart(rows: range, past: int, ends: Sequence[int], shared: _Shared) -> Iterator[range]:
-    """`rows`, those one by one of which more than `past` tokens are held or come back."""
-    if not shared.keeps:
-        yield rows
-        return
-    for alone, run in groupby(rows, key=lambda row: _worth(row, past, ends[row], shared)):
-        members = list(run)
-        yield from (range(row, row + 1) for row in members) if alone else (range(members[0], members[-1] + 1),)
-
-
-def _worth(row: int, past: int, end: int, shared: _Shared) -> bool:
-    there = max(shared.reach(row, end - 1), min(shared.prefixes.returns(row), end - 1) // GRAIN * GRAIN)
-    return there - past >= MIN_SHARED
-
-
-def _own_path(batch: _Batch, row: int, end: int, path: _Path, shared: _Shared) -> _Path:
-    """The path of a row that goes alone."""
-    path = shared.take(batch, row, end - 1, path)
-    returns = min(shared.prefixes.returns(row), end - 1) // GRAIN * GRAIN
-    return shared.compute(batch, row, returns, path) if returns - path.past >= MIN_SHARED else path
 
 
 def _families(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:

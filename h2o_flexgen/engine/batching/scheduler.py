@@ -12,7 +12,6 @@ from h2o_flexgen.cache.prefix_store import NewPrefix, PrefixStore, StoredPrefix
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.batching.prefix_tree import (
     MIN_SHARED,
-    NO_PREFIXES,
     Prefixes,
     PromptSegment,
     segments_of,
@@ -174,32 +173,18 @@ class StoredPrefixes:
     store: PrefixStore
     queries: Callable[[Sequence], int]
 
-    def of(self, user: object, rows: list[Sequence]) -> PrefixesOfRows:
-        """What there is for rows; it stays in memory until `user` asks again."""
+    def of(self, user: object, rows: list[Sequence]) -> Prefixes:
+        """The prefixes of `rows`; they stay in memory until `user` asks again."""
         self.store.release(user)
+
+        def begin(row: int, start: int, end: int, depth: int) -> NewPrefix | None:
+            return self.store.begin(rows[row].prompt_ids, start, end, depth, _kind(rows[row]))
+
         pieces = list[list[StoredPrefix]]()
         for row in rows:
             most = min(len(row.prompt_ids) - 1, len(row.pass_ids) - self.queries(row))
             pieces.append(self.store.find(user, row.prompt_ids, most, _kind(row)))
-        return PrefixesOfRows(self.store, rows, pieces)
-
-
-@dataclass(frozen=True)
-class PrefixesOfRows:
-    """What a store has for the rows of a block; see `prefix_tree.Prefixes`."""
-
-    store: PrefixStore
-    rows: list[Sequence]
-    pieces: list[list[StoredPrefix]]
-
-    def held(self, row: int) -> list[StoredPrefix]:
-        return self.pieces[row]
-
-    def returns(self, row: int) -> int:
-        return self.rows[row].returns
-
-    def begin(self, row: int, start: int, end: int, depth: int) -> NewPrefix | None:
-        return self.store.begin(self.rows[row].prompt_ids, start, end, depth, _kind(self.rows[row]))
+        return Prefixes(pieces, [row.returns for row in rows], begin)
 
 
 def _kind(row: Sequence) -> str:
@@ -291,7 +276,7 @@ class BatchScheduler:
         filled = [index for index, (_, fresh) in changes.items() if fresh]
         prompts = [[row.pass_ids for row in changes[index][1]] for index in filled]
         own = [len(row.prompt_ids) for index in filled for row in changes[index][1]]
-        prefixes: Prefixes = NO_PREFIXES
+        prefixes = None
         if self._prefixes is not None:
             prefixes = self._prefixes.of(self, [row for index in filled for row in changes[index][1]])
         packed = dict(zip(filled, segments_of(prompts, self._chunk, self._share, own, prefixes), strict=True))
