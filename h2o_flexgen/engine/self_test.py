@@ -1,7 +1,6 @@
-"""Finds out how a model of transformers' modules can be run, if at all: on a tiny one of its kind, in a second or two.
+"""Tests how a model of transformers' modules can be run, on a tiny random model of its kind, in a second or two.
 
-Its config is made small, its weights are random, and transformers' own tokens are what the engine's are compared with:
-packed, and if these differ row by row. What is found is kept for later runs.
+The engine's tokens are compared with transformers': packed, and if these differ, row by row. The result is stored.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from h2o_flexgen.models.hf.trusted import Untested, Way, assumed, keep
 
 log = logging.getLogger(__name__)
 NEW, NEAR = 6, 2e-3
-"""Tokens that are compared, and how far the logarithms of their probabilities may be from transformers'."""
+"""Tokens that are compared, and the largest difference of their log-probabilities."""
 _LENGTHS = (5, 21, 13)
 _POLICIES = (
     {"gpu_batch_size": 2, "num_gpu_batches": 2, "prefill_chunk": 16, "weights": {"cpu": 1.0}},
     {"gpu_batch_size": 1, "num_gpu_batches": 3, "weights": {"disk": 1.0}},
 )
 Make = Callable[..., Any]
-"""The class Engine, which opens models by this module."""
+"""The class Engine, which itself imports this module."""
 Tokens = list[tuple[list[int], list[float]]]
-"""Of each prompt those that follow, and the logarithms of their probabilities."""
+"""By prompt: new tokens and their log-probabilities."""
 
 
 def tested_spec(config: Mapping[str, Any], name: str, make: Make) -> ModelSpec:
-    """The ModelSpec of a model of transformers' modules, which are tested first where it is not known how they run.
-    ModelError where they cannot be run rightly. `make`: the Engine."""
+    """The ModelSpec of a model of transformers' modules, which is tested first if its type is not known. ModelError if
+    it cannot be run correctly."""
     try:
         return spec_from_config(config, name, "transformers")
     except Untested as doubt:
@@ -52,7 +51,7 @@ def tested_spec(config: Mapping[str, Any], name: str, make: Make) -> ModelSpec:
 
 
 def way_by_test(config: Mapping[str, Any], make: Make) -> Way:
-    """How models like this one are to be run, by comparing a tiny one's tokens with those of transformers alone."""
+    """How models like this one are run: the first way whose tokens equal those of transformers."""
     try:
         with quiet(), torch.random.fork_rng(), torch.inference_mode(False), torch.no_grad():
             model = random_model(shrunk(config))
@@ -75,20 +74,20 @@ def way_by_test(config: Mapping[str, Any], make: Make) -> Way:
 
 
 def prompts_of(vocab: int) -> list[list[int]]:
-    """Of several lengths, within a window and beyond."""
+    """Prompts within a window and beyond."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(3, vocab - 8, (length,), generator=generator).tolist() for length in _LENGTHS]
 
 
 def _looks_ahead(model: Any, prompt: list[int]) -> bool:
-    """Whether other logits than those of the last token depend on it."""
+    """Whether earlier tokens' logits depend on the last token."""
     ids = torch.tensor([prompt, [*prompt[:-1], prompt[0]]])
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, :-1].float()
     return not torch.allclose(logits[0], logits[1], rtol=1e-3, atol=1e-3)
 
 
 def _by_transformers(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
-    """The likeliest tokens behind a prompt, one after the other, as transformers generates them."""
+    """Greedy tokens after a prompt and their log-probabilities, by transformers."""
     settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     ids, mask = torch.tensor([prompt]), torch.ones(1, len(prompt), dtype=torch.int64)
     made = model.generate(ids, attention_mask=mask, return_dict_in_generate=True, output_logits=True, **settings)
@@ -98,7 +97,7 @@ def _by_transformers(model: Any, prompt: list[int]) -> tuple[list[int], list[flo
 
 
 def _difference(make: Make, folder: str, way: Way, prompts: list[list[int]], wanted: Tokens) -> str | None:
-    """What of the engine's answers is otherwise; None: nothing."""
+    """How the engine's answers differ; None: they do not."""
     for policy in _POLICIES:
         how: dict[str, Any] = {"dtype": "float32", "model_impl": "transformers", "policy": policy}
         try:

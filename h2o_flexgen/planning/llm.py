@@ -11,11 +11,10 @@ from h2o_flexgen.planning.planner import SearchPlanner
 
 
 class LLM(Engine):
-    """An offline engine that plans for itself. A context manager: `close` stops its threads and removes its files.
+    """An `Engine` that plans by search, on the rates of `hardware` or on those that `h2o_flexgen.calibrate` measured on
+    this machine; without rates it plans by the engine's rule. It never calibrates by itself.
 
-    `settings` are the fields of EngineConfig by name. Plans are searched on the rates of `hardware`, or on those that
-    `h2o_flexgen.calibrate` measured on this machine; where neither is there they go by the engine's rule. It never
-    calibrates by itself. Everything else is as Engine has it.
+    `settings` are the fields of EngineConfig by name.
     """
 
     def __init__(self, model: str = "demo", *, hardware: HardwareProfile | None = None, **settings: Any) -> None:

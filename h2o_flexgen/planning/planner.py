@@ -22,7 +22,7 @@ from h2o_flexgen.schedule.request import PlanRequest
 from h2o_flexgen.schedule.timeline import Timeline
 
 _NEAR = 0.1
-"""By how much lengths and caps may differ for a plan that moves something to serve."""
+"""The relative difference in lengths and caps up to which a plan that moves something serves again."""
 
 FindRates = Callable[[], HardwareProfile | None]
 """Finds or measures the rates of this machine; None where it cannot."""
@@ -31,15 +31,15 @@ _MEASURED = (
     *("model", "path", "revision", "offline", "model_impl", "dtype", "device", "cpu_mem", "emulate_gpu", "offload_dir"),
     *("weight_bits", "weight_group", "dequantize"),
 )
-"""The settings of an engine that say what is calibrated, and where."""
+"""The settings of an engine that calibration depends on."""
 
 
 class SearchPlanner:
-    """A planner (`engine.limits.plan.Planner`) that asks the cost model as soon as the machine's rates are known.
+    """A planner (`engine.limits.plan.Planner`) that searches by the cost model once the machine's rates are known.
 
     find: looks up rates measured earlier; called once. calibrate: measures them; called at most once, if a plan by rule
-    has to move something, or with `always` before the first plan. Only programs that may take the time set it. The last
-    searched plan also serves later requests, priced anew, while it fits and is about as good: see `_serves`.
+    has to move something, or with `always` before the first plan. The last searched plan also serves later requests,
+    see `_serves`.
     """
 
     def __init__(self, find: FindRates) -> None:
@@ -50,11 +50,8 @@ class SearchPlanner:
         self._last: Plan | None = None
 
     def __call__(self, request: PlanRequest) -> Plan:
-        """The plan that is fastest by the cost model, with what it predicts; without rates the plan by rule.
-
-        If a plan by rule keeps everything on the compute tier, a search gains little: no calibration is started.
-        Several GPUs are always planned by rule, since the cost model knows one GPU.
-        """
+        """The fastest plan by the cost model, with its prediction; without rates, or with several GPUs, the plan by
+        rule."""
         if request.num_gpus > 1:
             return by_rule(request)
         if self._find is not None:
@@ -80,11 +77,8 @@ class SearchPlanner:
 
 
 def _serves(plan: Plan, request: PlanRequest) -> bool:
-    """Whether a search for `request` would hardly find better than `plan`, which one chose for another request.
-
-    If nothing moves and one block holds all sequences, lengths do not matter, and fewer sequences in one GPU batch are
-    served as well. Otherwise the work must be nearly the same, and memory must not have grown much.
-    """
+    """Whether a search for `request` would hardly find better than `plan`, the result of an earlier search: nothing
+    moves and one block holds all sequences, or the work is nearly the same and memory has not grown much."""
     known, work = plan.request, request.workload
     same = replace(request, workload=known.workload, caps=known.caps, baseline=known.baseline)
     if same != replace(known, choices={}):
@@ -103,14 +97,14 @@ def _serves(plan: Plan, request: PlanRequest) -> bool:
 
 
 def _priced(plan: Plan, **more: Any) -> Plan:
-    """The plan, of a request with rates, and what is expected of it."""
+    """The plan, of a request with rates, with its prediction."""
     request = plan.request
     prediction = predict(CostModel(request, plan.policy, plan.placement))
     return replace(plan, predicted={**_predicted(request, prediction), **more})
 
 
 def _searched(request: PlanRequest) -> Plan:
-    """The plan that a search chooses, and what is expected of it."""
+    """The plan that a search chooses, with its prediction."""
     found = search(request)
     plan = require_fit(make_plan(found.request, found.policy))
     predicted = {**_predicted(request, found.predicted), "binding": found.binding, "runner_up": runner_up_text(found)}
@@ -120,7 +114,7 @@ def _searched(request: PlanRequest) -> Plan:
 
 
 def _predicted(request: PlanRequest, prediction: Prediction) -> dict[str, Any]:
-    """The `predicted` object of a RunRecord: what is expected of which work, why, and on whose rates."""
+    """The `predicted` object of a RunRecord."""
     return {
         "prompt_tokens": prediction.prompt_tokens,
         "generated_tokens": prediction.generated_tokens,
@@ -132,17 +126,15 @@ def _predicted(request: PlanRequest, prediction: Prediction) -> dict[str, Any]:
 
 
 def predicted_timeline(plan: Plan) -> Timeline | None:
-    """The schedule of a plan's first block as the cost model expects it; None for a plan without a prediction."""
+    """The predicted schedule of a plan's first block; None for a plan without a prediction."""
     if plan.predicted is None:
         return None
     return predict(CostModel(plan.request, plan.policy, plan.placement)).block.timeline
 
 
 def calibrate_here(config: EngineConfig, quiet: bool, most_s: float | None = None) -> HardwareProfile | None:
-    """Runs `h2o_flexgen.calibrate`, which keeps what it measures; None where it fails, or lasts longer than `most_s`.
-
-    It runs in a process of its own, so its memory is not part of the run's and is freed before the run begins.
-    """
+    """Runs `h2o_flexgen.calibrate` in a process of its own, which stores its measurements; None if it fails, or takes
+    longer than `most_s` seconds."""
     command = [sys.executable, "-m", "h2o_flexgen.calibrate", *_flags(config), *(["--quiet"] if quiet else [])]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "profile.json"
@@ -159,7 +151,7 @@ def calibrate_here(config: EngineConfig, quiet: bool, most_s: float | None = Non
 
 
 def _flags(config: EngineConfig) -> Iterator[str]:
-    """The settings in `_MEASURED` as one types them."""
+    """The settings in `_MEASURED` as flags."""
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
         if item.name in _MEASURED and value is not None:

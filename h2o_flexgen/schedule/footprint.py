@@ -1,9 +1,9 @@
-"""The bytes a plan needs on each tier, before anything is allocated: the same items that the engine then allocates.
+"""Bytes that a plan needs on each tier, computed before anything is allocated.
 
-In the formulas, here and in `workspace`: b gpu_batch_size, P prompt_len, T = b P tokens, t = min(T, prefill_chunk),
-H hidden, E embedding width, F ffn, Q = heads x head_dim, G = kv_heads x head_dim, D rotated dimensions, V vocabulary,
-C = cache slots per row and head (the budget within the layer's window and a free one; a full cache needs none free),
-s bytes per number.
+Symbols, here and in `workspace`: b gpu_batch_size, P prompt_len, T = b P tokens, t = min(T, prefill_chunk), H hidden,
+E embedding width, F ffn, Q = heads x head_dim, G = kv_heads x head_dim, D rotated dimensions, V vocabulary, C cache
+slots per row and head (the budget within the layer's window, plus a free one unless the cache is full), s bytes per
+number.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from h2o_flexgen.schedule.weight_room import experts_swap, group_bytes, room_of
 from h2o_flexgen.units import format_bytes
 
 REWRITE_EVERY = 16
-"""Decode steps after which a moving cache is written home as a whole; its newer tokens wait on the compute tier."""
+"""Decode steps between two full writes of a moving cache; newer tokens wait on the compute tier."""
 STATE_BUFFERS = 3
-"""Copies of a cache or hidden state on its way: one arriving, one computed on, one leaving."""
+"""Transfer buffers for caches or hidden states: one arriving, one computed on, one leaving."""
 STAGING_BUFFERS = 2
 """Host copies of a cache or hidden state between a GPU and the disk."""
 LEAVING = 2
-"""Buffers of a stage for hidden states on their way to the next: one being written, one being read."""
+"""Buffers of a stage for hidden states sent to the next stage: one being written, one being read."""
 
 RECORDED = "recorded steps"
-"""The item of decode steps that are recorded: nothing else is there only if nothing moves."""
+"""Name of the item of recorded decode steps, which exists only if nothing moves."""
 
 
 class Item(NamedTuple):
-    """Bytes on one tier, and what for."""
+    """Bytes on one tier and their purpose."""
 
     tier: str
     what: str
@@ -47,7 +47,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Footprint:
-    """The bytes that a plan needs, item by item; items of 0 bytes are left out."""
+    """The memory of a plan, item by item; items of 0 bytes are left out."""
 
     items: tuple[Item, ...]
 
@@ -56,11 +56,11 @@ class Footprint:
         return sum(item.nbytes for item in self.items if item.tier == tier)
 
     def over(self, caps: Mapping[str, int]) -> dict[str, int]:
-        """Bytes by which each tier's cap is exceeded; tiers that are not are left out."""
+        """Bytes above the cap, for each tier that exceeds it."""
         return {tier: need - cap for tier, cap in caps.items() if (need := self.total(tier)) > cap}
 
     def table(self) -> str:
-        """One line per item and a total per tier, fastest tier first; the largest item of a tier comes first."""
+        """One line per item and a total per tier: fastest tier first, largest item first."""
         width = max((len(item.what) for item in self.items), default=0)
         lines: list[str] = []
         for tier in TIERS:
@@ -74,38 +74,24 @@ class Footprint:
 def footprint(
     request: PlanRequest, policy: OffloadPolicy, placement: Placement, unit_bytes: Mapping[str, int] | None = None
 ) -> Footprint:
-    """Peak bytes of one block of `policy`'s shape, all of whose sequences have the workload's lengths.
+    """Peak bytes of one block of `policy`'s shape, if all its sequences have the workload's lengths.
 
-    unit_bytes: buffer size of each weight group where it is known, else the packed size, and for groups on disk the
-    most that reading them in place can take (two pages more per tensor). Triton's GPU records decode steps where they
-    can be. A thing streams or moves if it is not on the compute tier. Of several GPUs, see `_divided`. Letters are
-    those of this module.
+    unit_bytes: known buffer sizes by weight group, see `weight_room.group_bytes`. Something streams or moves if it is
+    not on the compute tier. On one GPU the items are, on the compute tier unless another is named:
 
-    weights           every group's buffer, on its tier; where experts are on disk and in memory, of all of them on disk
-    weight buffers    compute tier: room for lookahead + 1 neighbours among the streamed groups and `expert_slots`
-                      streamed experts, `weight_room`; as much on cpu for staging if any group goes from disk to a gpu
+    weights           every group's buffer, on its tier; all experts on disk if some are there and others in memory
+    weight buffers    `weight_room.room_of`; the same again on cpu for staging from disk to a gpu
     KV cache          on its tier, per (layer, GPU batch): K and V of (b, kv_heads, C, head_dim), 2 b G C s
-    evicted tokens    with recall, on its tier: all keys and values of each row, in layers that choose by score; their
-                      index, keys of INDEX_BITS, on the compute tier
-    states            on its tier, likewise: what mixers of transformers' modules keep of each row
-    cache records     where attention is computed, per cache that evicts: position int32 and score float32 of
-                      (b, kv_heads, C), where positions roll a rank int32 too, and eight int64 of (b, kv_heads)
-    cache buffers     compute tier: STATE_BUFFERS of the largest cache that moves; STAGING_BUFFERS on cpu between disk
-                      and a gpu
-    new tokens        compute tier, per moving cache: K and V (b, kv_heads, head_dim) and slots of the tokens that are
-                      not yet written home, at most REWRITE_EVERY - 1 of them
-    hidden states     on their tier, per GPU batch: the prompt's, (T, H), with a parallel layer's sum (T, 2 H)
-    hidden buffers    compute tier: STATE_BUFFERS of them, if any is parked; STAGING_BUFFERS on cpu as above
-    prompt K and V    compute tier: one layer of one chunk of prompts, 2 t G s, and of what it follows,
-                      `workspace.prompt_keys`
-    token positions   compute tier: `workspace.positions`
-    workspace         compute tier: what the hungriest unit of one GPU batch has alive beside all that,
-                      `workspace.workspace`; on cpu, if a gpu computes all else but caches there,
-                      `workspace.on_cpu_beside_gpu`
-    for the cpu       compute tier and cpu: what caches take that are computed on there beside a gpu, `_host_items`
-    recorded steps    compute tier, where the GPU records steps and everything stays on it: `workspace.recorded`
-    process           cpu: the request's baseline; beside a GPU that is the context's share of the host and the buffers
-                      through which pageable memory is copied, too
+    states            on its tier, per (layer, GPU batch): what mixers of transformers' modules keep of each row
+    cache records     per cache that evicts, where attention is computed: `_record_bytes`
+    cache buffers     STATE_BUFFERS of the largest moving cache; STAGING_BUFFERS on cpu between disk and a gpu
+    new tokens        per moving cache, K, V and slots of the tokens not yet written to its tier
+    evicted tokens    with recall: `recall_items`
+    hidden states     on their tier, per GPU batch: the prompt's, (T, H), or (T, 2 H) with a parallel layer's sum
+    hidden buffers    STATE_BUFFERS of them, if any is parked; STAGING_BUFFERS on cpu between disk and a gpu
+    for the cpu       `_host_items`, on both tiers
+    prompt K and V, token positions, workspace, recorded steps    see `schedule.workspace`
+    process           cpu: the request's baseline
     prefix store      cpu: the cap of `--prefix-mem`
     """
     block = BlockShape(request, policy)
@@ -115,7 +101,7 @@ def footprint(
 
 
 def _items(block: BlockShape, placement: Placement, unit_bytes: Mapping[str, int]) -> Iterator[Item]:
-    """See `footprint`: all of one GPU, or of a CPU, but the process."""
+    """The items of one GPU or a CPU, without process and prefix store."""
     yield from _block_items(block, placement, unit_bytes)
     moves = placement.tiers != {block.compute_tier} or block.spec.arch.experts is not None
     if block.request.kernels is Kernels.TRITON and recordable(moves=moves, elsewhere=False, rolling=block.rolling):
@@ -123,7 +109,7 @@ def _items(block: BlockShape, placement: Placement, unit_bytes: Mapping[str, int
 
 
 def _block_items(block: BlockShape, placement: Placement, unit_bytes: Mapping[str, int]) -> Iterator[Item]:
-    """See `footprint`: all but recorded steps and the process; `placement` may be a part of a model's."""
+    """As `_items`, without recorded steps; `placement` may be of a part of the model."""
     yield from _weight_items(block, placement, unit_bytes)
     yield from _cache_items(block, placement)
     yield from recall_items(block)
@@ -153,7 +139,7 @@ def _weight_items(block: BlockShape, placement: Placement, unit_bytes: Mapping[s
 
 
 def _cache_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
-    """Caches, what is known about their tokens, and what they move through."""
+    """Caches, their records and their buffers."""
     slots = block.request.slots
     tokens = [block.spec.kv_bytes_per_token_and_layer(block.dtype, layer) for layer in range(len(slots))]
     sizes = [round_up(block.rows * count * token, PAGE) for count, token in zip(slots, tokens, strict=True)]
@@ -182,7 +168,7 @@ def _cache_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
 
 
 def recall_items(block: BlockShape) -> Iterator[Item]:
-    """What waits of evicted tokens, and the index of it, in all layers that choose by score."""
+    """All keys and values of each row in layers that choose by score, on recall's tier, and the index of the keys."""
     request, spec = block.request, block.spec
     tier, length = request.eviction.recall, block.prompt + request.workload.gen_len
     if tier is None:
@@ -197,8 +183,9 @@ def recall_items(block: BlockShape) -> Iterator[Item]:
 
 
 def _record_bytes(block: BlockShape, layer: int) -> int:
-    """What one cache of `layer` knows of its tokens, nothing where it never evicts; its scales of keys, and what its
-    newest tokens have lost."""
+    """Bytes of one cache's records in `layer`, 0 if nothing is evicted: position int32 and scores float32 of (b,
+    kv_heads, C), with rolling positions a rank int32, eight int64 of (b, kv_heads), a policy's last queries. Also the
+    scales of keys, and the rounding errors of the newest tokens."""
     request, split, heads = block.request, block.request.eviction.split, block.spec.heads_of(layer)
     scaled = scales_keys(block.spec.cache_bits, block.spec.cache_rotation) and not heads.joint
     scales = block.rows * heads.keys * heads.dim * block.size if scaled else 0
@@ -212,14 +199,15 @@ def _record_bytes(block: BlockShape, layer: int) -> int:
 
 
 def _host_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
-    """The memory of caches on cpu whose attention is computed there while a gpu goes on with something else.
+    """Memory for attention over caches on cpu while a gpu computes something else.
 
-    prompts           both tiers: FILL_BUFFERS times what is filled in at once, `workspace.prompt_bytes`
-    queries           both tiers, with several GPU batches, for each that has such a cache: queries, keys and values
-                      (b, Q + 2 G) and answers (b, Q)
-    output projection compute tier: then of the largest attention unit, which is copied if it streams
-    hidden that waits compute tier: then the hidden states of a decode step, (b, H) per such GPU batch, which are not
-                      parked before the answer is there
+    prompts           both tiers: FILL_BUFFERS times `workspace.prompt_bytes`
+
+    and with several GPU batches:
+
+    queries           both tiers, per GPU batch with such a cache: `workspace.buffer_bytes`
+    output projection compute tier: a copy of the largest one
+    hidden that waits compute tier, per such GPU batch: hidden states of a decode step, (b, H), waiting for the answer
     """
     policy, spec, tier = block.policy, block.spec, block.compute_tier
     places = [place for place, where in placement.cache.items() if where == "cpu"]
@@ -248,14 +236,8 @@ def _hidden_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
 
 
 def _divided(block: BlockShape, placement: Placement) -> Iterator[Item]:
-    """The units of each stage are on a GPU of its own, whose caps are judged one by one.
-
-    On gpu     the items of the GPU that holds most, of the weights, caches and GPU batches of its stage; weights of
-               tied embeddings are at both ends. Hidden states: of one group of GPU batches, as only one is in a stage.
-    hidden states between GPUs   gpu: LEAVING of the largest in all stages but the last; in all but the first
-               `most_arrivals`
-    On cpu and disk   the sum over the stages, but for weights, which are there once
-    """
+    """The items of several GPUs, each of which computes a stage: on gpu those of the GPU that needs most, on cpu and
+    disk the sums over the stages, but weights once."""
     tier = block.compute_tier
     parts = [list(_stage_items(block, placement, number)) for number in range(block.request.num_gpus)]
     fullest = max(parts, key=lambda items: sum(item.nbytes for item in items if item.tier == tier))
@@ -269,11 +251,8 @@ def _divided(block: BlockShape, placement: Placement) -> Iterator[Item]:
 
 
 def most_arrivals(groups: tuple[range, ...], units: range) -> int:
-    """GPU batches whose hidden states wait at a stage at one time, at most: a group's.
-
-    A stage takes the first of one group before the stage before it sends the first of the next, and so on. Only a stage
-    that is nothing but the output head comes after all others in every slot, when two groups have arrived.
-    """
+    """The most GPU batches whose hidden states wait at a stage at one time: those of a group, or of two groups at a
+    stage that is only the output head, which is computed last in every slot."""
     return max(map(len, groups)) * (1 if len(units) > 1 else 2)
 
 
@@ -295,7 +274,7 @@ def _stage_items(block: BlockShape, placement: Placement, number: int) -> Iterat
 
 
 def _hidden_of_a_stage(block: BlockShape, placement: Placement, groups: tuple[range, ...]) -> Iterator[str]:
-    """The tiers of the hidden states that a stage may hold at one time, once for each."""
+    """The tier of each of the hidden states that a stage may hold at one time: one group's."""
     tiers = [[placement.hidden[batch] for batch in group] for group in groups]
     yield from [block.compute_tier] * max(group.count(block.compute_tier) for group in tiers)
     places = {(place, tier) for group in tiers for place, tier in enumerate(group)}

@@ -1,9 +1,7 @@
-"""The zig-zag schedule over several devices: each computes some of the units, a stage, and groups of GPU batches follow
-each other through the stages.
+"""The zig-zag schedule over several devices: each computes a stage, and groups of GPU batches follow each other.
 
-Time is cut into slots. In slot t stage s walks over its units with group (t - s) modulo the number of stages, so that a
-group takes as many slots for a step as there are stages, enters the first again right after it has left the last, and
-no stage waits for another while there are as many groups as stages. A pass is one walk of a group over a stage.
+In slot t stage s walks over its units with group (t - s) modulo the number of stages. A group thus enters the first
+stage right after it has left the last, and no stage waits while there are as many groups as stages.
 """
 
 from __future__ import annotations
@@ -22,12 +20,9 @@ from h2o_flexgen.schedule.zigzag import Pass, StageTicks, still_active
 def pipeline(shape: ScheduleShape, active: GroupBatches | None = None, last: GroupLast | None = None) -> Iterator[Tick]:
     """Yield the ticks of a block on `shape.stages`; with one stage those of `zigzag`.
 
-    Ticks of the stages that are busy in one slot take turns, so that one host keeps all devices supplied; those of the
-    output head come last in their slot, since the host then waits for tokens. What a stage's last unit writes is passed
-    to the next stage at once.
-
-    Lazy as `zigzag`, group by group: `active(step, group)` and then `last(step, group)` are called when the first tick
-    of the slot is asked for in which the group's `step` begins; its step before has left the last stage by then.
+    Stages that are busy in one slot take turns, so that one host keeps all devices supplied; the output head comes
+    last, since the host then waits for tokens. `active(step, group)` and `last(step, group)`: as for `zigzag`, asked
+    when the group's `step` begins.
     """
     groups = [_BatchGroup(shape, index, active, last) for index in range(len(shape.groups))]
     stages = [StageTicks(shape, units, number) for number, units in enumerate(shape.stages)]
@@ -61,12 +56,12 @@ class _BatchGroup:
         self._index, self._active, self._last, self._num_steps = index, active, last, shape.num_steps
         self._batches: Sequence[int] = shape.groups[index]
         self.step = -1
-        """Begun last."""
+        """Of the last step that has begun."""
         self.over = False
-        """No other step will begin."""
+        """Whether no other step will begin."""
 
     def enter(self) -> Pass | None:
-        """The group's next step, in its turn to begin one."""
+        """The group's next step; None if there is none."""
         if self.over:
             return None
         step, batches = self.step + 1, tuple(self._batches)
@@ -81,7 +76,7 @@ class _BatchGroup:
 
 
 def _next_step(groups: Sequence[_BatchGroup], number: int, here: Sequence[Pass | None]) -> int | None:
-    """The step of the next pass of a stage, as far as that can be known: a group that may go on counts as going on."""
+    """The step of the next pass of a stage, if any group may go on; else None."""
     now = here[number]
     if now is None:
         return None
@@ -111,10 +106,9 @@ def _in_turns(busy: Sequence[Iterator[Tick]], head: UnitSpec) -> Iterator[Tick]:
 
 @cache
 def stages_of(spec: ModelSpec, count: int) -> tuple[range, ...]:
-    """The units of `count` devices: neighbours, so that the device with most has as few weights as can be.
+    """The units of `count` devices: neighbours, cut so that the largest stage has as few weights as possible.
 
-    Weights stand for the work as well: a decode step reads each of them once. Those that the embedding and the head
-    share are counted at both, as they are held at both. UsageError where there are fewer units than devices.
+    Tied embeddings count at both ends. UsageError for fewer units than devices.
     """
     groups, units = spec.groups_by_key, spec.units
     if not 1 <= count <= len(units):

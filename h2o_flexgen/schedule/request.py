@@ -1,4 +1,4 @@
-"""The inputs of a plan: a model, its work, a machine and its caps, and what the user has already decided."""
+"""The inputs of a plan: model, workload, machine, caps, and the user's own choices."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ from h2o_flexgen.schedule.tasks import alone
 
 @dataclass(frozen=True)
 class Caps:
-    """Bytes each tier may hold; None: no limit. `emulated`: the gpu is host memory, capped by --emulate-gpu.
-
-    `why` says of each tier where its cap comes from.
-    """
+    """Bytes each tier may hold; None: no limit. `emulated`: the gpu is host memory, capped by --emulate-gpu. `why`: the
+    origin of each tier's cap."""
 
     gpu: int | None = None
     cpu: int | None = None
@@ -46,15 +44,13 @@ class PlanRequest:
     """The inputs of every planner, of footprints and of prices.
 
     compute_tier  "cpu" or "gpu"
-    fixed         the fields of the OffloadPolicy that are decided; a planner chooses those of PLANNED_FIELDS that are
-                  not among them, others keep their defaults
-    profile       the machine's rates, None where they are not known
-    baseline      host bytes that the process holds before anything is placed
-    prefixes      host bytes that a store of prefixes may take
-    num_gpus      that the units are divided among
-    triton        whether it serves the GPU, if a real one computes
-    choices       the model with weights of other bits, by the bits, most first: a search may choose one for `spec`
-    endless       whether there are always more sequences: whole blocks count, whatever workload.num_sequences says
+    fixed         the user's fields of the OffloadPolicy; a planner chooses the others of PLANNED_FIELDS
+    profile       the machine's rates; None: not known
+    baseline      host bytes of the process before anything is placed
+    prefixes      host bytes that a prefix store may take
+    triton        whether Triton serves the GPU, if a real one computes
+    choices       specs with weights of other bits, by the bits, most first: a search may choose one instead of `spec`
+    endless       whether there are always more sequences, so that blocks are whole whatever workload.num_sequences says
     """
 
     spec: ModelSpec
@@ -74,7 +70,7 @@ class PlanRequest:
 
     @cached_property
     def policy(self) -> OffloadPolicy:
-        """A policy of the fixed fields and of defaults."""
+        """The fixed fields, and defaults."""
         policy = OffloadPolicy(**self.fixed)
         return policy if self.compute_tier == "gpu" else policy.with_gpu_as_cpu()
 
@@ -95,14 +91,14 @@ class PlanRequest:
 
     @property
     def machine(self) -> HardwareProfile:
-        """The profile. ValueError where there is none: prices need one."""
+        """The profile, which prices need; ValueError if there is none."""
         if self.profile is None:
             raise ValueError("a plan has no price without the rates of a machine")
         return self.profile
 
     @property
     def kernels(self) -> Kernels:
-        """Those of the compute tier."""
+        """The kernels of the compute tier."""
         return Kernels.of(self.compute_tier, emulated=self.caps.emulated, triton=self.triton)
 
     @property
@@ -112,20 +108,20 @@ class PlanRequest:
 
     @cached_property
     def budgets(self) -> tuple[Budget, ...]:
-        """The budgets of a row's caches, layer by layer, within the layer's window."""
+        """The budget of a row in each layer, within its window."""
         return self.eviction.by_layer(self.spec.windows, self.workload.prompt_len, self.workload.gen_len)
 
     @cached_property
     def slots(self) -> tuple[int, ...]:
-        """Slots of a row's caches, layer by layer: the budget, and one for the newest token if tokens are evicted; none
-        in layers that read another one's, or keep states alone."""
+        """Cache slots of a row in each layer: the budget, and one for the newest token if tokens are evicted; 0 in
+        layers that read another layer's cache or have none."""
         slots = [budget.total + (not budget.full) for budget in self.budgets]
         own = [self.spec.attends(layer) and self.spec.source_of(layer) == layer for layer in range(len(slots))]
         return tuple(count if each else 0 for count, each in zip(slots, own, strict=True))
 
     @cached_property
     def cache_sizes(self) -> tuple[int, ...]:
-        """What a row's caches take, layer by layer, in any unit."""
+        """Relative sizes of a row's caches, layer by layer."""
         if not self.spec.has_states:
             return self.slots
         sizes = list[int]()
@@ -136,7 +132,7 @@ class PlanRequest:
 
     @cached_property
     def computed_prompt(self) -> int:
-        """Tokens of a prompt that go through the layers: more than its own where it is replayed."""
+        """Tokens of a prompt that go through the layers: twice its own if it is replayed."""
         asked = self.workload.prompt_len
         return asked if all(budget.full for budget in self.budgets) else self.eviction.computed(asked)
 
@@ -146,7 +142,7 @@ class PlanRequest:
         return self.compute_tier == "gpu" and "cpu" in self.machine.compute
 
     def fixed_shares(self, policy: OffloadPolicy) -> dict[str, Mapping[str, float]]:
-        """The placements that are not to be chosen for a block of `policy`'s shape, by kind."""
+        """The placements that are fixed for a block of `policy`'s shape, by kind."""
         fixed: dict[str, Mapping[str, float]] = {k: getattr(self.policy, k) for k in KINDS if k in self.fixed}
         if len(alone(policy.num_gpu_batches, self.num_gpus)) == policy.num_gpu_batches:
             fixed["hidden"] = {self.compute_tier: 1.0}
@@ -158,13 +154,13 @@ class PlanRequest:
         return replace(self, caps=replace(self.caps, **changed))
 
     def with_shares(self, policy: OffloadPolicy, shares: Mapping[str, Mapping[str, float]]) -> OffloadPolicy:
-        """`policy` with placements by kind, as far as they are free."""
+        """`policy` with those of the placements `shares` that are free."""
         free: dict[str, Any] = {kind: each for kind, each in shares.items() if kind not in self.fixed}
         return replace(policy, **free)
 
     def place(self, policy: OffloadPolicy) -> Placement:
-        """Whole units on their tiers, as the engine places them. Caches that several layers read stay where these are
-        computed, and those that would be layers' that have none are nowhere else."""
+        """Whole units on their tiers, as the engine places them. Caches that several layers read stay on the compute
+        tier."""
         placement = place(self.spec, policy, self.dtype, self.cache_sizes)
         shared = {layer for each in self.spec.last_readers.items() if each[0] != each[1] for layer in each}
         if shared:
@@ -177,7 +173,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class BlockShape:
-    """One block of `policy`'s shape, all of whose sequences have the workload's lengths; letters: `footprint`'s."""
+    """One block of `policy`'s shape, whose sequences all have the workload's lengths; symbols as in `footprint`."""
 
     request: PlanRequest
     policy: OffloadPolicy
@@ -221,32 +217,32 @@ class BlockShape:
 
     @property
     def follows(self) -> bool:
-        """Whether a prompt may come in parts that attend to earlier ones: it is long, or rows share its beginning."""
+        """Whether prompts may come in parts that attend to earlier ones."""
         return self.prompt > self.chunk or self.policy.block_size > 1
 
     @property
     def evicts(self) -> bool:
-        """Whether any layer lets tokens go."""
+        """Whether any layer evicts."""
         return not all(budget.full for budget in self.request.budgets)
 
     @property
     def rolling(self) -> bool:
-        """Whether caches hold keys that are rotated anew in each step."""
+        """Whether positions roll: cached keys are rotated anew in each step."""
         return self.request.eviction.rolling_positions
 
     @property
     def most_slots(self) -> int:
-        """C of the layer that has most."""
+        """The largest C of any layer."""
         return max(self.request.slots)
 
     @property
     def heads(self) -> int:
-        """b x kv_heads: rows of a cache that decide for themselves what stays."""
+        """b x kv_heads."""
         return self.rows * self.spec.num_kv_heads
 
     @property
     def rotary_dims(self) -> list[int]:
-        """D of each way that positions are rotated in."""
+        """D of each kind of rotation."""
         return [rotary.dim for rotary in {self.spec.arch.rotary, self.spec.arch.local_rotary} if rotary is not None]
 
     def staged(self, tiers: set[str]) -> bool:

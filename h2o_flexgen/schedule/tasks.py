@@ -1,4 +1,4 @@
-"""The nouns of a schedule: a task, a tick (one inner iteration), the shape a schedule is made for, recorded steps."""
+"""The types of a schedule: task, tick (one inner iteration) and the shape that a schedule is made for."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from h2o_flexgen.config.model.spec import UnitSpec
 
 NO_BATCH = -1  # the batch index of tasks that move weights or compute experts: they serve every GPU batch of a pass
 EXPERT_SLOTS = 4
-"""Streamed experts that are on the compute tier at once: one in use, the others being read. There are more where a
-layer's are read while its attention is computed, see `weight_room.expert_slots`."""
+"""Streamed experts on the compute tier at once, one in use and the others being read; more by
+`weight_room.expert_slots`."""
 
 
 class TaskKind(StrEnum):
-    """The kind of a task; the value is the word used in traces and messages."""
+    """The kind of a task; its value appears in traces and messages."""
 
     LOAD_WEIGHTS = "load_weights"
     FREE_WEIGHTS = "free_weights"
@@ -31,14 +31,13 @@ class TaskKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing to do. `unit` indexes `ScheduleShape.units`.
+    """One task. `unit` indexes `ScheduleShape.units`; weight and expert tasks have batch NO_BATCH.
 
-    Weight tasks have batch NO_BATCH. A load names the step and unit that use its group first, a free the step and unit
-    that used it last (for a load that nobody used: that would have used it). A cache or hidden task names its compute:
-    a load the one that reads, a store or pass the one that wrote.
+    A weight load names the step and unit that use its group first, a free those that used it last (or would have). A
+    cache or hidden load names the compute that reads, a store or pass the one that wrote.
 
-    experts: a compute task's experts, one after another, for the tokens of all GPU batches of the pass (batch
-    NO_BATCH); or the one expert that is loaded or freed.
+    experts: those that a compute task computes, one after another, for the tokens of all GPU batches of the pass; or
+    the one that is loaded or freed.
     """
 
     kind: TaskKind
@@ -55,16 +54,13 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """One inner iteration of the schedule. Its fields stand in the order in which they are carried out.
+    """One inner iteration of one stage. Fields are in order of execution.
 
-    A tick belongs to a stage; "earlier", "later" and "next" below mean ticks of the same stage.
-
-    stores  results of the tick before, issued first; they overlap this tick's compute
-    loads   inputs of later ticks, most urgent first, issued after the stores. Only the first tick of a schedule, or of
-            a stage that was idle, loads inputs of its own compute
-    compute None only in the drain tick, which ends a schedule with its last stores and frees and loads nothing
-    passes  hidden states that this compute wrote and the next stage reads; sent right after the compute
-    frees   weight groups that this compute used last, freed after it; in a drain tick also loads that nobody used
+    stores  results of the stage's tick before; they overlap this tick's compute
+    loads   inputs of the stage's later ticks, most urgent first; after idling also of this tick's own compute
+    compute None only in the drain tick, which ends a schedule with its last stores and frees
+    passes  hidden states that this compute wrote for the next stage; sent right after the compute
+    frees   weight groups that this compute used last; in a drain tick also unused loads
     stage   index into `ScheduleShape.stages`
     """
 
@@ -79,18 +75,18 @@ class Tick:
 
 @dataclass(frozen=True)
 class ScheduleShape:
-    """All that a schedule depends on. Raises ValueError for a shape no schedule exists for.
+    """The inputs of a schedule. Raises ValueError for a shape that has none.
 
-    units         the compute positions in order: input embedding first, output head last
-    num_steps     steps at most: fewer where every row finishes early, or where `LastStep` ends the schedule
+    units         input embedding first, output head last
+    num_steps     steps at most: fewer if every row finishes early, or if `LastStep` ends the schedule
     streamed      keys of the weight groups that are not resident on the compute tier
     cache_moves   (layer, batch) of the caches that are not resident on the compute tier
     hidden_moves  batches whose hidden states are parked off the compute tier while other batches are computed
     lookahead     streamed weight groups in flight beyond the one in use: at most lookahead + 1 copies are alive
     stages        the units that each device computes, in order; none given: one device computes all
     host_attends  (layer, batch) of the caches in host memory that decode steps attend to there while other batches are
-                  computed, see `schedule.workspace`: the order of tasks does not depend on it, what they do does
-    expert_slots  streamed experts that are on the compute tier at once, at most
+                  computed; the order of tasks does not depend on it
+    expert_slots  streamed experts on the compute tier at once, at most
     """
 
     units: tuple[UnitSpec, ...]
@@ -127,20 +123,18 @@ class ScheduleShape:
 
     @property
     def groups(self) -> tuple[range, ...]:
-        """The GPU batches that go through a stage together: as many groups as stages, if there are as many batches."""
         return groups_of(self.num_batches, len(self.stages))
 
 
 def groups_of(num_batches: int, num_stages: int) -> tuple[range, ...]:
-    """See ScheduleShape.groups."""
+    """The GPU batches that go through a stage together: as many groups as stages, if there are as many batches."""
     count = min(num_stages, num_batches)
     cuts = [num_batches * number // count for number in range(count + 1)]
     return tuple(range(start, stop) for start, stop in pairwise(cuts))
 
 
 def alone(num_batches: int, num_stages: int = 1) -> tuple[int, ...]:
-    """GPU batches that have a group for themselves. They are never parked: the very next unit wants their hidden states
-    again."""
+    """GPU batches that are a group of their own. They are never parked: the next unit needs their hidden states."""
     return tuple(group[0] for group in groups_of(num_batches, num_stages) if len(group) == 1)
 
 
@@ -165,22 +159,19 @@ GroupBatches: TypeAlias = Callable[[int, int], Sequence[int]]
 GroupLast: TypeAlias = Callable[[int, int], bool]
 """As LastStep, but of one group: whether no step of it can follow this one, given a step and the group's index."""
 
-# Decode steps that are recorded once and launched again as a whole, as CUDA graphs: where, and from which step on.
+# Decode steps as CUDA graphs: recorded once, then launched as a whole.
 PATIENCE = 3
-"""Steps that a GPU batch has to go on without a change before one is recorded, and that no row of it may be about to
-end in. Recording takes as long as a step that is launched bit by bit. A step that is launched as a whole saves nearly
-all of that where the GPU waits for the host, and a seventh where it is busy: recording pays after one step in small
-models, after some seven in large ones. At three, no run ever pays much more than with foresight."""
+"""Steps without a change of rows, before and to come, that a recording needs. Recording costs as much as a step; it is
+repaid after one launch in small models, where the GPU waits for the host, and after some seven in large ones."""
 FIRST_REPLAYED = PATIENCE + 3
-"""The first decode step, counted from 1, that is nothing but launched, where no row leaves or comes: of those before it
-one warms up, and one is recorded."""
+"""The first decode step, counted from 1, that is only launched if rows do not change: before it one warms up, and one
+is recorded."""
 
 
 def recordable(*, moves: bool, elsewhere: bool, rolling: bool) -> bool:
-    """Whether the decode steps of a block can be recorded, if the GPU has what it takes for that.
+    """Whether a GPU can record the decode steps of a block.
 
-    moves: whether weights, caches or hidden states of the block move between tiers, or there are experts (the host must
-    know which are chosen). elsewhere: whether attention over any cache is computed off the GPU. rolling: whether keys
-    are rotated by their places in the cache.
+    moves: weights, caches or hidden states move between tiers, or there are experts (the host must know which are
+    chosen). elsewhere: attention over some cache is computed off the GPU. rolling: rolling positions.
     """
     return not (moves or elsewhere or rolling)

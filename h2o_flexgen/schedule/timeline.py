@@ -1,9 +1,9 @@
-"""Which task ran when on which resource: the rows that the executor's trace and the simulator both emit."""
+"""Tasks by resource and time: the rows that both the executor's trace and the simulator emit."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ COUNTER = "memory "
 
 
 def on_stage(resource: str, stage: int) -> str:
-    """The name of a stage's resource in the rows of a timeline; those of the first have no number."""
+    """The name of a stage's resource; those of the first stage have no number."""
     return f"{resource} {stage}" if stage else resource
 
 
@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
 
 class Level(NamedTuple):
-    """Bytes in use on a tier, or resident in the "process", from `at` on: seconds on the clock of the rows."""
+    """Bytes in use on a tier, or resident in the "process", from `at` on, in seconds."""
 
     at: float
     tier: str
@@ -42,10 +42,8 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Rows of one run, in any order; resources keep the order in which they first appear.
-
-    memory: what tiers and process held, in order of time; a simulation has none. caps: the bytes that they may hold.
-    """
+    """Rows of one run, in any order. memory: levels in order of time; none in a simulation. caps: bytes that tiers and
+    process may hold."""
 
     rows: tuple[Row, ...]
     memory: tuple[Level, ...] = ()
@@ -53,7 +51,7 @@ class Timeline:
 
     @cached_property
     def resources(self) -> tuple[str, ...]:
-        """Every resource that has a row."""
+        """Every resource, in the order of their first rows."""
         return tuple(dict.fromkeys(row.resource for row in self.rows))
 
     @cached_property
@@ -96,10 +94,8 @@ class Timeline:
         return by_resource
 
     def table(self, width: int = 48) -> str:
-        """One line per resource: tasks, busy time, share of the span, and how busy it was over time in `width` cells.
-
-        A cell is blank where the resource idled through it and `#` where it never did.
-        """
+        """One line per resource: tasks, busy time, share of the span, and a strip of `width` cells from blank (idle) to
+        `#` (always busy)."""
         if not self.rows:
             return "nothing ran"
         name_width = max(len(name) for name in (*self.resources, "resource"))
@@ -126,7 +122,7 @@ class Timeline:
         return "".join(_SHADES[min(top, -int(-share * top // 1) if share > 1e-9 else 0)] for share in filled)
 
     def to_json(self) -> dict[str, object]:
-        """The rows and what follows from them, in seconds, as plain JSON types."""
+        """Plain JSON types; times in seconds."""
         return {
             "span": self.span,
             "overlap": self.overlap,
@@ -145,7 +141,7 @@ class Timeline:
         with Path(path).open("w", encoding="utf-8") as file:
             caps = json.dumps({"caps": dict(self.caps)})
             file.write(f'{{"displayTimeUnit": "ms", "otherData": {caps}, "traceEvents": [\n')
-            file.writelines(_separated(json.dumps(event) for event in events))
+            file.write(",\n".join(map(json.dumps, events)))
             file.write("\n]}\n")
 
     def _events(self, process: str, pid: int) -> Iterator[dict[str, object]]:
@@ -164,9 +160,8 @@ class Timeline:
                 "pid": pid,
                 "tid": thread,
                 "ts": start,
-                "dur": round(
-                    end - start, 3
-                ),  # ends are rounded as starts are: tasks that follow at once must not overlap
+                # Ends are rounded as starts are: tasks that follow at once must not overlap.
+                "dur": round(end - start, 3),
             }
         for level in self.memory:
             name, at = f"{COUNTER}{level.tier}", self._microseconds(level.at)
@@ -189,8 +184,3 @@ class Timeline:
     def _microseconds(self, at: float) -> float:
         """Since the first row; what was held before it is held at its start."""
         return max(0.0, round((at - self.start) * 1e6, 3))
-
-
-def _separated(lines: Iterable[str]) -> Iterator[str]:
-    for index, line in enumerate(lines):
-        yield line if index == 0 else ",\n" + line

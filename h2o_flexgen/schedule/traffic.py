@@ -12,10 +12,8 @@ from h2o_flexgen.schedule.request import PlanRequest
 
 
 def links(tier: str, compute_tier: str, *, inward: bool) -> tuple[str, ...]:
-    """The links that a move between `tier` and the compute tier crosses: disk and gpu meet on the cpu.
-
-    inward: towards the compute tier. ("disk", "gpu") gives ("disk->cpu", "cpu->gpu"); inside one tier there are none.
-    """
+    """The links between `tier` and the compute tier, towards it if `inward`: ("disk->cpu", "cpu->gpu") for disk and
+    gpu, none inside one tier."""
     if tier == compute_tier:
         return ()
     stops = [tier, "cpu", compute_tier] if "cpu" not in (tier, compute_tier) else [tier, compute_tier]
@@ -27,18 +25,15 @@ def links(tier: str, compute_tier: str, *, inward: bool) -> tuple[str, ...]:
 def io_lower_bound(
     request: PlanRequest, sequences: int, *, budgets: Sequence[Budget] | None = None, cpu_cache_compute: bool = False
 ) -> dict[str, int]:
-    """Bytes over each link that any schedule must move, for `sequences` that go through their steps together.
+    """Bytes over each link that any schedule must move for `sequences` that go through their steps together; links of 0
+    bytes are left out.
 
-    budgets: of each, layer by layer, where they are not what the lengths of the workload resolve to.
-    cpu_cache_compute: whether attention may be computed where caches on the cpu live. Links that nothing has to
-    cross are left out.
+    budgets: of each, layer by layer; None: those of the workload's lengths. cpu_cache_compute: attention may be
+    computed where caches on the cpu live.
 
-    Every step needs all weights (of an embedding that is not the head as good as nothing), and a decode step needs what
-    the caches hold. Of these W + K bytes, the tiers on the near side of a link hold M when the step starts, so that W +
-    K - M must come in. Outward, what the caches hold before the last step has all been on the compute tier, and what
-    does not fit there has left it. Nothing else need move: hidden states of one sequence at a time fit anywhere, and
-    loading the model is not part of a block. No workspace, buffer or padding is counted, and none of a cap is spent on
-    them, so that the bound is below what any real plan moves.
+    A step needs all weights, W bytes (of an embedding that is not the head next to none), and the caches' contents, K.
+    The tiers on the near side of a link hold M of them when it starts, so that W + K - M come in. Outward goes what the
+    caches hold before the last step and the near side has no room for. No workspace, buffer or padding is counted.
     """
     weights = _needed_weights(request.spec, request.dtype)
     caches = [sequences * held for held in _held(request, budgets)]
@@ -59,8 +54,7 @@ def io_lower_bound(
 
 
 def _needed_weights(spec: ModelSpec, dtype: str) -> int:
-    """Bytes that every pass over the model reads whole: not those of tables of which it reads single rows, and no more
-    experts than one token chooses."""
+    """Bytes that every pass reads: without tables of which it reads single rows, and with the experts of one token."""
     tables = {"embed.positions"} if spec.arch.tied_head else {"embed.positions", "embed.tokens"}
     sizes = (tensor for group in spec.weight_groups for tensor in group.tensors if tensor.name not in tables)
     share = spec.chosen_share(1)
@@ -68,7 +62,7 @@ def _needed_weights(spec: ModelSpec, dtype: str) -> int:
 
 
 def _held(request: PlanRequest, budgets: Sequence[Budget] | None) -> list[int]:
-    """Bytes that one sequence's caches hold when each step starts; nothing before the first."""
+    """Bytes in one sequence's caches when each step starts; 0 before the first."""
     prompt, layers = request.workload.prompt_len, Counter[tuple[int, int]]()
     for layer, each in enumerate(budgets or request.budgets):
         if request.spec.attends(layer):

@@ -1,4 +1,4 @@
-"""Where streamed weight groups lie on the compute tier: places in one buffer, apart while they are there together."""
+"""Places of streamed weight groups in one buffer on the compute tier."""
 
 from __future__ import annotations
 
@@ -12,27 +12,25 @@ from h2o_flexgen.config.model.tensors import PAGE, WeightGroup, round_up
 from h2o_flexgen.schedule.tasks import EXPERT_SLOTS
 
 _ALL = 0.98
-"""Of the experts: what is read in vain then is no more than predictions may be off by."""
+"""The share of experts from which on all are read: few are read in vain."""
 
 
 class Place(NamedTuple):
-    """Bytes [start, start + nbytes) of the room, on pages, for one load of the group `key`."""
+    """Bytes [start, start + nbytes) of the room, page-aligned, for a load of the group `key`."""
 
     key: str
     start: int
     nbytes: int
 
     def overlaps(self, other: Place) -> bool:
-        """Whether one byte or more is in both."""
+        """Whether they have a byte in common."""
         return self.start < other.start + other.nbytes and other.start < self.start + self.nbytes
 
 
 @dataclass(frozen=True)
 class WeightRoom:
-    """The places that loads take one after the other, over and over, and the bytes of the buffer that has them.
-
-    experts: the bytes of each of `count` places behind them, of which a streamed expert takes any; 0: none does.
-    """
+    """The places that loads take in turn, and behind them `count` places of `experts` bytes each, any of which a
+    streamed expert takes; 0: no experts stream."""
 
     cycle: tuple[Place, ...] = ()
     experts: int = 0
@@ -40,7 +38,6 @@ class WeightRoom:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffer."""
         return self._cycle_bytes + self.count * self.experts
 
     @property
@@ -49,13 +46,13 @@ class WeightRoom:
 
     @property
     def slots(self) -> tuple[Place, ...]:
-        """The places of experts, whichever takes them."""
+        """The places of experts."""
         first = self._cycle_bytes
         count = self.count if self.experts else 0
         return tuple(Place("", first + number * self.experts, self.experts) for number in range(count))
 
     def first(self, key: str) -> int:
-        """The first place in the cycle for `key`. KeyError where it has none."""
+        """The index of the first place in the cycle for `key`; KeyError if it has none."""
         for index, place in enumerate(self.cycle):
             if place.key == key:
                 return index
@@ -65,13 +62,12 @@ class WeightRoom:
 def weight_room(
     sizes: Mapping[str, int], lookahead: int, experts: int = 0, count: int = EXPERT_SLOTS
 ) -> WeightRoom:
-    """The smallest room found for groups of `sizes` bytes, loaded in that order in every pass, and behind it that of
-    `count` experts, the largest of which has so many.
+    """The smallest room found for groups of `sizes` bytes, loaded in that order in every pass, and for `count` experts
+    of `experts` bytes at most.
 
-    A schedule has at most `lookahead` + 1 of them there at once, neighbours in that order, last and first included.
-    Attention and MLP in turn thus need the sum of both, not twice the larger. Largest first, each group goes to the
-    lowest bytes that no neighbour has; over two passes too, as an odd number of equal groups does not fit into two
-    places otherwise; and over lookahead + 1 passes into as many equal places, which always works.
+    At most `lookahead` + 1 neighbours in that order, last and first included, are there at once. Tried are: largest
+    first, each group at the lowest bytes that no neighbour has, over one pass and over two (an odd number of equal
+    groups needs two places then); and lookahead + 1 equal places.
     """
     room = _room(tuple((key, round_up(nbytes, PAGE)) for key, nbytes in sizes.items()), lookahead)
     return replace(room, experts=round_up(experts, PAGE), count=count) if experts else room
@@ -90,7 +86,7 @@ def _room(order: tuple[tuple[str, int], ...], lookahead: int) -> WeightRoom:
 
 
 def _lowest(order: Sequence[tuple[str, int]], reach: int) -> list[Place]:
-    """Places in a circle, none of which overlaps those up to `reach` before and after it."""
+    """A circle of places that do not overlap with those up to `reach` before and after them."""
     count, places = len(order), dict[int, Place]()
     for index in sorted(range(count), key=lambda index: -order[index][1]):
         near = {(index + step) % count for step in range(-reach, reach + 1)} - {index}
@@ -100,7 +96,7 @@ def _lowest(order: Sequence[tuple[str, int]], reach: int) -> list[Place]:
 
 
 def _gap(taken: Iterable[tuple[int, ...]], nbytes: int) -> int:
-    """The lowest start of `nbytes` beside what is taken: (start, bytes), sorted."""
+    """The lowest free start for `nbytes`; taken: (start, bytes), sorted."""
     start = 0
     for other, size in taken:
         if start + nbytes <= other:
@@ -118,10 +114,9 @@ def room_of(
     sequences: int,
     known: Mapping[str, int] | None = None,
 ) -> WeightRoom:
-    """The room of the weight groups that stream, and of the largest expert that does, as often as `expert_slots` says.
+    """The room of the weight groups that stream, and of `expert_slots` experts.
 
-    tiers: that of each group, of a whole model or of some neighbouring units. sequences: of a block. known: buffer
-    bytes where they are.
+    tiers: of each group of a model or of a stage. sequences: of a block. known: see `group_bytes`.
     """
 
     def streamed(keys: Iterable[str]) -> dict[str, int]:
@@ -134,16 +129,13 @@ def room_of(
 
 
 def reads_all(spec: ModelSpec, tokens: int) -> bool:
-    """Whether so many tokens choose about all experts of a layer, so that these are read before they have chosen."""
+    """Whether `tokens` are expected to choose nearly all experts of a layer."""
     return spec.arch.experts is not None and spec.chosen_share(tokens) >= _ALL
 
 
 def expert_slots(spec: ModelSpec, tiers: Mapping[str, str], compute_tier: str, sequences: int) -> int:
-    """Streamed experts that are on the compute tier at once in a block of `sequences`: half of a layer's where all of
-    them are read in every pass, so that reads go on while attention is computed; else EXPERT_SLOTS.
-
-    On two cores and 3 GB/s the attention of 256 rows takes as long as a third of a layer's experts does to arrive.
-    """
+    """Places for streamed experts in a block of `sequences`: half of a layer's streamed ones if all are read in every
+    pass, so that reads go on while attention is computed; else EXPERT_SLOTS."""
     if not reads_all(spec, sequences):
         return EXPERT_SLOTS
     away = (sum(tiers.get(key, compute_tier) != compute_tier for key in unit.experts) for unit in spec.units)
@@ -151,15 +143,15 @@ def expert_slots(spec: ModelSpec, tiers: Mapping[str, str], compute_tier: str, s
 
 
 def experts_swap(spec: ModelSpec, tiers: Mapping[str, str], compute_tier: str) -> bool:
-    """Whether experts on disk take the places of others in memory as they are used more often: all are on disk then,
-    and have room in memory for how they are read from there."""
+    """Whether experts on disk replace less used ones in memory: all are then on disk too, and their places in memory
+    have room for the disk's layout."""
     found = {tiers.get(key, compute_tier) for unit in spec.units for key in unit.experts}
     return compute_tier == "cpu" and found == {"cpu", "disk"}
 
 
 def group_bytes(group: WeightGroup, dtype: str, tier: str, known: Mapping[str, int] | None = None) -> int:
-    """Buffer bytes of a group on `tier`: known, or the packed size, on disk with the most that reading in place can
-    take, two pages more per tensor; a group with a tensor of fewer bits is never read in place."""
+    """Buffer bytes of a group: as `known`, else the packed size; on disk two pages more per tensor for reading in
+    place, unless the group has a tensor of fewer bits."""
     if known is not None and group.key in known:
         return known[group.key]
     in_place = tier == "disk" and not group.fewer_bits

@@ -1,11 +1,7 @@
-"""The work of a call's blocks: computed, read and moved, counted phase by phase, and the least time that takes.
+"""The work of a call's blocks, phase by phase, and its roofline: docs/roofline.md says how each number is made.
 
-Counted are sequences that are still going: a row that is finished and not yet removed is not work. Where prompts and
-decode rows go through a tick together, both phases get a share of it by tokens, as the clock is divided, so that counts
-are not always whole numbers.
-
-Products and attention of the computing thread follow each other: their seconds add up. Links work beside it and beside
-each other: the bound is the largest of these sums. docs/roofline.md says how each number is made.
+Only unfinished rows count. A tick of prompts and decode rows is divided between the phases by tokens, as its time is,
+so that counts need not be whole numbers.
 """
 
 from __future__ import annotations
@@ -25,11 +21,10 @@ PHASES: tuple[Phase, ...] = ("prefill", "decode")
 Window = int | None
 READS, ARITHMETIC = "memory reads", "arithmetic"
 HERE = "this run"
-"""Whose rate it is where the profile has none: that of a link while it was busy in the run itself."""
+"""The origin of a link's rate that the profile lacks: while the link was busy in the run itself."""
 
 
 def _sums() -> defaultdict[Any, float]:
-    """Sums that start at nothing."""
     return defaultdict(float)
 
 
@@ -38,16 +33,15 @@ class PhaseWork:
     """The work of one phase, in tokens and bytes.
 
     steps           of the schedule
-    products        times that products of a kind (`ModelSpec.products`) were computed for so many rows at once;
-                    experts for those of all GPU batches
-    prompt_pairs    queries times keys of prompts in one layer with a window, by the window and the keys of a query;
-                    causality is not deducted
-    cache_tokens    tokens that decode steps read from the caches of all rows, over all layers, their own included, by
-                    the window of the layers and the device that reads
-    cache_calls     how many reads of one GPU batch's cache in one layer that were, likewise
-    moved           bytes by link and by what they are ("weights", "cache", "hidden"): the fewest that the placement
-                    allows, each streamed weight once per step, of experts as many as so many tokens choose if all
-                    are equally likely, and of a cache what it holds, without padding
+    products        computations by kind (`ModelSpec.products`) and rows; of experts with the rows of all GPU batches
+    prompt_pairs    queries times keys of prompts in one layer, by the layer's window and the keys of a query; without
+                    deduction for causality
+    cache_tokens    tokens that decode steps read from caches in all layers, their own included, by the layers' window
+                    and the device that reads
+    cache_calls     reads of one GPU batch's cache in one layer, likewise
+    moved           bytes by link and kind ("weights", "cache", "hidden"), the fewest for the placement: streamed
+                    weights once per step, experts as many as tokens choose if all are equally likely, caches without
+                    padding
     """
 
     steps: float = 0.0
@@ -58,11 +52,11 @@ class PhaseWork:
     moved: dict[tuple[str, str], float] = field(default_factory=_sums)
 
     def weight_bytes(self, spec: ModelSpec, dtype: str) -> float:
-        """Bytes of the matrices that products read, each time anew."""
+        """Bytes of the matrices that products read."""
         return sum(calls * _matrix_bytes(spec, kind, rows, dtype) for (kind, rows), calls in self.products.items())
 
     def cache_bytes(self, spec: ModelSpec, dtype: str) -> dict[str, float]:
-        """Bytes of keys and values that decode steps read, by the device that reads."""
+        """Bytes of keys and values that decode steps read, by device."""
         found: dict[str, float] = _sums()
         token = spec.mean_by_window(lambda layer: spec.kv_bytes_per_token_and_layer(dtype, layer))
         for (window, device), tokens in self.cache_tokens.items():
@@ -107,17 +101,17 @@ def rooflines(
     seconds: Mapping[Phase, float],
     bandwidth: Mapping[str, float | None] | None = None,
 ) -> dict[str, Any]:
-    """The `roofline` object of a RunRecord, by phase; docs/roofline.md explains the keys.
+    """The `roofline` object of a RunRecord, by phase.
 
-    Without a profile in `request` rates and times are None, but for links with a `bandwidth`: bytes per second in the
-    run itself. `seconds`: measured, of each phase.
+    seconds: measured, of each phase. bandwidth: of links, bytes per second in the run itself; the only rates without a
+    profile in `request`.
     """
     priced = _Roofline(request, bandwidth or {})
     return {phase: priced.of(each, seconds[phase]) for phase, each in work.phases.items()}
 
 
 class _Spent(NamedTuple):
-    """Seconds of calls at their calibrated rates, and what such calls wait for."""
+    """Seconds of calls at their calibrated rates, and the resource that such calls wait for."""
 
     kind: str
     resource: str
@@ -144,7 +138,8 @@ class _Roofline:
         for kind, resource, seconds in (*self._products(work), *self._caches(work), *self._prompts(work)):
             kinds[kind] += seconds
             waits[resource] = waits.get(resource, 0.0) + seconds
-        # One resource speaks for the computing thread: the one that its calls wait for longest.
+        # Calls of the computing thread follow each other, links work beside it. Its time is booked under one resource:
+        # the one that its calls wait for longest.
         bounds = {max(waits, key=lambda name: waits[name]): sum(waits.values())} if waits else {}
         bounds |= {name: each["seconds"] for name, each in resources.items() if "->" in name and each["seconds"]}
         resource = max(bounds, key=lambda name: bounds[name])
@@ -156,7 +151,7 @@ class _Roofline:
         }
 
     def _amounts(self, work: PhaseWork) -> dict[str, tuple[str, dict[str, float]]]:
-        """By resource: the unit, and how much of it goes into what."""
+        """By resource: the unit, and amounts by purpose."""
         spec, dtype = self._request.spec, self._request.dtype
         read: dict[str, dict[str, float]] = {READS: {"weights": work.weight_bytes(spec, dtype)}}
         for device, nbytes in work.cache_bytes(spec, dtype).items():
@@ -168,11 +163,10 @@ class _Roofline:
         return {name: (unit, parts) for name, (unit, parts) in amounts.items() if any(parts.values())}
 
     def _reads_of(self, device: str) -> str:
-        """The resource that `device` reads its memory by."""
         return READS if device == self._tier else f"{READS} of the {device}"
 
     def _at_best(self, name: str, parts: Mapping[str, float]) -> dict[str, Any]:
-        """The rate of a resource at its best, whose rate that is, and the seconds at this rate."""
+        """The best rate of a resource, its origin, and the seconds at this rate."""
         rate, source = self._rate(name), None if self._profile is None else self._profile.name
         if rate is None and self._bandwidth.get(name):
             rate, source = self._bandwidth[name], HERE
@@ -199,14 +193,13 @@ class _Roofline:
         rates = self._request.machine.rates(self._tier)
         spec, dtype = self._request.spec, self._request.dtype
         for (kind, rows), calls in work.products.items():
-            # Whether a matrix is multiplied with sooner than it is read.
             arithmetic = _flops(spec, kind, rows) / peak_flops(rates)
             few = arithmetic <= _matrix_bytes(spec, kind, rows, dtype) / rates.memory_bytes_per_s
             seconds = rates.products_seconds(spec, kind, rows, self._size)
             yield _Spent("products", READS if few else ARITHMETIC, calls * seconds)
 
     def _caches(self, work: PhaseWork) -> Iterator[_Spent]:
-        """Attention of decode steps; every call as large as they are on average."""
+        """Attention of decode steps, each call of average size."""
         spec, dtype = self._request.spec, self._request.dtype
         token = spec.mean_by_window(lambda layer: spec.attended_kv_bytes(dtype, layer))
         for (window, device), tokens in work.cache_tokens.items():
@@ -224,7 +217,7 @@ class _Roofline:
             yield _Spent("attention", ARITHMETIC, flops / rates["scored" if sums else "plain"].at(keys))
 
     def _ranks(self, window: Window) -> bool:
-        """Whether the caches of layers with this window choose by score."""
+        """Whether caches of layers with this window choose by score."""
         layers = zip(self._request.budgets, self._request.spec.windows, strict=True)
         return any(budget.scored for budget, each in layers if each == window)
 

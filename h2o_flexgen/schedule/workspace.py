@@ -1,11 +1,6 @@
-"""The memory that one unit has alive while it computes, beside weights, caches and hidden states: upper bounds, in
-bytes.
+"""Upper bounds, in bytes, of the memory that a unit needs while it computes, beside weights, caches and hidden states.
 
-Attention over caches in host memory may be computed there while a GPU computes other GPU batches. A decode step of such
-a cache is in two halves. The first computes queries, keys and values, which go to the host; the second takes the answer
-up, and is computed once the GPU batch's hidden states are needed. In between the host attends, on a thread of its own,
-and the hidden states stay where they are. Prompts are brought into their caches on the same thread, while the GPU goes
-on with the next ones.
+Symbols: see `schedule.footprint`. Attention on the host: see `engine.execution.host_attention`.
 """
 
 from __future__ import annotations
@@ -19,9 +14,9 @@ from h2o_flexgen.config.offload import Kernels
 from h2o_flexgen.schedule.request import BlockShape
 
 HOST_ATTENTION = "cpu attention"
-"""The resource, beside "compute" and the links."""
+"""Name of the resource in timelines."""
 FILL_BUFFERS = 2
-"""Buffers on either side for prompts on their way into caches in host memory: one arriving, one filled in."""
+"""Buffers on either side for prompts copied into caches in host memory: one arriving, one being filled in."""
 _OUTPUT = ("o.", "norm.", "post_norm.")
 
 _MIN_CHUNK = 16  # queries whose logits torch's prompt kernel has alive at once, at least
@@ -31,30 +26,23 @@ _PATH_LEVELS = 3  # prefixes inside prefixes, beside the parts of a long prompt
 
 
 def positions(block: BlockShape) -> int:
-    """Bytes of what all layers of the prompt read of every token: ids and positions, int64, and its angles.
-
-    For all GPU batches: 32 T, and for each way of rotating cosines and sines (T, D).
-    """
+    """Token ids, positions and lengths, 32 T, and for each kind of rotation cosines and sines (T, D); of all GPU
+    batches."""
     angles = 2 * sum(block.rotary_dims) * block.size
     return block.policy.num_gpu_batches * block.tokens * (32 + angles)
 
 
 def workspace(block: BlockShape) -> int:
-    """Bytes of activations that the hungriest unit has alive at once, beside hidden states, which it updates in place.
+    """Activations of the unit that needs most, beside hidden states, which are updated in place.
 
-    Q = heads x head_dim, G = kv_heads x head_dim; c copies of queries and keys: as projected, normed, rotated.
-
-    embed      four (T, max(E, H)); then the angles, at most four float32 (T, D)
-    norms      input, output and residual (t, H), queries and keys (t, Q + G) twice, and one of them in float32, twice
-    attention  norm, output and a post-norm (t, H), queries (c t, Q), keys (c t, G) but for those of `prompt_keys`, keys
-               and values as the kernel wants them (t, 2 G), its output and that of all segments (t, 2 Q), column sums
-               (b, kv_heads, P) float32 and (kv_heads, P) for each part that others follow, at most P / prefill_chunk
-               and _PATH_LEVELS, if anything is evicted, `_looked_at`, and the larger of `_prompt_kernel` and `_fill`
-    decode     the (b, H), (b, Q) and (b, G) of the above, and `decode_attention`
-    mlp        norm, output and a post-norm (t, H), and the (t, F) before and after the activation; gate and up are one
-               (t, 2 F)
+    embed      four (T, max(E, H)); then at most four float32 (T, D) of angles
+    norms      input, output and residual (t, H), queries and keys (t, Q + G) twice, one of them in float32, twice
+    attention  `_attention_token`; column sums (b, kv_heads, P) float32 and (kv_heads, P) for each part of a prompt that
+               others follow, if anything is evicted; `_looked_at`; the larger of `_prompt_kernel` and `_fill`
+    decode     `_attention_token` of b tokens, and `decode_attention`
+    mlp        norm, output and post-norm (t, H), and (t, F) before and after the activation, with gate and up (t, 2 F)
     experts    `_mixture`
-    modules    what a run of transformers' own has shown: see `Activations`
+    modules    `_in_modules`
     head       two (b, hidden_width), logits (b, V) in the dtype and in float32, a sampler's sorted copies of one row
     """
     spec, size, tokens, rows = block.spec, block.size, block.chunk, block.rows
@@ -80,8 +68,8 @@ def _modules(spec: ModelSpec) -> Activations:
 
 
 def _in_modules(block: BlockShape, modules: Activations) -> int:
-    """Bytes within a unit of transformers' modules. The states of one layer: after each part of a prompt that others
-    follow; and torch's functions make a step's (b, ...) anew, three times, which our kernels, on a CPU, change in
+    """A unit of transformers' modules, by `Activations`. Of one layer the states after each part of a prompt that
+    others follow, and three copies of a step's where torch's functions make them anew instead of our kernels in
     place."""
     ours = block.request.kernels is Kernels.CPU
     growing, fixed = modules.mixing if ours else modules.in_torch
@@ -93,11 +81,9 @@ def _in_modules(block: BlockShape, modules: Activations) -> int:
 
 
 def _looked_at(block: BlockShape) -> int:
-    """Bytes alive for a policy that looks at queries of the prompt: see `cache.eviction.base.attention_rows`.
-
-    The queries (m, Q), for each part that others follow, too, and twice in float32; K and V of one row in one piece
-    and in float32 (P, 2 G); three float32 of all probabilities at once.
-    """
+    """`cache.eviction.base.attention_rows`, for policies that look at m queries of the prompt: queries (m, Q), also of
+    each part that others follow, and twice in float32; K and V of one row joined, also in float32, (P, 2 G); three
+    float32 of the probabilities."""
     spec, looks = block.spec, block.request.eviction.split.queries
     if looks == "none" or not block.evicts:
         return 0
@@ -110,9 +96,9 @@ def _looked_at(block: BlockShape) -> int:
 
 
 def _mixture(block: BlockShape, routed: int, tokens: int) -> int:
-    """Bytes of a mixture of experts. For the n `routed` tokens of a block: inputs and outputs of experts, and what a
-    shared one made, GPU batch by GPU batch, (n, H) each; 56 bytes for the expert, weight and rank of each choice. For
-    the t tokens that go through an expert, or the shared one, at once: two (t, H) and the (t, F)."""
+    """A mixture of experts. For the n `routed` tokens of a block: inputs, outputs and a shared expert's results, (n, H)
+    each, and 56 bytes for each choice. For the t tokens that go through an expert at once: three (t, H) and (t, 3 F).
+    """
     spec, experts = block.spec, block.spec.arch.experts
     if experts is None:
         return 0
@@ -123,7 +109,9 @@ def _mixture(block: BlockShape, routed: int, tokens: int) -> int:
 
 
 def _attention_token(block: BlockShape) -> int:
-    """Bytes of a token in attention beside the kernel: see `workspace`."""
+    """Bytes of a token in attention beside the kernel, with c copies of queries and keys (projected, normed, rotated):
+    norm, output and post-norm (H), queries (c Q), keys (c G), keys and values for the kernel (2 G), its output and that
+    of all segments (2 Q)."""
     spec = block.spec
     query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     copies = spec.arch.qk_norm + bool(block.rotary_dims)
@@ -132,12 +120,8 @@ def _attention_token(block: BlockShape) -> int:
 
 
 def recorded(block: BlockShape) -> int:
-    """Bytes of decode steps that are recorded (`schedule.tasks`): their activations lie in memory of their own,
-    which the recordings of all GPU batches share, and the logits that each of them leaves, (b, V) float32.
-
-    Activations are the (b, ...) of `workspace`, with the scores and free slots (b, kv_heads, C) that a step of the
-    GPU's kernel writes anew instead of `decode_attention`, and of the head two (b, hidden_width) and its logits.
-    """
+    """Recorded decode steps (`schedule.tasks`): the (b, ...) activations of `workspace`, which the recordings of all
+    GPU batches share, with scores and free slots (b, kv_heads, C), and for each of them logits (b, V) float32."""
     spec, size, rows = block.spec, block.size, block.rows
     wide = 3 if spec.arch.gated_mlp else 2
     activations = max(
@@ -150,22 +134,17 @@ def recorded(block: BlockShape) -> int:
 
 
 def prompt_keys(block: BlockShape) -> int:
-    """Bytes of the K and V of one layer of the prompt tokens in hand: a chunk's own, and what it follows.
-
-    Segments of a prompt that others follow are kept, and once more in one piece: 2 P tokens beside the t of the chunk.
-    With rolling positions their keys are there unrotated as well, half of another 2 P.
-    """
+    """K and V of one layer: of the t tokens of a chunk, and of the prompt parts that it follows, as segments and
+    joined, 2 P tokens; with rolling positions their keys unrotated as well, half of another 2 P."""
     tokens = block.chunk + (block.follows * (3 if block.rolling else 2)) * block.prompt
     return tokens * block.spec.computed_kv_bytes(block.dtype)
 
 
 def decode_attention(block: BlockShape) -> int:
-    """One step of one GPU batch in the layer with most slots C.
-
-    Logits and softmax (b, heads, C) float32, the cast, and the ranks compared, int64. Where positions roll: the keys
-    rotated, their cosines and sines, (b, kv_heads, C, head_dim) and twice half of it, ranks, and the table of angles.
-    Of packed caches the K and V that are expanded at once, and as float32 on the way, codes beside them.
-    """
+    """One step of one GPU batch in the layer with most slots C: logits and softmax (b, heads, C) float32, their cast,
+    and ranks (b, kv_heads, C) int64. With rolling positions: rotated keys, cosines and sines (b, kv_heads, C, head_dim)
+    and twice half of it, ranks, and the table of angles. Of packed caches: K and V expanded at once, float32 and
+    codes."""
     spec, slots, size = block.spec, block.most_slots, block.size
     rolled = 0
     if block.rolling:
@@ -178,21 +157,16 @@ def decode_attention(block: BlockShape) -> int:
 
 
 def on_cpu_beside_gpu(block: BlockShape) -> int:
-    """Bytes on cpu for caches that are computed on there, while everything else is on a gpu.
-
-    The larger of `decode_attention`, and prompt K and V (t + P tokens) as they arrive with `_fill`.
-    """
+    """On cpu, if only attention over caches there is computed on it: the larger of `decode_attention`, and K and V of
+    t + P arriving prompt tokens with `_fill`."""
     arriving = (block.chunk + block.prompt) * block.spec.computed_kv_bytes(block.dtype)
     return max(decode_attention(block), arriving + _fill(block))
 
 
 def _prompt_kernel(block: BlockShape) -> int:
-    """Prompt attention by the hungriest of those that may serve. torch's goes a chunk of queries at a time.
-
-    The softmax of one chunk beside the logits of the next: three float32 and, from a smaller dtype, the cast; at most
-    `Kernels.logits` of each or _MIN_CHUNK rows of (heads, P), and the mask, three bytes per query and key. Queries and
-    output (m, Q) of the m queries, twice where they follow earlier keys.
-    """
+    """Prompt attention by the kernel that needs most. torch's, chunk by chunk of queries: three float32 and the cast of
+    at most `Kernels.logits` logits or _MIN_CHUNK rows of (heads, P), a mask of three bytes per query and key, and
+    queries and output (m, Q) of the m queries, twice where they follow earlier keys."""
     spec, tokens, keys = block.spec, block.chunk, block.spec.num_heads * block.prompt
     most = block.request.kernels.logits
     logits = min(max(most, _MIN_CHUNK * keys), tokens * keys)
@@ -203,9 +177,8 @@ def _prompt_kernel(block: BlockShape) -> int:
 
 
 def _on_gpu(block: BlockShape) -> int:
-    """Flash attention on a GPU, where Triton adds up the columns: beside the output, which `workspace` counts, six
-    float32 per query and head, and where queries follow earlier keys queries and output (t, Q) once more, and the
-    weighed sum of both outputs in float32."""
+    """Flash attention on a GPU, with column sums by Triton: six float32 per query and head; where queries follow
+    earlier keys, queries and output (t, Q) again, and the weighted sum of both outputs in float32."""
     if block.request.kernels is not Kernels.TRITON:
         return 0
     heads, width = block.spec.num_heads, block.spec.num_heads * block.spec.head_dim
@@ -213,11 +186,10 @@ def _on_gpu(block: BlockShape) -> int:
 
 
 def _native_worker(block: BlockShape) -> int:
-    """One thread's scratch in the native kernel of bfloat16 on a CPU, which takes more threads only as far as torch's
-    logits (12 bytes and the cast of each) would fill the same memory.
+    """One thread's scratch in the native bfloat16 kernel; more threads never take more than torch's logits would.
 
-    K and V of one head (P, 2 d) and, of R queries, themselves (R, d) and the weights of 128 keys, in bfloat16; logits
-    (R, P + 16), output (R, d), largest and sum (R, 2 x 16), column sums (P) and the parts of them, in float32.
+    In bfloat16 K and V of one head (P, 2 d), R queries (R, d) and the weights of 128 keys; in float32 logits (R, P +
+    16), output (R, d), largest and sum (R, 2 x 16), column sums (P) and their parts.
     """
     if block.compute_tier != "cpu" or block.dtype != "bfloat16":
         return 0
@@ -232,8 +204,8 @@ def _up(count: int, multiple: int) -> int:
 
 
 def _fill(block: BlockShape) -> int:
-    """To choose from the prompt what stays: ranks, four int64 (b, kv_heads, P); then for K or V the tokens to choose
-    from, those that rows share once, (P + 2 t, G), and the chosen (b, C, G). And what torch takes to pack some."""
+    """Choosing from the prompt: ranks, four int64 (b, kv_heads, P); for K or V the candidates (P + 2 t, G) and the
+    chosen (b, C, G). Also torch's packing of a part."""
     packing = 0 if block.spec.cache_packings is None else 20 * EXPANDED
     if not block.evicts:
         return packing
@@ -246,36 +218,34 @@ def _fill(block: BlockShape) -> int:
 
 
 def is_output(name: str) -> bool:
-    """Whether the second half may need the tensor of an attention unit that is called `name` in it."""
+    """Whether attention's second half, the output projection, may need the unit's tensor `name`."""
     return name.startswith(_OUTPUT)
 
 
 def output_bytes(group: WeightGroup, dtype: str) -> int:
-    """Bytes of a copy of what the second half needs of an attention unit's weights."""
+    """Bytes of a copy of an attention unit's output projection."""
     kept = [tensor for tensor in group.tensors if is_output(tensor.name.split(".", 3)[3])]
     return round_up(sum(round_up(tensor.nbytes(dtype), TENSOR_ALIGN) for tensor in kept), PAGE)
 
 
 def query_bytes(spec: ModelSpec, rows: int, dtype: str) -> int:
-    """Bytes of the queries, keys and values of so many rows in one layer."""
+    """Bytes of the queries, keys and values of `rows` in one layer, (rows, Q + 2 G)."""
     return rows * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim * dtype_bytes(dtype)
 
 
 def answer_bytes(spec: ModelSpec, rows: int, dtype: str) -> int:
-    """Bytes of what attention makes of them."""
+    """Bytes of attention's output for `rows`, (rows, Q)."""
     return rows * spec.num_heads * spec.head_dim * dtype_bytes(dtype)
 
 
 def prompt_bytes(spec: ModelSpec, dtype: str, rows: int, longest: int, chunk: int, *, sums: bool) -> int:
-    """Bytes of what is filled at once into caches of `rows` prompts of up to `longest` tokens.
-
-    K and V of a chunk and of what it follows, and perhaps a float32 for each row, KV head and token.
-    """
+    """Bytes that are copied at once for caches of `rows` prompts of up to `longest` tokens: K and V of a chunk and of
+    the tokens that it follows, and with `sums` float32 (rows, kv_heads, longest)."""
     tokens = min(chunk, rows * longest) + longest
     summed = 4 * rows * spec.num_kv_heads * longest if sums else 0
     return round_up(tokens * spec.computed_kv_bytes(dtype) + summed + 5 * TENSOR_ALIGN, PAGE)
 
 
 def buffer_bytes(spec: ModelSpec, rows: int, dtype: str) -> int:
-    """Bytes of one GPU batch's buffers for both, on either side."""
+    """Bytes of one GPU batch's buffers for queries and answers, on either side."""
     return round_up(query_bytes(spec, rows, dtype), PAGE) + round_up(answer_bytes(spec, rows, dtype), PAGE)

@@ -1,8 +1,7 @@
-"""The zig-zag block schedule (FlexGen, section 4.1): every index of a run on one device is computed here.
+"""The zig-zag block schedule of one device (FlexGen, section 4.1).
 
-The order is step i, unit j, GPU batch k: weights are read once per step for the whole block, and each compute is
-overlapped with the loads of what comes next and the stores of what came before. A *pass* is one walk over all units by
-some of the GPU batches: one per step.
+The order is step i, unit j, GPU batch k: weights are read once per step for the whole block, and each compute overlaps
+with the loads of what comes next and the stores of what came before. A *pass* is one walk over all units: one per step.
 """
 
 from __future__ import annotations
@@ -39,21 +38,16 @@ def zigzag(
 ) -> Iterator[Tick]:
     """Yield the ticks of a block: for each step, for each unit, one tick per active GPU batch.
 
-    Lazy: `active(step)` is called when the tick after the last one of `step - 1` is asked for, so it may look at the
-    tokens of that step. It returns an ascending subset of the batches of the step before (else ValueError); the empty
-    one ends the schedule. None means all batches in every step.
+    Lazy: the callables are asked as late as possible, so that they may look at the tokens of the step before.
 
-    `last(step)`, called right after `active(step)`, says whether nothing can follow `step`: from there on the schedule
-    is that of a shape with `step` + 1 steps, which reads no weights ahead and stores no cache in its last one. None
-    means that only `shape.num_steps` ends it for certain.
-
-    `whole(batch)`, called behind the tick of its first unit, where nothing moves: whether ticks of the units between
-    the first and the last would have nothing to do. They are left out then.
-
-    Ticks of a unit with experts route tokens; ticks of its experts follow. `chosen(step, unit)`, called behind the last
-    of the former, says which experts there are any tokens for. None means all. `streams`, asked then, says which groups
-    have to be loaded, where experts change places; None means those of `shape`. Where `ahead(step, unit)` says so, the
-    unit's experts are read ahead of that, see `ExpertStream`; None means nowhere.
+    active(step)        ascending subset of the batches of the step before (else ValueError); the empty one ends the
+                        schedule. None: all batches in every step
+    last(step)          asked after `active`: nothing can follow `step`, so that it reads no weights ahead and stores no
+                        cache. None: only `shape.num_steps` ends the schedule
+    whole(batch)        asked after the first unit: the units between the first and the last have nothing to do
+    chosen(step, unit)  asked once a unit's tokens are routed: the experts that have any tokens. None: all
+    streams(key)        asked then: whether a group has to be loaded. None: those of `shape`
+    ahead(step, unit)   whether the unit's experts are read before tokens choose, see `ExpertStream`. None: never
     """
     stage = StageTicks(shape, range(len(shape.units)), whole=whole, chosen=chosen, streams=streams, ahead=ahead)
     batches: Sequence[int] = range(shape.num_batches)
@@ -78,7 +72,7 @@ class Pass(NamedTuple):
 
 
 class StageTicks:
-    """The ticks of one device, pass by pass, numbered one after the other. The callables are those of `zigzag`."""
+    """The ticks of one device, pass by pass. The callables are those of `zigzag`."""
 
     def __init__(
         self,
@@ -102,8 +96,8 @@ class StageTicks:
     def walk(
         self, now: Pass, following: Pass | None = None, next_step: int | None = None, idled: bool = False
     ) -> Iterator[Tick]:
-        """A pass. `following`: the one that comes right after it, if that is known; `next_step`: of the next pass,
-        whenever it comes, None where none can; `idled`: there was none before it for a while."""
+        """The ticks of a pass. `following`: the one right after it, if known; `next_step`: of the next pass, None if
+        there can be none; `idled`: the slot before was empty."""
         shape, first, last = self._shape, self._units[0], self._units[-1]
         self._weights.start_pass(now.step if next_step is None else next_step, goes_on=next_step is not None)
         self._experts.start_pass(now.step, next_step)
@@ -168,7 +162,7 @@ class StageTicks:
 
 
 def still_active(batches: Sequence[int], before: Sequence[int], step: int) -> tuple[int, ...]:
-    """`batches` as a tuple, once it is known to be an ascending subset of the step before."""
+    """`batches` as a tuple; ValueError unless it is an ascending subset of `before`."""
     if list(batches) != sorted(set(batches) & set(before)):
         raise ValueError(
             f"active batches of step {step} are {list(batches)}: needed an ascending subset of {list(before)}"
@@ -179,10 +173,10 @@ def still_active(batches: Sequence[int], before: Sequence[int], step: int) -> tu
 def state_loads(
     shape: ScheduleShape, step: int, target: tuple[UnitSpec, int], group_size: int, first: int = 0
 ) -> tuple[Task, ...]:
-    """Loads of what the next tick's compute reads from another tier: its cache (not at the prompt) and hidden.
+    """Loads for the next tick's compute: its cache (not at the prompt) and parked hidden states.
 
-    A pass starts with the embedding, which reads neither, so that nothing is ever loaded across a step boundary, where
-    it is not yet known which batches go on. `first`: the unit that a stage begins with, which reads nothing parked.
+    `first`: the unit that a stage begins with, which reads neither, so that nothing is loaded before it is known which
+    batches go on.
     """
     unit, batch = target
     tasks: tuple[Task, ...] = ()
@@ -194,12 +188,8 @@ def state_loads(
 
 
 def state_stores(shape: ScheduleShape, source: Task, ends: bool, group_size: int, last: int = -1) -> tuple[Task, ...]:
-    """Stores of what this tick's compute wrote and a later one reads from another tier: no cache in the last step, no
-    logits.
-
-    A batch that is alone in its pass keeps its hidden state where it is: its next compute follows at once. `last`: the
-    unit that a stage ends with, by default the head; no unit on this device reads what that wrote.
-    """
+    """Stores after a compute: its cache, except in the last step, and hidden states to be parked, unless the batch is
+    alone in its pass. `last`: the unit that a stage ends with, by default the head."""
     unit, step, batch = shape.units[source.unit], source.step, source.batch
     tasks: tuple[Task, ...] = ()
     if unit.kind == "attn" and not ends and (unit.layer, batch) in shape.cache_moves:
@@ -220,11 +210,8 @@ class _GroupUse(NamedTuple):
 class WeightStream:
     """Reads streamed weight groups ahead, in order of use, into at most lookahead + 1 copies.
 
-    A new load is issued as soon as a copy is free: in the first tick of a unit, after the unit before it has freed its
-    group (also while resident units are computed), so that the link is never idle for want of a request. A group is
-    never alive twice; this also keeps the read-ahead from reaching beyond the next pass.
-
-    Where the last and the first unit of a pass use one group (tied embeddings), it stays from one pass to the next.
+    A load is issued as soon as a copy is free, in the first tick of a unit. A group is never alive twice. One that the
+    last and the first unit of a pass use (tied embeddings) stays from one pass to the next.
     """
 
     def __init__(self, shape: ScheduleShape, stage: Sequence[UnitSpec]) -> None:
@@ -244,16 +231,13 @@ class WeightStream:
         self._goes_on = False
 
     def start_pass(self, next_step: int, *, goes_on: bool) -> None:
-        """Begin a pass, and plan the reads of the pass after it, which is of `next_step`, if there is to be one."""
+        """Begin a pass, and queue the reads of the pass after it, of `next_step`, if there is one."""
         self._goes_on = goes_on
         if goes_on:
             self._queue.extend(self._pass_loads(next_step, first=False))
 
     def loads(self, unit: UnitSpec, state_loads: tuple[Task, ...]) -> tuple[Task, ...]:
-        """The loads of the first tick of `unit`: its own weights, the next tick's state, then weights read ahead.
-
-        A link works in order, and the next tick comes before the next unit.
-        """
+        """The loads of the first tick of `unit`: its own weights, the next tick's state, then weights read ahead."""
         own: list[Task] = []
         ahead: list[Task] = []
         while self._queue and len(self._alive) < self._copies:
@@ -266,7 +250,7 @@ class WeightStream:
         return (*own, *state_loads, *ahead)
 
     def frees(self, step: int, unit: UnitSpec) -> tuple[Task, ...]:
-        """The group whose last use this is; nothing while the next unit, or the next pass, uses the same group."""
+        """The free of a group that `unit` uses last; none while the next pass uses it."""
         run = self._last_run_of_unit.get(unit.index)
         if run is None:
             return ()
@@ -278,7 +262,7 @@ class WeightStream:
         return (owed,)
 
     def drain(self) -> tuple[Task, ...]:
-        """Free everything: what was read ahead or kept for a pass that did not come."""
+        """Free what was read ahead or kept for a pass that did not come."""
         frees = tuple(self._alive.values())
         self._alive.clear()
         return frees
@@ -290,11 +274,11 @@ class WeightStream:
 
 
 class ExpertStream:
-    """Reads streamed experts ahead, in order of use, into `expert_slots` places.
+    """Reads streamed experts, in order of use, into `expert_slots` places.
 
-    The chosen experts of a unit are read once its tokens have been routed. If nearly all experts of the next unit will
-    be chosen (`ahead`), they are read as soon as places are free, while attention is computed; those that no token then
-    chooses are freed after the next tick. One place stays free for an expert that was not read ahead.
+    Chosen experts are read once a unit's tokens are routed. If `ahead` expects nearly all experts of the next unit to
+    be chosen, they are read as soon as places are free; those not chosen are freed after the next tick. One place stays
+    free for an expert that was not read ahead.
     """
 
     def __init__(
@@ -315,13 +299,13 @@ class ExpertStream:
         self._unwanted: list[Task] = []
 
     def start_pass(self, step: int, next_step: int | None) -> None:
-        """Begin a pass; `next_step`: of the pass after it, None where there can be none."""
+        """Begin a pass; `next_step`: of the pass after it, None if there can be none."""
         self._next_step = next_step
         if self._units and not (self._alive or self._early):
             self._aim(step, self._units[0])
 
     def begin(self, step: int, unit: UnitSpec, chosen: Sequence[int]) -> frozenset[int]:
-        """The tokens of `unit` have chosen: those experts among them that stream."""
+        """The tokens of `unit` have chosen. Returns the streamed ones of the `chosen` experts."""
         here = [expert for index, expert in self._alive if index == unit.index]
         self._unwanted += [self._alive[unit.index, expert] for expert in here if expert not in chosen]
         away = frozenset(
@@ -337,7 +321,7 @@ class ExpertStream:
         return away
 
     def loads(self) -> tuple[Task, ...]:
-        """As many as there are places for."""
+        """As many loads as there are places for."""
         found: list[Task] = []
         while (self._waiting and len(self._alive) < self._slots) or (
             self._early and not self._waiting and len(self._alive) < self._slots - 1
@@ -357,7 +341,7 @@ class ExpertStream:
         return tuple(self._free(task) for task in found)
 
     def drain(self) -> tuple[Task, ...]:
-        """Free everything: what was read ahead for a pass that did not come."""
+        """Free what was read ahead for a pass that did not come."""
         self._unwanted.clear()
         return tuple(self._free(task) for task in list(self._alive.values()))
 
@@ -366,7 +350,7 @@ class ExpertStream:
         return replace(load, kind=TaskKind.FREE_WEIGHTS)
 
     def _aim(self, step: int, unit: UnitSpec) -> None:
-        """The experts of `unit` are read next, if all of them are going to be needed."""
+        """Queue the experts of `unit`, if nearly all of them will be needed."""
         if self._ahead is not None and self._ahead(step, unit):
             away = [expert for expert, key in enumerate(unit.experts) if self._streams(key)]
             away = [expert for expert in away if (unit.index, expert) not in self._alive]

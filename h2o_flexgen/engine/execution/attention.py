@@ -1,5 +1,4 @@
-"""The attention of one tick: decode rows over their cache, prompts over themselves and the prefixes that they share;
-and the states of layers that keep some."""
+"""Attention of one tick: decode rows over caches, prompts over themselves and shared prefixes; and layer states."""
 
 from __future__ import annotations
 
@@ -29,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class PrefixKV(NamedTuple):
-    """P earlier tokens in one layer, (kv_heads, P, d): as attention reads them, and the keys as a cache stores them.
+    """P earlier tokens in one layer, (kv_heads, P, d): keys as attention reads them and as a cache stores them, values.
 
-    `sums` (kv_heads, P) float32: the attention these tokens have received from each other, where it is wanted.
-    `queries` (heads, m, d): their last m queries, where policies look at them.
+    sums: column sums (kv_heads, P) float32, where they are wanted. queries: the last m, (heads, m, d), where policies
+    look at them.
     """
 
     seen: KeysValues
@@ -46,10 +45,9 @@ class PrefixKV(NamedTuple):
 
 
 class PrefixPath:
-    """The segments between a prompt's beginning and the one that is computed now, in one layer.
+    """The segments before the current one in its prompt, in one layer, depth first; and their tokens in one piece.
 
-    Segments come depth first, so that a path and the same tokens in one piece are all that ever exists: twice the keys
-    and values of one prompt. It belongs to one block, and passes from GPU batch to GPU batch and from layer to layer.
+    Belongs to one block, and passes from GPU batch to GPU batch and from layer to layer.
     """
 
     def __init__(self) -> None:
@@ -57,7 +55,7 @@ class PrefixPath:
         self._joined: tuple[int, PrefixKV] | None = None
 
     def before(self, depth: int) -> PrefixKV | None:
-        """Keys and values of the first `depth` segments; everything after them is forgotten."""
+        """Keys and values of the first `depth` segments; later ones are dropped."""
         del self._pieces[depth:]
         if depth == 0:
             self._joined = None
@@ -67,11 +65,10 @@ class PrefixPath:
         return self._joined[1]
 
     def push(self, piece: PrefixKV) -> None:
-        """The next segment's own tokens; its sums are of the whole path."""
+        """Adds a segment's own tokens; its sums are of the whole path."""
         self._pieces.append(piece)
 
     def clear(self) -> None:
-        """Give the memory back."""
         self._pieces.clear()
         self._joined = None
 
@@ -85,18 +82,28 @@ class PrefixPath:
 
 
 Fill = Callable[[list[int], Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor] | None], None]
-"""`KVCache.fill` of rows, k, v, scores and past, from tensors where they were computed."""
+"""`KVCache.fill` of rows, k, v, scores and past, on the device that computed them."""
 
 
 @dataclass
 class PromptAttention:
-    """Attention of one layer for the prompts that are new in one GPU batch, chunk by chunk.
+    """Attention of one layer for the fresh prompts of one GPU batch, chunk by chunk.
 
-    Every prompt is pruned into `cache` as soon as its last segment is through: no full-length KV outlives that, but
-    for the path. `lengths`: of the prompts of all rows; what follows them is replayed, and does not stay.
-    `column_sums`: whether any cache of the block wants them in this layer; `queries`: how many of the last ones,
-    before they are rotated if `raw_queries`; `turn`: how they are. With `rolling`, the cache gets keys that are not
-    rotated.
+    A prompt is pruned into `cache` after its last segment, so that only the path ever holds full-length K and V.
+
+    lengths        of the prompts; the tokens behind them are replayed, and not cached
+    column_sums    whether any cache of the block wants them in this layer
+    queries        how many of the last queries the cache wants, before rotation if `raw_queries`
+    turn           the rotation of queries
+    rolling        the cache gets keys that are not rotated
+    fill           fills the cache while something else is computed; None: it is filled at once
+    sink_logits    float32 (heads,), an extra logit per head
+    path_sums      whether a prefix store keeps column sums, so that the path needs them
+    soft_cap       of logits
+    chunk_size     tokens of a chunk, if queries see only their own chunk
+    choice         which tokens prompts attend to
+    behind         decode rows of the part, before its chunk
+    reads          keys and values are another layer's, and in its cache already
     """
 
     cache: KVCache
@@ -110,28 +117,18 @@ class PromptAttention:
     window: int | None = None
     rolling: bool = False
     fill: Fill | None = None
-    """A function that fills the cache while something else is computed; None: that is done here."""
     sink_logits: Tensor | None = None
-    """float32 (heads,): of each head a logit that is no token's."""
     layer: int = 0
     path_sums: bool = False
-    """Whether a store keeps column sums, which what is on the path then needs even where no cache wants them."""
     soft_cap: float | None = None
-    """Of logits: see `prefill_attention`."""
     chunk_size: int | None = None
-    """The tokens of a chunk, where queries see their own one alone."""
     choice: SlotChoice | None = None
-    """Of the tokens that prompts attend to."""
     behind: int = 0
-    """The tokens of the part, decode rows, that come before its chunk."""
     reads: bool = False
-    """Keys and values are another layer's, in whose cache they are already."""
 
     def chunk(self, chunk: PromptChunk, angles: Angles | None, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
-        """q (t, heads, d), k and v (t, kv_heads, d) of the chunk's packed tokens: the mixed values go to `out`, like q.
-
-        angles: of all packed prompts.
-        """
+        """q (t, heads, d), k and v (t, kv_heads, d) of the chunk's packed tokens; mixed values go to `out`, like q.
+        angles: of all packed prompts."""
         q, k, v = qkv
         stored_k, raw_q = k, q
         if angles is not None:
@@ -147,10 +144,9 @@ class PromptAttention:
     def _packed(
         self, chunk: PromptChunk, qkv: tuple[Tensor, Tensor, Tensor], stored_k: Tensor, out: Tensor
     ) -> Sequence[PromptSegment]:
-        """Whole prompts that follow no path, all at once where there are kernels for that; the segments that are left.
+        """Computes whole prompts without a path all at once, if a kernel can; returns the other segments.
 
-        There are as many lengths and budgets as prompts, and many prompts are short: segment by segment, what is around
-        the kernels takes longer than these.
+        With many short prompts, overhead per segment would exceed the kernels' time.
         """
         alone = [segment for segment in chunk.segments if segment.rows and not segment.depth]
         longest = max((segment.length for segment in alone), default=0)
@@ -229,7 +225,7 @@ class PromptAttention:
     def _attend(
         self, q: Tensor, own: KeysValues, past: KeysValues | None, wanted: bool, first: int
     ) -> PrefillAttention:
-        """See `prefill_attention`. `first`: the first token among those of the chunk."""
+        """See `prefill_attention`. `first`: the segment's first token in the chunk."""
         how: dict[str, Any] = {"window": self.window, "sink_logits": self.sink_logits, "soft_cap": self.soft_cap}
         before, length = 0 if past is None else past.k.shape[1], q.shape[2]
         if self.choice is not None and before + length > self.choice.choice.most:
@@ -257,7 +253,7 @@ class PromptAttention:
         return PrefillAttention(torch.cat(outs, dim=2), sums)
 
     def _last_queries(self, asked: Tensor, past: PrefixKV | None) -> Tensor | None:
-        """Of a segment's queries (n, heads, S, d), and those before them, as many as policies look at."""
+        """The last queries up to the end of a segment with queries (n, heads, S, d), as many as policies look at."""
         if not self.queries:
             return None
         if past is not None and past.queries is not None and asked.shape[2] < self.queries:
@@ -289,10 +285,12 @@ class PromptAttention:
 class TickAttention:
     """Attention of one layer for one GPU batch; called by the decoder, part by part.
 
-    `cache` holds the decode rows, `prompts` fills that of the fresh ones; either is None where there are no such rows.
-    Angles are those of the packed decode rows and of the packed prompts. `table`, where positions roll: what the cache
-    turns its keys by, and then `row_angles` is None. growth (T, 1, 1): what queries of all packed tokens are multiplied
-    by; None: by 1.
+    cache          of the decode rows, None without any; `prompts`: of the fresh rows, likewise
+    row_angles     of the packed decode rows; None with rolling positions, where `table` rotates cached keys
+    prompt_angles  of the packed prompts
+    growth         factors (T, 1, 1) for the queries of all packed tokens; None: 1
+    choice         of the slots that decode rows attend to
+    again          keys and values of the step are in the cache already, see `KVCache.again`
     """
 
     scale: float
@@ -305,12 +303,10 @@ class TickAttention:
     soft_cap: float | None = None
     growth: Tensor | None = None
     choice: SlotChoice | None = None
-    """Of the slots that decode rows attend to."""
     again: bool = False
-    """Keys and values of the step are in the cache already: see `KVCache.again`."""
 
     def part(self, part: AttentionPart, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (t, heads, d), k and v (t, kv_heads, d) of the part's tokens to the mixed values (t, heads, d)."""
+        """Mixed values (t, heads, d) for q (t, heads, d), k and v (t, kv_heads, d) of the part's tokens."""
         rows = part.rows
         if part.chunk is None:
             return self.decode(q, k, v)
@@ -327,7 +323,7 @@ class TickAttention:
         return out
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """One decode step where the cache lives; the new tokens' q, k, v go there and the answer comes back."""
+        """One decode step on the cache's device, with q, k, v and the result where q is."""
         q, k, v = self.turned(q, k, v)
         if self.cache is None or self.cache.device == q.device:
             return self.attend(q, k, v)
@@ -335,7 +331,7 @@ class TickAttention:
         return self.attend(q.to(place), k.to(place), v.to(place)).to(q.device)
 
     def turned(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of the decode rows, rotated where that is done before they reach the cache."""
+        """q, k, v of the decode rows, rotated unless positions roll."""
         if self.row_angles is None:
             return q, k, v
         if self.growth is not None:
@@ -343,7 +339,7 @@ class TickAttention:
         return (*rotate_both(q, k, self.row_angles), v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """One decode step over the cache, all of it where the cache is."""
+        """One decode step, everything on the cache's device."""
         if self.cache is None:
             raise RuntimeError("decode rows are in hand, and no cache of theirs")
         sinks = self.sink_logits if self.sink_logits is None else self.sink_logits.to(self.cache.device)
@@ -356,24 +352,19 @@ class TickAttention:
 
 @dataclass
 class StatePath:
-    """The states behind each segment between a prompt's beginning and the one that is computed now, in one layer.
-
-    As `PrefixPath`, it belongs to one block, and passes from GPU batch to GPU batch and from layer to layer.
-    """
+    """The states behind each segment before the current one in its prompt, in one layer; shared as `PrefixPath`."""
 
     _behind: list[States] = field(default_factory=list)
 
     def before(self, depth: int) -> States:
-        """A copy of the states behind the first `depth` segments, none of none; those of all others are forgotten."""
+        """A copy of the states behind the first `depth` segments; later ones are dropped."""
         del self._behind[depth:]
         return {key: state.clone() for key, state in self._behind[-1].items()} if depth else {}
 
     def push(self, states: States) -> None:
-        """Those behind the next segment."""
         self._behind.append(states)
 
     def clear(self) -> None:
-        """Give the memory back."""
         self._behind.clear()
 
 
@@ -386,12 +377,11 @@ class TickStates:
     decoding: int
 
     def mix(self, part: AttentionPart, call: MixerCall) -> Any:
-        """What a mixer makes of the tokens of a part."""
+        """The result of a mixer for the tokens of a part."""
         return call.of(self._pieces(part, call))
 
     def _pieces(self, part: AttentionPart, call: MixerCall) -> Iterator[MixedTokens]:
-        """The decode rows of a part as one, then its prompts one by one. Each is computed when the next is asked for,
-        and its states are then kept: where its row is, or on the path."""
+        """The decode rows of a part as one piece, then its prompts one by one; their states are kept once computed."""
         if part.rows:
             yield call.piece(0, part.rows, self.places.first(part.rows), decode=True)
         for segment in () if part.chunk is None else part.chunk.segments:

@@ -1,4 +1,4 @@
-"""One block from sequences to finished sequences: builds caches and stores, makes the schedule, runs the executor."""
+"""Runs one block: builds caches and stores, makes the schedule, runs the executor."""
 
 from __future__ import annotations
 
@@ -38,7 +38,12 @@ from h2o_flexgen.schedule.zigzag import zigzag
 
 @dataclass
 class BlockRunner:
-    """Runs blocks one after another on loaded weights. Owns nothing but the counts of its progress."""
+    """Runs blocks one after another on loaded weights.
+
+    on_tokens   called before every step with the tokens so far; a finished sequence counts as all it asked for
+    on_prompts  called with the prompt tokens done, when prompts begin and after each unit; a token under way counts by
+                the share of layers that it has passed
+    """
 
     decoder: Decoder
     stages: tuple[LoadedStage, ...]
@@ -50,22 +55,15 @@ class BlockRunner:
     share_prefixes: bool = True
     prefixes: PrefixStore | None = None
     on_tokens: Callable[[int], None] = lambda tokens: None
-    """Called before every step with the tokens so far; a finished sequence counts as all it asked for."""
     on_prompts: Callable[[int], None] = lambda tokens: None
-    """Called with the number of prompt tokens done, when prompts begin and after each unit; a token under way counts by
-    the share of layers that it has passed."""
-    finished_tokens: int = 0
-    """The tokens that the finished sequences asked for."""
-    prompt_halves: int = 0
-    """Prompt tokens, times the layer halves that they have passed."""
+    finished_tokens: int = 0  # that finished sequences asked for
+    prompt_halves: int = 0  # prompt tokens times the layer halves that they have passed
 
     def run(
         self, plan: Plan, rows: list[list[Sequence]], totals: BlockTotals, waiting: WaitingQueue | None = None
     ) -> Generator[Sequence]:
-        """Runs `rows` (one list per GPU batch); yields sequences as they finish. Leaves nothing behind.
-
-        Rows of `waiting` take the places of finished ones, and leave the queue when they do; some may be left in it.
-        """
+        """Runs `rows` (one list per GPU batch), then rows of `waiting` in the places of finished ones; yields sequences
+        as they finish. Some may be left in `waiting`."""
         waiting = WaitingQueue() if waiting is None else waiting
         device, chunk, rolling = self.stages[0].device, plan.policy.chunk, plan.request.eviction.rolling_positions
         gpu_batches = [GpuBatch(index, chunk, device, rolling) for index in range(len(rows))]
@@ -82,10 +80,12 @@ class BlockRunner:
             if stored is not None:
                 for scheduler in schedulers:
                     stack.callback(stored.store.release, scheduler)
-            stack.callback(self._reset)
+            for each in self.stages:
+                stack.callback(each.weights.reset)
             stages = self._open_stages(plan, rows, waiting, maker, gpu_batches, groups, stack)
             # Transfers under way write to buffers and files that are released next; their errors no longer matter.
-            stack.callback(self._drain)
+            for each in self.stages:
+                stack.callback(each.copies.drain)
             executor = Executor(
                 self.decoder,
                 stages,
@@ -121,18 +121,10 @@ class BlockRunner:
                 totals.not_recorded = totals.not_recorded or executor.not_recorded
 
     def _queries(self, maker: CacheMaker, row: Sequence) -> int:
-        """How many of a row's last queries its caches look at, in any layer."""
+        """The most of a row's last queries that its cache in any layer looks at."""
         if not isinstance(self.eviction, RankedPolicy) or type(self.eviction).queries is RankedPolicy.queries:
             return maker.least_queries
         return max(maker.queries(layer, [row]) for layer in range(self.decoder.spec.num_layers))
-
-    def _drain(self) -> None:
-        for stage in self.stages:
-            stage.copies.drain()
-
-    def _reset(self) -> None:
-        for stage in self.stages:
-            stage.weights.reset()
 
     def _ticks(
         self,
@@ -175,7 +167,7 @@ class BlockRunner:
     def _maker(
         self, plan: Plan, rows: list[list[Sequence]], waiting: WaitingQueue, counts: RecallCounts
     ) -> CacheMaker:
-        """Makes the caches of each (layer, GPU batch), with room for all rows that may come into it."""
+        """Makes the caches of each (layer, GPU batch), with room for all rows that may join it."""
         spec = self.decoder.spec
         units = [(spec.units[unit], stage) for stage in self.stages for unit in stage.units]
         at = {unit.layer: stage.device for unit, stage in units if unit.kind == "attn"}
@@ -230,7 +222,7 @@ class BlockRunner:
         )
 
     def _charge_shelves(self, plan: Plan, batches: int, stack: ExitStack) -> None:
-        """Charges the memory of recall, which is allocated row by row; `stack` refunds it."""
+        """Charges recall's memory, which is allocated row by row; `stack` refunds it."""
         policy = replace(plan.policy, num_gpu_batches=batches)
         tiers = self.stages[0].tiers
         for item in recall_items(BlockShape(plan.request, policy)):
@@ -239,7 +231,7 @@ class BlockRunner:
             stack.callback(tier.refund, item.nbytes, item.what)
 
     def _slots(self, maker: CacheMaker) -> dict[tuple[int, int | None], int]:
-        """Slots that every cache of a layer has, by layer and window."""
+        """The fewest slots of a layer's caches, by layer and window."""
         slots = dict[tuple[int, int | None], int]()
         for (layer, _), shape in maker.shapes.items():
             if self.decoder.spec.attends(layer):
@@ -248,8 +240,7 @@ class BlockRunner:
         return slots
 
     def _prompts_through(self, totals: BlockTotals, stages: list[Stage], gpu_batch: GpuBatch, unit: UnitSpec) -> None:
-        """The prompts of a GPU batch have been through a unit; after the last they count, and their activations are not
-        needed again."""
+        """After a unit of a GPU batch with prompts: progress, and after the last one counts and free memory."""
         if unit.layer is not None:
             self.prompt_halves += sum(len(row.prompt_ids) for row in gpu_batch.fresh)
         self._tell_prompts()
@@ -276,7 +267,7 @@ class BlockRunner:
 
 
 def _count_spans(row: Sequence, when: str, stages: list[Stage]) -> None:
-    """Notes how many tokens of the row's spans are kept now, in the mean over layers."""
+    """Notes how many tokens of the row's spans are kept now, the mean over layers."""
     if row.spans:
         ranges = [(span.start, span.stop) for span in row.spans]
         layers = [counts for stage in stages for counts in stage.caches.kept_in(row.row_id, ranges)]

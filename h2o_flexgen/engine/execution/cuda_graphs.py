@@ -1,15 +1,9 @@
 """Decode steps as CUDA graphs: recorded once, then launched by one call instead of some thousand.
 
-A recorded step ends by making the inputs of the next one. Where all rows take their likeliest tokens, the next step is
-launched before the host has looked at the tokens of the one before, so that the GPU never waits for the host. A row
-that turns out to be finished then idles for one step: its GPU batch changes a step later, and no other row sees a
-difference.
-
-A step can be recorded where all it touches stays in one place: weights, caches and hidden states on the GPU, the rows
-of the GPU batch, and what their caches launch (`KVCache.repeats`). Everything else is computed unit by unit as ever:
-what moves between tiers, caches that are computed on in host memory, rolling positions, policies with a score rule of
-their own, steps with prompts or in which rows leave or come, and runs that are traced or searched for numbers that are
-not finite. H2O_FLEXGEN_GRAPHS=0 turns recording off.
+A recorded step ends by making the inputs of the next one. If all rows take their likeliest tokens, the next step is
+launched before the host has read the tokens of this one, so that the GPU never waits for the host; a row that turns
+out to be finished idles for one step. Steps can be recorded if nothing moves (`schedule.tasks.recordable`), caches
+launch the same each time (`KVCache.repeats`) and rows do not change. H2O_FLEXGEN_GRAPHS=0 turns recording off.
 """
 
 from __future__ import annotations
@@ -35,7 +29,7 @@ from h2o_flexgen.schedule.tasks import PATIENCE
 log = logging.getLogger(__name__)
 
 Read = Callable[[], Tensor]
-"""Waits for numbers that are on their way from the device; they are in host memory."""
+"""Waits for numbers on their way from the device; returns them in host memory."""
 
 
 class Result(NamedTuple):
@@ -46,46 +40,44 @@ class Result(NamedTuple):
 
 
 Run = Callable[[], Result]
-"""Launches a step; its result, and all it reads and leaves, lies in tensors that stay."""
-
+"""Launches a step, all of whose inputs and results lie in tensors that stay."""
 
 Launched = Tensor | Callable[[], tuple[list[float], list[int]]]
-"""The outcome of a step that was launched as a whole: its logits, which are the caller's; or, where no row asks for
-them, what waits for the largest ones and their tokens."""
+"""The outcome of a launched step: logits, owned by the caller; or, if no row needs them, a function that waits for the
+largest ones and their tokens."""
 
 
 class Recording(Protocol):
     """A step that can be launched again."""
 
     def warm_up(self, run: Run) -> Result:
-        """Does what `run` does, once, in the way a recording is made: whatever is made at its first use is made now."""
+        """Runs `run` once as a recording would, so that everything that is made at first use is made now."""
 
     def record(self, run: Run) -> Result:
-        """Notes what `run` launches, and launches nothing. Every `replay` fills the result anew."""
+        """Records what `run` launches, without launching it. Every `replay` fills the result anew."""
 
     def replay(self) -> None:
-        """Launches what was noted."""
+        """Launches the recorded step."""
 
     def fetch(self, numbers: Tensor) -> Read:
-        """Starts to bring to the host what is in `numbers` once all that was launched so far is through."""
+        """Starts copying `numbers` to the host, after everything launched so far."""
 
     def close(self) -> None:
         """Gives the memory back."""
 
 
 class GraphMemory:
-    """Memory that the graphs of one block share on a device: they run one after the other, and no result is read
-    after another one has started. A graph is in it from its recording until it is closed."""
+    """A memory pool that the graphs of one block share: they run one after the other, and no result is read after
+    another graph has started. A graph is in it from its recording until it is closed."""
 
     def __init__(self) -> None:
         self._graphs = 0
         self._handle: Any = None
 
     def enter(self) -> Any:
-        """The handle to record another graph with. One whose last graph is gone must not be used again."""
+        """The handle to record another graph with; a new one if no graph is left."""
         if not self._graphs:
-            # What is recorded takes memory of its own: let it not be what prompts have left behind. This waits for the
-            # device, and all that is wanted next is allocated anew, so that it is not done for every recording.
+            # Recordings take memory of their own: frees what prompts have left. Slow, as it waits for the device.
             torch.cuda.empty_cache()
             self._handle = torch.cuda.graph_pool_handle()
         self._graphs += 1
@@ -150,12 +142,12 @@ class CudaGraph:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Where all recordings are made: each stream that multiplies matrices keeps some 32 MiB of workspace for good."""
+    """The stream of all recordings: each stream that multiplies matrices keeps some 32 MiB of workspace for good."""
     return torch.cuda.Stream(device)
 
 
 def recorder(device: torch.device) -> Callable[[], Recording] | None:
-    """The recorder of `device`; None where steps cannot be recorded."""
+    """Makes recordings on `device`; None if that is impossible or turned off."""
     refused = os.environ.get("H2O_FLEXGEN_GRAPHS", "1").lower() in ("0", "false", "no", "off")
     if device.type != "cuda" or refused or interpreting():
         return None
@@ -164,25 +156,27 @@ def recorder(device: torch.device) -> Callable[[], Recording] | None:
 
 @dataclass
 class _Steady:
-    """A GPU batch since its last change."""
+    """A GPU batch since its last change.
+
+    steps        that were not launched as a whole
+    result       of the recorded step, once there is one
+    launched     steps that `caches` are yet to be told of
+    under_way    likeliest tokens of steps that the host has not read: two steps at most
+    next_tokens  the tokens that the device goes on with, if known
+    """
 
     steps: int = 0
-    """That were not launched as a whole."""
     result: Result | None = None
-    """Of the recorded step, once there is one."""
     caches: Sequence[KVCache] = ()
     launched: int = 0
-    """Steps that `caches` are yet to be told of."""
     under_way: deque[Read] = field(default_factory=deque)
-    """The likeliest tokens of steps that the host has not looked at: two steps at most."""
     next_tokens: list[int] | None = None
-    """The tokens that the device goes on with, where they are known."""
 
 
 class DecodeGraphs:
-    """The recorded steps of a block's GPU batches, one for each GPU batch, made anew after every change of its rows.
+    """The recorded steps of a block, one for each GPU batch, recorded anew after every change of its rows.
 
-    What was recorded is kept until there is something to take its place, which is then recorded in the same memory.
+    A recording is kept until the next one has taken its place in the same memory.
     """
 
     def __init__(
@@ -191,20 +185,20 @@ class DecodeGraphs:
         caches: Callable[[GpuBatch], Sequence[KVCache] | None],
         forward: Callable[[GpuBatch, Tensor, Tensor], Tensor],
     ) -> None:
-        """`caches`: of a GPU batch, layer by layer; None where a step of it cannot be recorded. `forward`: computes a
-        decode step of a GPU batch from token ids and positions, (rows,) int64 each: logits (rows, vocab) float32."""
+        """caches: of a GPU batch, layer by layer; None if its steps cannot be recorded. forward: a decode step of a GPU
+        batch from token ids and positions, (rows,) int64 each, to logits (rows, vocab) float32."""
         self._make, self._caches, self._forward = make, caches, forward
         self._gpu_batches: dict[int, _Steady] = {}
         self._recordings: dict[int, Recording] = {}
         self._warm: Recording | None = None  # that warmed up, and has recorded nothing yet
         self._cold = True
         self.failure: str | None = None
-        """Why a step could not be recorded; no other is tried then."""
+        """Why recording failed; it is not tried again then."""
         self.launches = 0
-        """Steps that were launched as a whole."""
+        """Steps launched as a whole."""
 
     def step(self, gpu_batch: GpuBatch) -> Launched | None:
-        """The whole step of `GPU batch`, launched. None: nothing was done, go unit by unit."""
+        """Launches the whole step of a GPU batch. None: nothing was done, go unit by unit."""
         if gpu_batch.kept is not None:
             self._forget(gpu_batch)
         steady = self._gpu_batches.setdefault(gpu_batch.index, _Steady())
@@ -233,7 +227,7 @@ class DecodeGraphs:
         return partial(self._read, steady, steady.under_way.popleft())
 
     def close(self) -> None:
-        """Forgets everything, once what is under way is through."""
+        """Waits for launched steps and drops everything."""
         for steady in self._gpu_batches.values():
             for read in steady.under_way:
                 read()
@@ -245,14 +239,13 @@ class DecodeGraphs:
         self._warm = None
 
     def _pays(self, gpu_batch: GpuBatch, steady: _Steady) -> bool:
-        """Whether the GPU batch has gone on for long enough, and will, as far as lengths tell."""
+        """Whether enough steps without a change lie behind the GPU batch and, by its lengths, before it."""
         steady.steps += 1
         left = min(row.remaining for row in gpu_batch.rows if not row.finished)
         return steady.steps > PATIENCE and left >= PATIENCE
 
     def _begin(self, gpu_batch: GpuBatch, steady: _Steady) -> Result | None:
-        """Records a step of the GPU batch; or does it, to warm up or because it cannot be recorded. None: did
-        neither."""
+        """Records a step of the GPU batch and returns None; or runs it, to warm up or because recording failed."""
         caches = self._caches(gpu_batch)
         if caches is None:
             return None
@@ -303,8 +296,7 @@ class DecodeGraphs:
         return best.tolist(), steady.next_tokens
 
     def _forget(self, gpu_batch: GpuBatch) -> None:
-        """The GPU batch's rows change: its caches are told what was launched, and its recording is of no use any
-        more."""
+        """The GPU batch's rows change: its caches are told what was launched, and its recording is not used again."""
         steady = self._gpu_batches.pop(gpu_batch.index, _Steady())
         for read in steady.under_way:
             read()

@@ -1,7 +1,4 @@
-"""Walks the ticks of a schedule: issue stores and loads, wait for what the compute needs, compute, free.
-
-The executor decides nothing: order comes from `schedule`, places from the stores, tokens from the sampler.
-"""
+"""Walks the ticks of a schedule: issue stores and loads, wait for the compute's inputs, compute, free."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class _StageGroup(NamedTuple):
-    """GPU batches whose prompts follow one another in every unit, with the prefix and states that they share in it."""
+    """GPU batches whose prompts follow one another in every unit, and their shared prefix and states."""
 
     gpu_batches: list[GpuBatch]
     path: PrefixPath
@@ -46,8 +43,7 @@ class _StageGroup(NamedTuple):
 class FiniteCheck:
     """`--check-finite`: remembers the first unit after which a sequence's hidden states held nan or infinity.
 
-    Costs a pass over the hidden states per unit and a wait for the device: for finding a fault, not for every run.
-    """
+    Costs a pass over hidden states and a wait for the device per unit."""
 
     def __init__(self) -> None:
         self._first: dict[int, str] = {}
@@ -64,16 +60,15 @@ class FiniteCheck:
                     self._first.setdefault(row.row_id, unit.name)
 
     def explain(self, row: Sequence) -> None:
-        """Adds to a failed sequence's error where it began: in a unit, or in the output head itself."""
+        """Adds the unit to a failed sequence's error."""
         if row.finish_reason == "error":
             row.error = f"{row.error}; they stopped being so in unit {self._first.get(row.row_id, 'head')}"
 
 
 class Executor:
-    """Runs one block: all its GPU batches through all steps of a schedule, whose GPU batches they are.
+    """Runs one block: all its GPU batches through all steps of a schedule.
 
-    Each unit is computed on its stage's device. `advance` returns the sequences that finish, as they finish. Computes
-    on the calling thread; copies run on the engine's.
+    Computes on the calling thread, each unit on its stage's device; copies run on the engine's threads.
     """
 
     def __init__(
@@ -90,9 +85,8 @@ class Executor:
         finite: FiniteCheck | None = None,
         rolling: bool = False,
     ) -> None:
-        """`stages`: all units, cut into neighbours. `groups`: the GPU batches, those together that go through a unit
-        one right after the other. `on_prompts` hears of each GPU batch whose fresh prompts have been through a unit.
-        `rolling`: keys are rotated by their place in the cache, not by their place in the text."""
+        """groups: GPU batches that go through a unit one right after the other. on_prompts: called after each unit of a
+        GPU batch with fresh prompts. rolling: keys are rotated by their place in the cache."""
         self._decoder, self._all_stages, self._maker = decoder, stages, maker
         self._sampler, self._trace, self._on_prompts = sampler, trace, on_prompts
         self._overlap, self._finite, self._rolling = overlap, finite, rolling
@@ -128,16 +122,16 @@ class Executor:
 
     @property
     def graph_launches(self) -> int:
-        """Decode steps of single GPU batches that were launched as a whole."""
+        """Decode steps of single GPU batches that were launched as CUDA graphs."""
         return 0 if self._graphs is None else self._graphs.launches
 
     @property
     def not_recorded(self) -> str | None:
-        """Why recordable decode steps were not launched as a whole; None if nothing failed."""
+        """Why recording failed; None if it did not."""
         return None if self._graphs is None else self._graphs.failure
 
     def close(self) -> None:
-        """Drops recorded steps, and ends forwards that are under way."""
+        """Drops recorded steps, and ends the modules' forwards."""
         if self._passes is not None:
             self._passes.close()
         if self._graphs is not None:
@@ -211,8 +205,8 @@ class Executor:
         return batch in self._launched
 
     def _whole(self, task: Task) -> list[Sequence] | None:
-        """The compute of a GPU batch whose step is launched as a whole: all of it at its first unit, and the choice of
-        tokens at its last. None where the unit is to be computed."""
+        """The compute of a GPU batch whose step is launched as a whole: everything at its first unit, sampling at its
+        last. None: the unit is to be computed."""
         unit, gpu_batch = self._units[task.unit], self._gpu_batches[task.batch]
         if unit.kind == "embed" and self._graphs is not None:
             with self._trace.record(task, unit, 0.0):
@@ -228,7 +222,7 @@ class Executor:
         return self._sampler.take(gpu_batch.rows, *outcome())
 
     def _make_graphs(self) -> DecodeGraphs | None:
-        """CUDA graphs, if steps can be recorded and neither a trace nor `--check-finite` looks at single units."""
+        """CUDA graphs, if steps can be recorded, without a trace or `--check-finite`."""
         device, first = self._gpu_batches[0].device, self._all_stages[0]
         moves = first.loaded.weights.streamed or first.caches.moves or first.hidden.moves
         can = self._passes is None and recordable(
@@ -240,7 +234,7 @@ class Executor:
         return None if make is None else DecodeGraphs(make, self._repeating, self._forward)
 
     def _repeating(self, gpu_batch: GpuBatch) -> list[KVCache] | None:
-        """The caches of a GPU batch, if all of them lie where it is computed and launch the same in every step."""
+        """The caches of a GPU batch, if all are on its device and launch the same in every step; else None."""
         if any(row.params.fold is not None for row in gpu_batch.rows):
             return None
         store = self._all_stages[0].caches
@@ -251,7 +245,7 @@ class Executor:
         return found if len(found) == self._layers and alike else None
 
     def _forward(self, gpu_batch: GpuBatch, tokens: Tensor, positions: Tensor) -> Tensor:
-        """A decode step through all units, everything being where it is computed: logits (rows, vocab) float32."""
+        """A decode step through all units, without any transfer: logits (rows, vocab) float32."""
         (stage,) = self._all_stages
         for unit in self._units:
             weights = stage.loaded.weights.get(unit.weights)
@@ -302,7 +296,7 @@ class Executor:
     def _pass(
         self, passes: Passes, unit: UnitSpec, gpu_batch: GpuBatch, weights: Weights, cache: BatchCache | None
     ) -> Tensor | None:
-        """A unit of transformers' modules, which keep hidden states themselves; the logits of the last."""
+        """A unit of transformers' modules, which keep hidden states themselves; returns the logits of the last one."""
         if unit.kind == "head":
             logits = passes.head(gpu_batch, unit, weights)
             gpu_batch.go_last()
@@ -347,7 +341,7 @@ class Executor:
     def _attend(
         self, layer: int, gpu_batch: GpuBatch, weights: Weights, cache: BatchCache, task: Task | None = None
     ) -> None:
-        """`task`: this compute, if host attention may finish part of it later; None: all is done here."""
+        """task: this compute, if host attention may finish it later; None: everything is done here."""
         hidden, sinks = gpu_batch.take_hidden(), weights.get("sinks")
         sinks = None if sinks is None else sinks.to(torch.float32, copy=True)  # the host may read them later
         attention = self._begin_attention(layer, gpu_batch, cache, sinks, hidden.dtype)
@@ -371,7 +365,7 @@ class Executor:
         sinks: Tensor | None,
         dtype: torch.dtype = torch.float32,
     ) -> TickAttention:
-        """The attention of this tick's queries, over caches of the rows that are there now; `dtype`: of angles."""
+        """The attention of this tick's queries, after rows have left or come; `dtype`: of angles."""
         if gpu_batch.kept is not None:
             cache.change(
                 gpu_batch.kept, self._maker.make(layer, gpu_batch.index, gpu_batch.fresh) if gpu_batch.fresh else None
@@ -396,7 +390,6 @@ class Executor:
     def _attention(
         self, layer: int, gpu_batch: GpuBatch, cache: BatchCache, dtype: torch.dtype, sinks: Tensor | None
     ) -> TickAttention:
-        """The attention of this tick's queries, and its angles."""
         scale, rotary, rows = self._decoder.scale_of(layer), self._decoder.rotary_of(layer), gpu_batch.decoding
         prompts = None
         if cache.fresh is not None:
@@ -433,18 +426,16 @@ class Executor:
                 chunk_size=chunk,
                 reads=reads,
             )
-        if rotary is None:
-            again, cap = self._sources[layer] != layer, self._decoder.soft_cap
-            return TickAttention(scale, cache.rows, prompts, None, None, None, sinks, cap, again=again)
-        growth = gpu_batch.growth(rotary, dtype)
-        if not self._rolling:
-            angles = _parted(gpu_batch.angles(rotary, dtype), rows)
-            return TickAttention(scale, cache.rows, prompts, *angles, None, sinks, self._decoder.soft_cap, growth)
-        table = None if cache.rows is None else self._table(rotary, cache.rows.device, dtype)
-        prompt_angles = None if prompts is None else gpu_batch.angles(rotary, dtype)
-        return TickAttention(
-            scale, cache.rows, prompts, None, prompt_angles, table, sinks, self._decoder.soft_cap, growth
-        )
+        of_rows = of_prompts = table = growth = None
+        if rotary is not None:
+            growth = gpu_batch.growth(rotary, dtype)
+            if not self._rolling:
+                of_rows, of_prompts = _parted(gpu_batch.angles(rotary, dtype), rows)
+            else:
+                table = None if cache.rows is None else self._table(rotary, cache.rows.device, dtype)
+                of_prompts = None if prompts is None else gpu_batch.angles(rotary, dtype)
+        cap, again = self._decoder.soft_cap, self._sources[layer] != layer
+        return TickAttention(scale, cache.rows, prompts, of_rows, of_prompts, table, sinks, cap, growth, again=again)
 
     def _table(self, rotary: Rotary, device: torch.device, dtype: torch.dtype) -> Angles:
         """Angles that rotate cached keys on `device` by their places in the cache; one table serves the block."""

@@ -1,8 +1,8 @@
-"""Caches in host memory beside a GPU: their decode attention and their prompts, while the GPU computes other things.
+"""Attention over caches in host memory while a GPU computes other GPU batches.
 
-Queries, keys and values of a GPU batch go down beside what is computed, a thread attends to them, and the answer goes
-up when the hidden states are needed: among what is computed, not behind weights that are queued on their way up. The
-same thread fills the caches with prompts. See `schedule.host_attention`.
+A decode step's queries, keys and values are copied to the host, a thread attends, and the answer is copied back when
+hidden states are needed, on the compute stream and not behind queued weights. The same thread fills caches with
+prompts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.cache.kv_cache import KVCache
-from h2o_flexgen.config.model.spec import ModelSpec, UnitSpec
+from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.config.model.tensors import TENSOR_ALIGN, round_up
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.execution.attention import TickAttention
@@ -41,7 +41,7 @@ from h2o_flexgen.schedule.workspace import (
 
 
 class _Desk(NamedTuple):
-    """The buffers that one GPU batch sends and gets, on the device and on the host: flat uint8 each."""
+    """Buffers of one GPU batch, flat uint8: queries on the device and on the host, answers likewise."""
 
     queries: Tensor
     heard: Tensor
@@ -51,7 +51,7 @@ class _Desk(NamedTuple):
 
 @dataclass
 class _Late:
-    """The second half of an attention unit that is yet to be computed."""
+    """A pending second half of an attention unit."""
 
     task: Task
     unit: UnitSpec
@@ -63,10 +63,10 @@ class _Late:
 class HostAttention:
     """Works on one block's caches in host memory, on a thread of its own. Called by the executor in schedule order.
 
-    `begin` computes the first half of a unit for a GPU batch, `finish` the second, before the GPU batch's hidden states
-    are read. Between them the cache belongs to the thread, and the hidden states are not parked. Where the weights of
-    the unit go in between, `keep` copies those that the second half needs. What fails on the thread is raised by
-    `finish`. A cache that `fill` was called for belongs to the thread, too, until `BatchCache.settled`.
+    `begin` computes the first half of an attention unit, `finish` the second, before hidden states are read; between
+    them the cache belongs to the thread, and hidden states are not parked. `keep` copies the output projection if the
+    unit's weights are freed in between. `finish` raises the thread's errors. A cache belongs to the thread from `fill`
+    to `BatchCache.settled`.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class HostAttention:
         prompt_room: int,
         stage: int = 0,
     ) -> None:
-        """`places`: the rows of each (layer, GPU batch) whose decode attention is computed here; `streamed`: the weight
-        groups that do not stay; `prompt_room`: bytes of the prompts that are filled in at once, larger ones are waited
-        for; `stage`: the number of the one that computes the rest."""
+        """places: rows of each (layer, GPU batch) whose decode attention is computed here. streamed: weight groups that
+        do not stay. prompt_room: bytes of prompts that are copied asynchronously, larger ones are waited for. stage:
+        the number of the GPU's."""
         self.places, self._stage = frozenset(places), stage
         self._copies, self._decoder, self._trace, self._dtype = copies, decoder, trace, dtype
         spec, name, compute = decoder.spec, str(dtype).removeprefix("torch."), tiers.compute
@@ -104,25 +104,26 @@ class HostAttention:
                     for tier in both
                 ]
                 self._desks[gpu_batch] = _Desk(*tensors)
-            nbytes = _most_output_bytes(spec, name, {layer for layer, _ in places}, streamed)
+            layers, groups = {layer for layer, _ in places}, spec.groups_by_key
+            keys = {unit.weights for unit in spec.units if unit.kind == "attn" and unit.layer in layers} & streamed
+            nbytes = max((output_bytes(groups[key], name) for key in keys), default=0)
             self._kept = torch.empty(0)
             if nbytes:
                 self._kept = stack.enter_context(compute.allocate(nbytes, "output projection")).tensor
             self._resources = stack.pop_all()
 
     def serves(self, layer: int, gpu_batch: GpuBatch) -> bool:
-        """Whether this step's attention of (layer, GPU batch) is to `begin` here: nothing but decode rows."""
+        """Whether this step's attention is computed here: only if all rows decode."""
         return (layer, gpu_batch.index) in self.places and not gpu_batch.fresh
 
     def pending(self, gpu_batch: GpuBatch) -> bool:
-        """Whether the second half of the GPU batch's attention is to come: then its hidden states stay where they
-        are."""
+        """Whether the second half of the GPU batch's attention is to come."""
         return gpu_batch.index in self._late
 
     def begin(
         self, task: Task, unit: UnitSpec, gpu_batch: GpuBatch, weights: Weights, attention: TickAttention
     ) -> None:
-        """The first half: queries, keys and values, on their way to the thread that attends."""
+        """The first half: computes queries, keys and values and sends them to the thread."""
         rows, name = gpu_batch.decoding, f"{unit.name} step {task.step} batch {task.batch}"
         parts = attention.turned(*self._decoder.queries(weights, gpu_batch.take_hidden()))
         desk = self._desks[gpu_batch.index]
@@ -135,7 +136,7 @@ class HostAttention:
         self._late[gpu_batch.index] = _Late(task, unit, weights, rows, attended)
 
     def finish(self, gpu_batch: GpuBatch) -> None:
-        """The second half, if it is to come: the GPU batch's hidden states are what the unit makes of them."""
+        """The second half, if it is pending: updates the GPU batch's hidden states."""
         late = self._late.pop(gpu_batch.index, None)
         if late is None:
             return
@@ -148,7 +149,7 @@ class HostAttention:
             self._decoder.output(late.weights, gpu_batch.take_hidden(), said)
 
     def keep(self, key: str) -> None:
-        """The weights of group `key` are about to go: what is still to be computed with them is copied."""
+        """Before group `key` is freed: copies the output projection if a second half still needs it."""
         waiting = [late for late in self._late.values() if late.unit.weights == key]
         if not waiting:
             return
@@ -168,7 +169,7 @@ class HostAttention:
         sums: Tensor | None,
         past: tuple[Tensor, Tensor] | None,
     ) -> None:
-        """`KVCache.fill` of the fresh rows of `cache`, from tensors where they were computed."""
+        """`KVCache.fill` of the fresh rows of `cache`, from tensors on the GPU."""
         if cache.fresh is None:
             raise RuntimeError("prompts are in hand, and no cache to fill from them")
         tensors = [k, v, *(past or ()), *(() if sums is None else (sums,))]
@@ -190,7 +191,7 @@ class HostAttention:
         self._prompts.until(cache.filling)
 
     def close(self) -> None:
-        """Gives all memory back. Nothing may be under way."""
+        """Releases all memory. Nothing may be under way."""
         self._late.clear()
         self._resources.close()
 
@@ -199,13 +200,13 @@ class HostAttention:
 
 
 def _attend(attention: TickAttention, parts: list[Tensor], answer: Tensor) -> None:
-    """On the thread. `parts`: q, k and v."""
+    """Runs on the thread. parts: q, k and v."""
     with torch.inference_mode():
         answer.copy_(attention.attend(*parts))
 
 
 def _fill(cache: KVCache, rows: list[int], followed: bool, tensors: list[Tensor]) -> None:
-    """On the thread. `tensors`: K and V, those of what they follow if anything is `followed`, perhaps column sums."""
+    """Runs on the thread. tensors: K and V, with `followed` those of the tokens before, and perhaps column sums."""
     k, v, *rest = tensors
     past = (rest.pop(0), rest.pop(0)) if followed else None
     with torch.inference_mode():
@@ -213,7 +214,7 @@ def _fill(cache: KVCache, rows: list[int], followed: bool, tensors: list[Tensor]
 
 
 def _packed(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Places for tensors like these in a flat uint8 buffer, one behind the other."""
+    """Views for tensors like these in a flat uint8 buffer, one behind the other."""
     places, start = [], 0
     for tensor in like:
         places.append(typed(flat[start:], tensor.shape, tensor.dtype))
@@ -225,9 +226,3 @@ def _extent(tensors: list[Tensor]) -> int:
     """The bytes that `_packed` uses of its buffer."""
     *others, last = (tensor.numel() * tensor.itemsize for tensor in tensors)
     return sum(round_up(nbytes, TENSOR_ALIGN) for nbytes in others) + last
-
-
-def _most_output_bytes(spec: ModelSpec, dtype: str, layers: set[int], streamed: frozenset[str]) -> int:
-    """Of any streamed attention unit of `layers`."""
-    keys = {unit.weights for unit in spec.units if unit.kind == "attn" and unit.layer in layers} & streamed
-    return max((output_bytes(spec.groups_by_key[key], dtype) for key in keys), default=0)

@@ -1,4 +1,4 @@
-"""The tokens of a pass on their way through the experts of a layer, all GPU batches together."""
+"""Mixtures of experts: the tokens of all GPU batches go through a layer's experts together."""
 
 from __future__ import annotations
 
@@ -19,18 +19,16 @@ _MOST = 0.9  # of a layer's experts: where tokens chose fewer the last time, non
 
 
 class Mixture:
-    """Collects what routers say of GPU batches, sorts their tokens by expert, and has results ready for each batch.
+    """Collects routed tokens of GPU batches, computes them expert by expert, and hands the results to each batch.
 
-    A token's result does not depend on its neighbours: none is dropped, and it gets its experts' in their order.
+    A token's result does not depend on its neighbours: none is dropped, and experts' results add up in their order.
     """
 
     def __init__(self, decoder: Decoder, gpu_batches: Sequence[GpuBatch]) -> None:
-        """`gpu_batches`: of the block."""
         self._decoder, self._gpu_batches = decoder, gpu_batches
         self.step = 0
-        """That they are in."""
         self.read = self.of = 0
-        """Experts that were chosen, and those that there were to choose among."""
+        """Experts that were chosen, and all that could have been."""
         self._few = set[int]()  # the units whose tokens chose few experts the last time
         self._parts: list[tuple[GpuBatch, int, Tensor, Tensor, Tensor | None]] = []  # tokens, and `Routed` without x
         self._x: Tensor | None = None  # of the parts together, or of all that there will be
@@ -39,22 +37,22 @@ class Mixture:
         self._pending: dict[int, Tensor] = {}
         self._most = 1  # tokens that go through an expert at once
         self.prompt_share = 0.0
-        """How much of the tokens under way is prompts."""
+        """The share of prompts in the tokens under way."""
 
     def route(self, gpu_batch: GpuBatch, w: Weights) -> None:
-        """Routes the tokens of a GPU batch, whose hidden states stay as they are until `finish`."""
+        """Routes the tokens of a GPU batch; `finish` updates its hidden states."""
         for part in gpu_batch.take_hidden().split(gpu_batch.chunk):
             self.add(gpu_batch, [self._decoder.route(w, part)])
 
     def add(self, gpu_batch: GpuBatch, routed: Sequence[Routed]) -> None:
-        """Tokens of a GPU batch that were routed elsewhere; `made` has what becomes of them."""
+        """Adds routed tokens of a GPU batch; `made` returns their results."""
         self._out, self._most = None, gpu_batch.chunk
         for each in routed:
             self._gather(each.x)
             self._parts.append((gpu_batch, len(each.x), each.experts, each.shares, each.shared))
 
     def _gather(self, x: Tensor) -> None:
-        """Puts x (T, H) behind that of the parts before: tokens of a large block are in memory once, not twice."""
+        """Appends x (T, H) to that of the parts before, without a second copy of a large block's tokens."""
         first, there = sum(count for _, count, *_ in self._parts), self._x
         if first == 0:
             wanted = max(len(x), self._tokens())
@@ -66,13 +64,13 @@ class Mixture:
             self._x[first : first + len(x)] = x
 
     def _tokens(self, *, now: bool = True) -> int:
-        """Of the GPU batches that go on, in this step or else in the next."""
+        """Tokens of unfinished GPU batches, in this step or in the next."""
         going = [gpu_batch for gpu_batch in self._gpu_batches if not gpu_batch.finished]
         return sum(each.decoding + each.prompt_tokens if now else len(each.rows) for each in going)
 
     def reads_ahead(self, step: int, unit: UnitSpec) -> bool:
-        """Whether tokens of `step`, this one or the next, are going to choose about all experts of `unit`: there are
-        enough of them, and they did so before."""
+        """Whether tokens of `step`, this one or the next, will choose nearly all experts of `unit`: they are enough,
+        and did so the last time."""
         tokens = self._tokens(now=step == self.step)
         return unit.index not in self._few and reads_all(self._decoder.spec, tokens)
 
@@ -98,7 +96,7 @@ class Mixture:
         return numbers
 
     def compute(self, experts: Sequence[int], weights: Sequence[Weights]) -> None:
-        """The results of some experts that follow one another among those chosen, for the tokens of all GPU batches."""
+        """Computes neighbours among the chosen experts, for the tokens of all GPU batches."""
         if self._x is None or self._out is None:
             raise RuntimeError("no tokens have been routed")
         first = self._choices.numbers.index(experts[0])
@@ -106,14 +104,14 @@ class Mixture:
         self._decoder.add_experts(self._x, self._out, self._choices, places, weights, self._most)
 
     def made(self, gpu_batch: GpuBatch) -> Tensor | None:
-        """What experts have made of the GPU batch's tokens (T, H), once; None: nothing new."""
+        """The results for the GPU batch's tokens (T, H), once; None: nothing new."""
         out = self._pending.pop(gpu_batch.index, None)
         if out is not None:
             self._x = self._out = None
         return out
 
     def finish(self, gpu_batch: GpuBatch) -> None:
-        """Adds to the GPU batch's hidden states what its experts have made, if that is still to be done."""
+        """Adds pending results to the GPU batch's hidden states."""
         out = self.made(gpu_batch)
         if out is not None:
             self._decoder.add_mixture(gpu_batch.take_hidden(), out)

@@ -1,8 +1,4 @@
-"""Forwards of transformers' modules on their way through the units of a step: one for each part of a GPU batch.
-
-A part has stopped where the next unit begins, with its hidden states in the frames of the modules. The executor goes on
-with it when the unit's tick has come, as it does with hidden states that it holds itself.
-"""
+"""Forwards of transformers' modules, unit by unit: one for each part of a GPU batch, suspended between two units."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ from h2o_flexgen.models.hf.experts import Routing
 
 
 class Passes:
-    """The forwards under way, by GPU batch. Belongs to one block; `close` ends those that an interrupted one leaves."""
+    """The forwards under way, by GPU batch. Belongs to one block; `close` ends what an interrupted block leaves."""
 
     def __init__(self, decoder: ModuleDecoder) -> None:
         self._decoder = decoder
@@ -49,7 +45,7 @@ class Passes:
         attention: TickAttention | None,
         states: TickStates | None,
     ) -> None:
-        """The first half of a layer, which attends, keeps states, or does both."""
+        """The first half of a layer: attention, a mixer with states, or both."""
         with self._decoder.bound(unit.index, weights):
             for part, forward in self._under_way[gpu_batch.index]:
                 attend = None if attention is None else partial(_attend, attention, part)
@@ -73,7 +69,7 @@ class Passes:
         return found
 
     def give(self, gpu_batch: GpuBatch, made: Tensor | None) -> None:
-        """What experts have made of a GPU batch's tokens, if anything: the next unit goes on with it."""
+        """Hands the experts' results, if there are any, to the next unit."""
         if made is not None:
             forwards = self._under_way[gpu_batch.index]
             pieces = made.split([forward.routed for _, forward in forwards])
@@ -92,7 +88,7 @@ class Passes:
         return torch.stack([found[end] for end in ends])
 
     def hidden(self, gpu_batch: GpuBatch) -> Tensor:
-        """A copy of what the next unit begins with, (T, hidden_size), to look at."""
+        """A copy of the next unit's inputs, (T, hidden_size)."""
         parts = [forward.hidden for _, forward in self._under_way[gpu_batch.index]]
         return torch.cat([each.flatten(0, -2) for each in parts if each is not None])
 
@@ -106,14 +102,12 @@ class Passes:
 
 
 class RowPasses(Passes):
-    """As `Passes`, of sequences that go through the modules one by one, with caches that these make."""
+    """As `Passes`, of sequences that go through the modules one by one, with the modules' own caches."""
 
     def __init__(self, decoder: ModuleDecoder) -> None:
         super().__init__(decoder)
-        self._caches: dict[int, dict[int, Any]] = {}
-        """By GPU batch and row: what the modules keep of the tokens before."""
-        self._places: dict[int, list[Tensor]] = {}
-        """Of each row under way: where its tokens are among the packed ones of the step."""
+        self._caches: dict[int, dict[int, Any]] = {}  # the modules' caches by GPU batch and row
+        self._places: dict[int, list[Tensor]] = {}  # places of each row's tokens among the step's packed ones
 
     def begin(self, gpu_batch: GpuBatch, unit: UnitSpec, weights: Weights, tokens: Tensor, positions: Tensor) -> None:
         """Finished rows, which stay for a while, are not computed."""
@@ -178,7 +172,7 @@ class RowPasses(Passes):
 
 
 def _places_of_rows(gpu_batch: GpuBatch) -> list[Tensor]:
-    """Of each row, where its tokens are among the packed ones of the step, which prompts do not share."""
+    """The places of each row's tokens among the step's packed ones, which rows do not share."""
     found = [torch.tensor([place]) for place in range(gpu_batch.decoding)]
     prompts: list[list[Tensor]] = [[] for _ in gpu_batch.fresh]
     for segment in gpu_batch.segments:
@@ -189,13 +183,13 @@ def _places_of_rows(gpu_batch: GpuBatch) -> list[Tensor]:
 
 
 def _attend(attention: TickAttention, part: AttentionPart, call: Call) -> Tensor:
-    """What a part's tokens attend to: decode rows to their caches, prompts to themselves."""
-    attention.sink_logits, attention.soft_cap = call.sinks, call.soft_cap
+    """Attention of a part's tokens: decode rows to their caches, prompts to themselves."""
+    choice = None if call.choice is None else SlotChoice(call.choice, call.choice.layer == call.layer)
+    for each in (attention, attention.prompts):
+        if each is not None:
+            each.sink_logits, each.soft_cap, each.choice = call.sinks, call.soft_cap, choice
     if attention.prompts is not None:
-        attention.prompts.sink_logits, attention.prompts.soft_cap = call.sinks, call.soft_cap
-    attention.choice = None if call.choice is None else SlotChoice(call.choice, call.choice.layer == call.layer)
-    if attention.prompts is not None:
-        attention.prompts.choice, attention.prompts.behind = attention.choice, part.rows
+        attention.prompts.behind = part.rows
     if part.chunk is None:
         return attention.decode(call.q, call.k, call.v)
     return attention.part(part, call.q, call.k, call.v)

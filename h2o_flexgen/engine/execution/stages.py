@@ -1,4 +1,4 @@
-"""The devices of an engine: what each holds from its loading on and of a block, and what passes between them."""
+"""One device's part of a block, and the transfer of hidden states between devices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from h2o_flexgen.schedule.footprint import LEAVING, most_arrivals
 
 
 class _Arrival(NamedTuple):
-    """Hidden states of `shape` in a buffer, once `ticket` is done."""
+    """Hidden states in a buffer, once `ticket` is done."""
 
     buffer: Tensor
     ticket: Ticket
@@ -38,16 +38,15 @@ class _Arrival(NamedTuple):
 
 
 class ActivationTransfer:
-    """Between two neighbours of a pipeline. `send` and `receive` are called by the executor in schedule order.
+    """Moves hidden states between two neighbours of a pipeline, through a buffer of each, so that both go on computing.
 
-    Hidden states are copied into a buffer of the sender, from there into one of the receiver, and out of that when the
-    receiver computes the GPU batch: both devices go on computing, and neither knows what the other's allocator does.
+    The executor calls `send` and `receive` in schedule order.
     """
 
     def __init__(
         self, sender: Tiers, receiver: Tiers, copies: CopyEngine, nbytes: int, landings: int, dtype: torch.dtype
     ) -> None:
-        """`copies`: the receiver's; `nbytes`: of the largest hidden states; `landings`: how many wait at most."""
+        """copies: the receiver's. nbytes: of the largest hidden states. landings: how many wait at most."""
         self._sender, self._copies, self._dtype = sender.accelerator, copies, dtype
         size, what = page_ceil(nbytes), "hidden states between GPUs"
         with ExitStack() as stack:
@@ -58,7 +57,7 @@ class ActivationTransfer:
         self._arrivals: dict[int, _Arrival] = {}
 
     def send(self, gpu_batch: GpuBatch) -> None:
-        """Starts moving the GPU batch's hidden states; the sender's copy is dropped."""
+        """Starts moving hidden states; the sender's copy is dropped."""
         hidden = gpu_batch.take_hidden()
         (buffer,), before = self._leaving.take()
         if before is not None:
@@ -71,7 +70,7 @@ class ActivationTransfer:
         gpu_batch.hidden = None
 
     def receive(self, gpu_batch: GpuBatch) -> None:
-        """Makes the GPU batch's hidden states valid on the receiver, for what is computed from now on."""
+        """Makes hidden states valid on the receiver, for later computes."""
         buffer, ticket, shape = self._arrivals.pop(gpu_batch.index)
         ticket.wait_on_device()
         gpu_batch.hidden = typed(buffer, shape, self._dtype).clone()
@@ -87,21 +86,19 @@ class ActivationTransfer:
 
 @dataclass(frozen=True)
 class Stage:
-    """One device's part of a block."""
+    """One device's part of a block. arrivals, departures: from the stage before and to the next one, if there are any.
+    host: attention in host memory beside other computes; None: the computing thread does it."""
 
     number: int
     loaded: LoadedStage
     caches: CacheStore
     hidden: HiddenStore
     arrivals: ActivationTransfer | None = None
-    """From the stage before, which the first has none of."""
     departures: ActivationTransfer | None = None
-    """To the stage behind."""
     host: HostAttention | None = None
-    """Works on caches in host memory while something else is computed; None: the computing thread does it."""
 
     def enter(self, gpu_batch: GpuBatch) -> None:
-        """A GPU batch begins with this stage: what it brings is moved to the stage's device."""
+        """A GPU batch begins with this stage: moves its hidden states to the stage's device."""
         if self.arrivals is None:
             gpu_batch.device = self.loaded.device
         else:
@@ -109,30 +106,30 @@ class Stage:
             self.arrivals.receive(gpu_batch)
 
     def leave(self, gpu_batch: GpuBatch) -> None:
-        """The stage's last unit is through: the GPU batch's hidden states go on to the next stage."""
+        """After the stage's last unit: sends hidden states to the next stage."""
         if self.departures is None:
             raise RuntimeError(f"stage {self.number} is the last one")
         self.finish(gpu_batch)
         self.departures.send(gpu_batch)
 
     def finish(self, gpu_batch: GpuBatch) -> None:
-        """Adds to the GPU batch's hidden states what attention on the host is still to add, before they are read."""
+        """Adds the pending results of host attention, before hidden states are read."""
         if self.host is not None:
             self.host.finish(gpu_batch)
 
     def load_hidden(self, gpu_batch: GpuBatch) -> None:
-        """Starts bringing parked hidden states back."""
-        # Those that attention on the host is still to be added to were not stored, and are not loaded.
+        """Starts loading parked hidden states."""
+        # Those that wait for host attention were not stored.
         if self.host is None or not self.host.pending(gpu_batch):
             self.hidden.load(gpu_batch)
 
     def store_hidden(self, gpu_batch: GpuBatch) -> None:
-        """Parks the GPU batch's hidden states."""
+        """Parks hidden states."""
         if self.host is None or not self.host.pending(gpu_batch):
             self.hidden.store(gpu_batch)
 
     def free_weights(self, key: str) -> None:
-        """Gives a streamed group's buffer back."""
+        """Frees a streamed group's buffer."""
         if self.host is not None:
             self.host.keep(key)
         self.loaded.weights.free(key)
@@ -152,9 +149,8 @@ def open_stages(
 ) -> list[Stage]:
     """The stores of a block, stage by stage; `stack` closes them.
 
-    `shapes`: K and V of each (layer, GPU batch); `hidden_bytes`: of the largest hidden states; `groups`: GPU batches
-    that go through a stage together. Caches in host memory are worked on beside the GPU where there is a `prompt_room`
-    for it, see HostAttention; `attends`: in decode steps, too.
+    shapes: K and V of each (layer, GPU batch). hidden_bytes: of the largest hidden states. groups: GPU batches that go
+    through a stage together. prompt_room: see HostAttention; 0: none. attends: whether it serves decode steps, too.
     """
     spec, dtype = decoder.spec, torch_dtype(plan.request.dtype)
     transfers: list[ActivationTransfer | None] = [None]
@@ -188,7 +184,7 @@ def open_stages(
 
 
 def _parked(plan: Plan, stage: LoadedStage, groups: tuple[range, ...]) -> Iterator[tuple[int, tuple[str, int]]]:
-    """The GPU batches whose hidden states may rest between two units: where, and the place in their group."""
+    """GPU batches whose hidden states may be parked between two units: tier, and place in their group."""
     if len(stage.units) == 1:
         return
     for group in groups:

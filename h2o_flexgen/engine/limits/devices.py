@@ -1,4 +1,4 @@
-"""The resources of this machine: devices, memory within its limits, and the dtype its processor is fast in."""
+"""The resources of this machine: devices, memory limits, dtype."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ _lock = threading.Lock()  # engines may run in threads of their own
 
 
 class Limit(NamedTuple):
-    """Bytes that a run may use of a tier, and where the number comes from."""
+    """Bytes that a run may use of a tier, and their origin."""
 
     nbytes: int
     why: str
 
 
 class _Hierarchy(NamedTuple):
-    """Where the kernel shows control groups. `controller`: as /proc/self/cgroup names it, empty in v2. `cache`: the
-    parts of `usage` in memory.stat that the kernel takes back before it ends a process: what it calls available."""
+    """Files of control groups. controller: its name in /proc/self/cgroup, empty in v2. cache: the parts of `usage` in
+    memory.stat that the kernel reclaims when memory is short."""
 
     mount: str
     controller: str
@@ -61,32 +61,27 @@ class _Hierarchy(NamedTuple):
     cache: tuple[bytes, ...]
 
 
+_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", (b"total_inactive_file", b"total_active_file")
 _HIERARCHIES = (
     _Hierarchy(".", "", "memory.max", "memory.current", (b"inactive_file", b"active_file", b"slab_reclaimable")),
-    _Hierarchy(
-        "memory",
-        "memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        (b"total_inactive_file", b"total_active_file"),
-    ),
+    _Hierarchy("memory", "memory", *_V1),
 )
 
 
 class _MemoryGroup(NamedTuple):
-    """A control group that has a limit: that, and what may still be taken within it. In bytes."""
+    """A control group with a memory limit: limit and free bytes."""
 
     limit: int
     room: int
 
 
 def cgroup_limit() -> int | None:
-    """Memory limit of this process's own control group or one that it lies in, v2 or v1, in bytes; None without any."""
+    """Lowest memory limit of this process's control group and its parents, v2 or v1, in bytes; None without any."""
     return min((group.limit for group in _limited_groups()), default=None)
 
 
 def cgroup_room() -> int | None:
-    """Bytes that may still be taken within each of those limits; None without any."""
+    """Bytes that are free within all of these limits; None without any."""
     return min((group.room for group in _limited_groups()), default=None)
 
 
@@ -115,7 +110,7 @@ def _own_groups() -> dict[str, str]:
 
 
 def cgroup_cpus() -> float | None:
-    """Processors that this process's control group may use, or one that it lies in; None without a limit."""
+    """Processors that this process's control group and its parents may use; None without a limit."""
     paths, shares = _own_groups(), list[float]()
     for own in (PurePath(paths.get(name, ".")) for name in ("", "cpu")):
         for path in (own, *own.parents):
@@ -139,7 +134,7 @@ def _read_number(path: Path) -> int | None:
 
 
 def _cache_bytes(folder: Path, names: tuple[bytes, ...]) -> int:
-    """Of what is used in a control group, what the kernel takes back when memory gets short."""
+    """Bytes in use that the kernel reclaims when memory is short."""
     try:
         lines = (folder / "memory.stat").read_bytes().splitlines()
     except OSError:
@@ -154,7 +149,7 @@ def rss() -> int:
 
 
 def before_placement() -> int:
-    """Host bytes that this process holds, whatever it places: what is resident now, and libraries as they wake up."""
+    """Host bytes of this process before placement: resident ones, and those of libraries at their first use."""
     return rss() + _LATER
 
 
@@ -164,11 +159,10 @@ def peak_rss() -> int:
 
 
 def return_free_pages(large: bool = True) -> None:
-    """Gives pages of host memory that was freed back to the system, some milliseconds' work. large: those of large
-    intermediate results, too, which have to be made anew then.
+    """Returns freed host memory to the system, which takes some milliseconds. large: that of large intermediate
+    results, too.
 
-    glibc keeps activations that were freed below others that were not, and what comes later may not fit between: after
-    prompts of many lengths a process held 120 MiB more than it used. Nothing happens with another C library.
+    glibc keeps freed pages between others: after prompts of many lengths a process held 120 MiB more than it used.
     """
     if large:
         LARGE.trim()
@@ -183,15 +177,15 @@ def _malloc_trim() -> Any:
 
 
 def offload_folder(named: str | None) -> Path:
-    """Where packed weights and the disk tier go: the folder `named`, else the environment's; an empty name counts as
-    none given."""
+    """The folder of packed weights and the disk tier: `named`, else the environment's, else the default; empty names
+    count as none."""
     given = named or os.environ.get("H2O_FLEXGEN_OFFLOAD_DIR")
     usual = expanded(given or DEFAULT_OFFLOAD_DIR)
     return usual if given or usual.exists() or can_write(usual) else cached("offload")
 
 
 def cpu_limit() -> Limit:
-    """Host memory a run may use in all, this process included: available, within what the control group allows it."""
+    """Host memory that a run may use, this process included: the available, within the control group's limits."""
     held = rss()
     limits = [(psutil.virtual_memory().available + held, "available")]
     limit, room = cgroup_limit(), cgroup_room()
@@ -203,8 +197,7 @@ def cpu_limit() -> Limit:
 
 
 def disk_limit(folder: Path, there: int) -> Limit:
-    """Disk space for a run whose offload folder is `folder`: what is free, and the bytes of weights that are `there`
-    already and take no more. Nothing is made."""
+    """Disk space for a run: free bytes at `folder`, and the bytes of weights already `there`. Creates nothing."""
     # Path.exists raises where a parent cannot be searched, or a name is too long.
     while not os.path.exists(folder) and folder != folder.parent:
         folder = folder.parent
@@ -222,16 +215,13 @@ def _share_of(nbytes: int, what: str) -> Limit:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 natively; else it is widened to float32 on the way."""
+    """Whether the processor multiplies bfloat16 natively."""
     return not cpu_flags().isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def resolve_dtype(wanted: str, stored: str, device: torch.device) -> str:
-    """The dtype that numbers are kept in: the checkpoint's on a GPU; on a CPU bfloat16 for 16 bits of either kind.
-
-    What is multiplied is the kernels' choice: pairs of bfloat16 numbers, or the float32 numbers that they stand for.
-    float32 checkpoints stay float32: nothing is rounded unasked.
-    """
+    """The stored dtype: as `wanted`, else the checkpoint's on a GPU and for float32, else bfloat16. Kernels may
+    multiply in another one."""
     if wanted != "auto":
         return wanted
     if device.type == "cuda" or stored == "float32":
@@ -240,7 +230,7 @@ def resolve_dtype(wanted: str, stored: str, device: torch.device) -> str:
 
 
 def resolve_devices(config: EngineConfig, first: torch.device) -> list[torch.device]:
-    """The devices of all stages, of which `first` computes the first one. UsageError where there are too few."""
+    """The devices of all stages, `first` for the first one. UsageError if there are too few."""
     if config.num_gpus == 1:
         return [first]
     if first.type == "cuda":
@@ -257,7 +247,7 @@ def resolve_devices(config: EngineConfig, first: torch.device) -> list[torch.dev
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
-    """CUDA where there is one and it was not refused, else the CPU. UsageError for a CUDA that is not there."""
+    """CUDA if there is one and it was not refused, else the CPU. UsageError if CUDA was asked for in vain."""
     if config.emulate_gpu is not None or config.device == "cpu":
         return torch.device("cpu")
     if torch.cuda.is_available():
@@ -270,7 +260,7 @@ def resolve_device(config: EngineConfig) -> torch.device:
 
 
 def open_gpu(devices: Sequence[torch.device]) -> PinnedPool | None:
-    """The GPUs that `devices` are, and what locks host memory for them; None for the CPU."""
+    """Opens the GPUs among `devices`, with a pool of pinned host memory; None for the CPU."""
     first, *others = [open_device(device) for device in devices]
     if first is None:
         return None
@@ -288,9 +278,8 @@ def caps_of(
     there: Callable[[], int],
     held: Callable[[torch.device], int],
 ) -> Caps:
-    """The caps as given, else the machine's free memory, and where each number comes from; of the GPU with least, where
-    there are several. `folder`: of the disk tier, where weights of `there` bytes lie already. `held`: what other
-    engines of this process hold on a GPU."""
+    """The caps as given, else the machine's free memory, of the GPU with least. folder: of the disk tier, with weights
+    of `there` bytes. held: bytes of other engines of this process on a GPU."""
     why = {"cpu": "--cpu-mem", "disk": "--nvme-mem", "gpu": "--gpu-mem"}
     on_gpu, cpu, disk = None, config.cpu_mem, config.disk_mem
     if config.emulate_gpu is not None:
@@ -308,11 +297,8 @@ def caps_of(
 
 
 def gpu_limit(gpu: Device, asked: int | None, held: int = 0) -> Limit:
-    """Bytes that a run may plan to allocate on `gpu`: of what was `asked`, at most what others and the CUDA context
-    leave.
-
-    `held`: by other engines of this process, which the GPU takes for this one's, and --gpu-mem is for all of them.
-    """
+    """Bytes that a run may allocate on `gpu`: at most `asked`, and what others and the CUDA context leave, less the
+    bytes `held` by other engines of this process, as --gpu-mem is for all of them."""
     room, total = gpu.room()
     what = f"free of the {format_bytes(total)} on the GPU"
     if asked is None:
@@ -330,16 +316,14 @@ def gpu_limit(gpu: Device, asked: int | None, held: int = 0) -> Limit:
 
 
 def note_tiers(loaded: object, tiers: Iterable[Tier]) -> None:
-    """From now on what `tiers` hold counts, for as long as `loaded` is there. Closed tiers hold nothing."""
+    """Counts what `tiers` hold, in `held_bytes`, for as long as `loaded` exists."""
     with _lock:
         _open[loaded] = frozenset(tiers)
 
 
 def held_bytes(besides: object = None, device: torch.device = HostMemory.device) -> int:
-    """Bytes of `device` that engines of this process hold now, weights and all, those of `besides` left out.
-
-    A gpu tier that is emulated is memory of the host.
-    """
+    """Bytes of `device` that engines of this process hold now, without those of `besides`. An emulated gpu is host
+    memory."""
     with _lock:
         others = [tiers for loaded, tiers in _open.items() if loaded is not besides]
     return sum(tier.held for tiers in others for tier in tiers if tier.device == device)

@@ -1,4 +1,4 @@
-"""When memory runs out in the middle of a call: plan anew within less, and run what is not finished from its start."""
+"""Out of memory during a call: plan again within less memory, and run unfinished sequences again from their prompts."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from h2o_flexgen.units import format_bytes
 log = logging.getLogger(__name__)
 
 TRIES = 3
-"""How often a call is planned anew before it fails."""
+"""Plans of a call before it fails."""
 LESS = 0.8
-"""Of what the plan took of the exhausted tier, for the next one."""
+"""The share of the exhausted tier's planned bytes that the next plan may take."""
 _SHAPE = frozenset({"gpu_batch_size", "num_gpu_batches"})
 
 
 class OomRetry:
-    """The lessons of an engine that ran out of memory: caps that hold from then on, and what this call has tried.
+    """Caps learned when an engine ran out of memory, and what the current call has tried.
 
-    Rows that were finished stay so; the others are run again from their prompts, and give the same tokens.
+    Finished rows stay; the others run again from their prompts, and give the same tokens.
     """
 
     def __init__(self) -> None:
@@ -36,12 +36,12 @@ class OomRetry:
         self.warnings: list[str] = []
 
     def begin(self) -> None:
-        """A new call: its tries are its own, what is known about memory stays."""
+        """A new call: tries start over, caps stay."""
         self._tried, self.warnings = [], []
 
     def within(self, planner: Planner) -> Planner:
-        """`planner`, within the caps that were learnt. A block shape that does not fit them is chosen anew, even one
-        that was fixed: that is the least that can give way. PlanError saying what was tried where nothing fits."""
+        """`planner` within the learned caps; a fixed block shape that does not fit them is chosen anew. PlanError with
+        what was tried if nothing fits."""
         if not self._caps:
             return planner
 
@@ -65,9 +65,9 @@ class OomRetry:
         return plan
 
     def learn(self, error: Exception, plan: Plan, waiting: Collection[Sequence]) -> None:
-        """Takes `error` of a run of `plan` for a lesson, and readies the rows of `waiting` to be run again.
+        """Learns a cap from the `error` of running `plan`, and restarts the rows of `waiting`.
 
-        Raises `error` itself where it is not a lack of memory, and PlanError after too many tries.
+        Raises `error` itself if memory was not short, and PlanError after too many tries.
         """
         if not is_out_of_memory(error):
             raise error
@@ -103,7 +103,7 @@ class OomRetry:
 
 
 def _exhausted(error: Exception, plan: Plan) -> str:
-    """The tier whose memory ran out. On an emulated gpu both are host memory, and the one that holds more gives way."""
+    """The tier whose memory ran out; with an emulated gpu, where both are host memory, the one that holds more."""
     emulated, on_gpu = plan.request.caps.emulated, plan.request.compute_tier == "gpu"
     if on_gpu and not emulated:
         told = f"{type(error).__name__} {error}"
@@ -113,7 +113,7 @@ def _exhausted(error: Exception, plan: Plan) -> str:
 
 
 def forget() -> None:
-    """Gives back what only garbage still holds, and what torch keeps of a GPU's memory."""
+    """Frees garbage, and the GPU memory that torch caches."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,8 +1,7 @@
-"""Decides block shape and placement before anything is allocated, and refuses what does not fit.
+"""Plans by rule: block shape and placement, judged by `schedule.footprint` before anything is allocated.
 
-The rule: as many rows per GPU batch as asked for or sensible, as much weight on the fastest tier as then fits, the
-rest one tier down. Everything is judged by `schedule.footprint`, so the plan that is printed is the plan that is
-checked.
+The rule: as many rows per GPU batch as asked for or sensible, then as many weights on the fastest tier as fit, the rest
+one tier down.
 """
 
 from __future__ import annotations
@@ -23,16 +22,13 @@ from h2o_flexgen.units import format_bytes, size_at_least
 DEFAULT_BATCH = 32
 """Rows at which products of a decode step come close to their full rate."""
 MOST_BATCHES = 8
-"""Most GPU batches per block when weights stream: each doubling halves the weight bytes per token, and gains less."""
+"""Most GPU batches per block when weights stream: each doubling halves the weight bytes per token."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A block shape, a placement, and what it takes.
-
-    `predicted` is what the planner expects of the whole call, as a RunRecord has it; None where it expects nothing.
-    `searched`: whether a search chose it.
-    """
+    """A block shape, a placement, and their memory. `predicted`: of the whole call, as in a RunRecord; None without a
+    prediction. `searched`: whether a search chose it."""
 
     request: PlanRequest
     policy: OffloadPolicy
@@ -53,7 +49,7 @@ class Plan:
         return expert_slots(request.spec, self.placement.weights, request.compute_tier, self.policy.block_size)
 
     def shortage(self) -> tuple[str, int, int] | None:
-        """(tier, needed, cap) of the tier that is exceeded most, None where everything fits."""
+        """(tier, needed, cap) of the tier that is exceeded most; None if everything fits."""
         over = self.footprint.over(self.request.capped)
         if not over:
             return None
@@ -62,12 +58,12 @@ class Plan:
 
 
 Planner = Callable[[PlanRequest], Plan]
-"""Chooses what a request leaves free; PlanError where nothing fits."""
+"""Chooses what a request leaves free; PlanError if nothing fits."""
 
 
 def make_plan(request: PlanRequest, policy: OffloadPolicy) -> Plan:
-    """The plan of an explicit policy, fitting or not. A block is never larger than the work there is; prompts are cut
-    as suits the device, where that fits."""
+    """The plan of an explicit policy, fitting or not, with a block no larger than the work, and prompts cut as suits
+    the device if that fits."""
     count = request.workload.num_sequences
     size = min(policy.gpu_batch_size, count)
     policy = replace(policy, gpu_batch_size=size, num_gpu_batches=min(policy.num_gpu_batches, -(-count // size)))
@@ -91,7 +87,7 @@ def require_fit(plan: Plan) -> Plan:
 
 
 def by_rule(request: PlanRequest) -> Plan:
-    """The planner that goes by the rule above; PlanError with the smallest plan's needs where nothing fits."""
+    """The planner by rule; PlanError with the smallest plan's needs if nothing fits."""
     last: Plan | None = None
     resident = _all_resident(request)
     if resident is not None:
@@ -107,8 +103,8 @@ def by_rule(request: PlanRequest) -> Plan:
 
 
 def _all_resident(request: PlanRequest) -> Plan | None:
-    """The plan with every free kind on the compute tier, and one GPU batch per GPU: more would gain nothing. None if
-    that does not fit, or the weights' placement is given."""
+    """The plan with every free kind on the compute tier and one GPU batch per GPU; None if that does not fit, or the
+    weights' placement is given."""
     free = request.free
     if "weights" not in free:
         return None
@@ -122,7 +118,7 @@ def _all_resident(request: PlanRequest) -> Plan | None:
 
 
 def keeping(planner: Planner, weights: Mapping[str, float], load_seconds: float) -> Planner:
-    """`planner`, except that weights loaded in these shares (in `load_seconds`) stay if that is as good."""
+    """`planner`, but weights that are loaded in these shares (in `load_seconds`) stay if that is as good."""
 
     def plan(request: PlanRequest) -> Plan:
         best = planner(request)

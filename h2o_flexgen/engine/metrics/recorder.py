@@ -1,4 +1,4 @@
-"""The physics of a run: from counted bytes and measured seconds to a RunRecord."""
+"""The RunRecord of a call, from counted bytes and measured seconds."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from h2o_flexgen.cache.recall import RecallCounts
 from h2o_flexgen.config.budget import Budget
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.model.packing import CachePacking
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.recall import shelved_tokens
 from h2o_flexgen.config.reports.record import RunRecord, eviction_entry, host_facts
 from h2o_flexgen.config.workload import Workload
@@ -37,37 +38,38 @@ from h2o_flexgen.units import format_bytes
 
 @dataclass
 class BlockTotals:
-    """The totals of a call's blocks."""
+    """The totals of a call's blocks.
+
+    computed_prompt_tokens  shared prefixes counted once
+    graph_launches          decode steps of GPU batches that were launched as CUDA graphs
+    not_recorded            why recording one failed, the first time
+    experts_read            experts computed with, once per layer and pass over a block; experts_of: if all were chosen
+    work                    without what decode read from caches for unfinished sequences of a failed block
+    """
 
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     prompt_tokens: int = 0
     computed_prompt_tokens: int = 0
-    """Prefixes that several prompts share counted once."""
     generated_tokens: int = 0
     sequences: int = 0
     kv_bytes: int = 0
     state_bytes: int = 0
     graph_launches: int = 0
-    """Decode steps of GPU batches that were launched as CUDA graphs."""
     not_recorded: str | None = None
-    """Why such a graph could not be recorded, the first time of all; None where none failed."""
     experts_read: int = 0
-    """Experts computed with, each once per layer and pass over a block."""
     experts_of: int = 0
-    """How many they would have been if tokens had chosen all of them."""
     recall: RecallCounts = field(default_factory=RecallCounts)
     work: CountedWork = field(default_factory=CountedWork)
-    """Counted step by step; of sequences that a failed block left unfinished without what decode read from caches."""
 
     def hold(self, caches: SequenceOf[tuple[int, int]]) -> None:
-        """A block has so many bytes of keys and values, and of states, in each stage: the largest block counts."""
+        """Takes a block's (K and V bytes, state bytes) of each stage; the largest block counts."""
         keys_values, states = (sum(each) for each in zip(*caches, strict=True))
         self.kv_bytes, self.state_bytes = max(self.kv_bytes, keys_values), max(self.state_bytes, states)
 
 
 class RowLengths(NamedTuple):
-    """What a record says of a finished row. Most rows of a call are alike in it."""
+    """The lengths and budgets of a finished row; most rows of a call are alike."""
 
     prompt: int
     most_new: int
@@ -85,31 +87,31 @@ class RowLengths(NamedTuple):
 
 
 class RunMetrics:
-    """The part of one call in counters that only ever grow, over all the placements it runs on."""
+    """The counters of one call, over all placements it runs on."""
 
     def __init__(self, trace: Trace) -> None:
         self.totals = BlockTotals()
         self.lengths = Counter[RowLengths]()
-        """Of all finished rows, how many there are of each."""
+        """Finished rows by their lengths."""
         self.kept: dict[str, list[dict[str, float]]] = {}
-        """Of the spans of finished rows, by their names: see `Kept`."""
+        """Spans of finished rows by name: see `Kept`."""
         self.load_seconds = self.total_seconds = 0.0
         self.bytes_moved, self.busy_seconds = dict[str, int](), dict[str, float]()
         self.gpu_peaks: list[int] = []
-        """Of each stage's gpu tier, where there are several."""
+        """Peak bytes of each stage's gpu tier."""
         self.cores = CoreCount()
         self._peaks: dict[str, int] = {}
         self._trace, self._computed = trace, sum(trace.compute_seconds.values())
 
     def finished(self, row: Sequence) -> None:
-        """Notes what a record says of `row`, which need not be held any longer."""
+        """Counts a finished row."""
         self.lengths[RowLengths.of(row)] += 1
         for name, counts in (kept_of_spans(row) or {}).items():
             self.kept.setdefault(name, []).append(counts)
 
     @contextmanager
     def over(self, loaded: Loaded) -> Iterator[None]:
-        """Counts what `loaded` does meanwhile."""
+        """Counts the transfers and time of `loaded` within."""
         started = time.perf_counter()
         moved, busy = dict(loaded.bytes_moved), dict(loaded.busy_seconds)
         self.cores.start()
@@ -129,12 +131,12 @@ class RunMetrics:
 
     @property
     def compute_seconds(self) -> float:
-        """This call's own. Waits for what a GPU still computes."""
+        """Waits for the GPU."""
         return sum(self._trace.compute_seconds.values()) - self._computed
 
     @property
     def peak_bytes(self) -> dict[str, int]:
-        """Per tier, and of the process."""
+        """Per tier, and of the process ("rss")."""
         return {**self._peaks, "rss": devices.peak_rss()}
 
 
@@ -145,15 +147,21 @@ def make_record(
     metrics: RunMetrics,
     warnings: SequenceOf[str] = (),
 ) -> RunRecord:
-    """The record of a call. Of several `plans`, where memory ran out, the last one ran; the first one predicted."""
+    """The record of a call. Of several `plans`, after memory ran out, the last one ran; the first one predicted."""
     totals, first, plan, busy, rows = metrics.totals, plans[0], plans[-1], metrics.busy_seconds, list(metrics.lengths)
     bandwidth = {link: n / busy[link] if busy.get(link) else None for link, n in metrics.bytes_moved.items()}
     achieved, peaks = plan.placement.achieved(model.spec, model.dtype), metrics.peak_bytes
     said = [
         *(*spec_warnings(model.spec, config.eviction), *warnings, *_unrealised(config, plan, achieved)),
         _above_cap(plan, peaks["rss"]),
-        _slow_kernels(_device(plan, config)),
-        _not_recorded(totals.not_recorded),
+        _because(
+            "attention on the GPU was computed by torch, which takes longer",
+            triton_available.why_not("cuda") if _device(plan, config) == "cuda" else None,
+        ),
+        _because(
+            "decode steps could not be recorded as CUDA graphs, and were launched one by one, which is slower",
+            totals.not_recorded,
+        ),
         sharing_warning(metrics.cores.shared),
         spin_warning() if _device(plan, config) == "cpu" else None,
     ]
@@ -215,28 +223,27 @@ def _quantization(model: Model) -> dict[str, Any] | None:
         return None
     return {
         "weights": None if kind is None else {"format": model.source.format, **kind},
-        "cache": None
-        if packings is None
-        else {"bits": _cache_bits(*packings), "group": packings[0].group, "rotation": model.spec.cache_rotation}
-        | ({"newest": model.spec.cache_newest} if model.spec.cache_newest else {}),
+        "cache": None if packings is None else _cache_packing(model.spec, *packings),
     }
 
 
-def _cache_bits(keys: CachePacking, values: CachePacking) -> int | list[int]:
-    """Of both, or of each where they differ."""
-    return keys.bits if keys == values else [keys.bits, values.bits]
+def _cache_packing(spec: ModelSpec, keys: CachePacking, values: CachePacking) -> dict[str, Any]:
+    """The bits are [keys, values] if they differ."""
+    bits = keys.bits if keys == values else [keys.bits, values.bits]
+    newest = {"newest": spec.cache_newest} if spec.cache_newest else {}
+    return {"bits": bits, "group": keys.group, "rotation": spec.cache_rotation, **newest}
 
 
 def _least_moved(plan: Plan, rows: SequenceOf[RowLengths]) -> dict[str, int]:
-    """The fewest bytes that any schedule must move, by blocks of the size that ran, within the same caps, less what the
-    process holds whatever the schedule. All rows are counted as long as the shortest: the bound holds for each."""
+    """The fewest bytes that any schedule must move, by blocks of the size that ran, within the same caps less the
+    process's own memory; with all rows as long as the shortest, so that the bound holds."""
     request, sequences = plan.request, plan.request.workload.num_sequences
     block = min(plan.policy.block_size, sequences)
     if request.caps.cpu is not None:
         request = request.with_caps(cpu=max(0, request.caps.cpu - request.baseline))
     prompt, new = min(row.prompt for row in rows), min(row.new for row in rows)
     shortest = replace(request, workload=Workload(prompt, max(1, new), block))
-    # Of lengths that no row has, a budget need not follow: the smallest that a row has.
+    # The smallest budget of any row, as no row need have these lengths.
     row, windows = min(rows, key=lambda row: row.budget.total), request.spec.windows
     budgets = [row.budget_in(layer, window) for layer, window in enumerate(windows)]
     least = io_lower_bound(shortest, block, budgets=budgets, cpu_cache_compute=plan.policy.cpu_cache_compute)
@@ -251,8 +258,8 @@ def _policy(
     *,
     searched: bool,
 ) -> dict[str, Any]:
-    """The shape and placement that were run; of several GPUs the units of each, the bytes of their weights, wherever
-    these live, and the most that it had in use."""
+    """The shape and placement that were run; of several GPUs also the units of each, the bytes of their weights on all
+    tiers, and its peak."""
     policy, request = plan.policy, plan.request
     entry: dict[str, Any] = {
         "gpu_batch_size": policy.gpu_batch_size,
@@ -283,7 +290,7 @@ def _device(plan: Plan, config: EngineConfig) -> str:
 
 
 def _eviction(config: EngineConfig, rows: SequenceOf[RowLengths]) -> dict[str, Any]:
-    """Resolved tokens, and the budget as a share of prompt and of whole sequence; [least, most] where rows differ."""
+    """Resolved tokens, and the budget as shares of prompt and sequence; [least, most] if rows differ."""
     entry = eviction_entry(config.eviction.name, [row.budget for row in rows])
     if any(row.by_layer for row in rows):
         entry["budget_split"] = config.eviction.how_layers_share
@@ -319,7 +326,7 @@ def _recall(request: PlanRequest, metrics: RunMetrics) -> dict[str, Any] | None:
 
 
 def _moved(request: PlanRequest, metrics: RunMetrics) -> dict[str, int]:
-    """Bytes by link, those of recall included, which the computing thread moves."""
+    """Bytes by link, with those of recall, which the computing thread moves."""
     found, counts, tier = Counter(metrics.bytes_moved), metrics.totals.recall, request.eviction.recall
     for inward, nbytes in ((False, counts.written), (True, counts.read)):
         for link in () if tier is None else links(tier, request.compute_tier, inward=inward):
@@ -339,7 +346,7 @@ def _span(values: Iterable[float]) -> float | list[float]:
 
 
 def _bound(metrics: RunMetrics) -> dict[str, Any] | None:
-    """The resource that was busy longest, and in which phase most time went."""
+    """The resource that was busy longest, and the longer phase."""
     totals = metrics.totals
     phase = "prefill" if totals.prefill_seconds >= totals.decode_seconds else "decode"
     busy = {**metrics.busy_seconds, "compute": metrics.compute_seconds}
@@ -348,7 +355,7 @@ def _bound(metrics: RunMetrics) -> dict[str, Any] | None:
 
 
 def _unrealised(config: EngineConfig, plan: Plan, achieved: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Shares that were asked for and came to nothing, and why."""
+    """Warnings of shares that were asked for and not realised."""
     alone = plan.policy.num_gpu_batches == 1
     why = {"hidden": "one GPU batch alone is never parked"} if alone else {}
     return [
@@ -371,12 +378,6 @@ def _above_cap(plan: Plan, peak: int) -> str | None:
     )
 
 
-def _slow_kernels(device: str) -> str | None:
-    """Warnings about the kernels that a GPU had to do without."""
-    reason = triton_available.why_not(device) if device == "cuda" else None
-    return None if reason is None else f"attention on the GPU was computed by torch, which takes longer: {reason}"
-
-
-def _not_recorded(reason: str | None) -> str | None:
-    what = "decode steps could not be recorded as CUDA graphs, and were launched one by one, which is slower"
+def _because(what: str, reason: str | None) -> str | None:
+    """A warning, if there is a reason for it."""
     return None if reason is None else f"{what}: {reason}"

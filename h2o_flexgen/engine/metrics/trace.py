@@ -1,7 +1,4 @@
-"""What a run records where it is asked to: who was busy when and what tiers held, and what prompts' tokens scored.
-
-Rows are the executor's and the copy threads', of the type that the simulator emits.
-"""
+"""Optional recordings of a run: a timeline of tasks and tiers, and the scores of prompts' tokens."""
 
 from __future__ import annotations
 
@@ -23,11 +20,11 @@ from h2o_flexgen.schedule.tasks import Task
 from h2o_flexgen.schedule.timeline import Level, Row, Timeline, on_stage
 
 _EVERY = 0.005
-"""Seconds between two looks at the process, each of which takes some microseconds."""
+"""Seconds between two looks at the process's memory."""
 
 
 class _TimedTask:
-    """A compute task: what it was, how much of its tokens are prompts, and while it is computed the context of that."""
+    """The context that times a compute task."""
 
     __slots__ = ("begun", "prompts", "stage", "task", "trace", "unit", "what")
 
@@ -43,13 +40,13 @@ class _TimedTask:
 
 
 class Trace:
-    """Collects rows from any thread. With `enabled` False only the busy seconds of the compute are kept.
+    """Collects rows from any thread; with `enabled` False only the busy seconds of computes.
 
-    On a device a task is timed by marks in the queue of its computes; they are waited for only when the trace is read.
+    On a GPU a task is timed by marks in its queue, which are waited for only when the trace is read.
     """
 
     def __init__(self, enabled: bool = False, devices: SequenceOf[Device] = ()) -> None:
-        """`devices`: those of the stages, in order; none where the CPU computes."""
+        """devices: of the stages, in order; none if the CPU computes."""
         self.enabled = enabled
         self._devices = devices
         self._seconds: dict[str, float] = {}
@@ -65,19 +62,17 @@ class Trace:
 
     @property
     def compute_seconds(self) -> dict[str, float]:
-        """Seconds by phase and kind of unit ("decode.mlp", ...). Waits for what a GPU still computes."""
+        """Seconds by phase and kind of unit ("decode.mlp", ...). Waits for the GPU."""
         self._collect(wait=True)
         return self._seconds
 
     def record(self, task: Task, unit: UnitSpec, prompts: float, what: str = "", stage: int = 0) -> _TimedTask:
-        """A context that times one compute task. `prompts`: how much of its tokens are prompts, others are decode rows.
-
-        `what`: which part of the task, where it is computed in several; `stage`: whose task it is.
-        """
+        """A context that times one compute task. prompts: the share of prompts in its tokens. what: the part of the
+        task, if it is computed in several."""
         return _TimedTask(self, task, unit, prompts, what, stage)
 
     def begin(self, stage: int) -> float | Mark | None:
-        """The beginning of a task, by the clock of what computes it; None while a device records."""
+        """The beginning of a task, by the clock of its device; None while that records a graph."""
         if not self._devices:
             return time.perf_counter()
         device = self._devices[stage]
@@ -92,14 +87,14 @@ class Trace:
             self._collect(wait=False)
 
     def add(self, task: str, start: float, end: float, resource: str) -> None:
-        """One row; `start` and `end` are `time.perf_counter` readings. Called by the copy threads too."""
+        """Adds a row; `start` and `end` are `time.perf_counter` readings. Called by copy threads, too."""
         if self.enabled:
             with self._lock:
                 self._rows.append(Row(task, start - self._zero, end - self._zero, resource))
                 self._sample()
 
     def watch(self, tiers: Mapping[str, Ledger], process_cap: int | None) -> None:
-        """From now on rows come with what `tiers`, by name, and the process hold."""
+        """From now on records the memory of `tiers`, by name, and of the process with each row."""
         with self._lock:
             self._tiers = tiers
             caps = {**{name: tier.capacity for name, tier in tiers.items()}, "process": process_cap}
@@ -108,13 +103,13 @@ class Trace:
                 self._sample()
 
     def timeline(self) -> Timeline:
-        """The rows so far. Waits for what a GPU still computes."""
+        """The rows so far. Waits for the GPU."""
         self._collect(wait=True)
         rows = tuple(sorted(self._rows, key=lambda row: row.start))
         return Timeline(rows, tuple(self._levels), dict(self._caps))
 
     def _sample(self) -> None:
-        """What is held now, where it changed; of the process not more often than every `_EVERY` seconds."""
+        """Records changed memory; of the process at most every `_EVERY` seconds."""
         now = time.perf_counter() - self._zero
         held = {name: tier.used for name, tier in self._tiers.items()}
         if held and now - self._looked >= _EVERY:
@@ -125,7 +120,7 @@ class Trace:
                 self._levels.append(Level(now, name, nbytes))
 
     def _collect(self, wait: bool) -> None:
-        """Books the tasks that are done, or after a wait all of them."""
+        """Books finished tasks, or waits and books all."""
         for device, queued in zip(self._devices, self._queued, strict=True):
             if wait and queued:
                 device.synchronize(queued[-1][2])
@@ -148,30 +143,27 @@ class Trace:
 
 
 MOST_SCORES = 1_000_000
-"""Scores, one per token, layer and KV head, that are recorded; the prompts of later sequences are left out."""
+"""Scores (one per token, layer and KV head) that are recorded at most; later prompts are left out."""
 _AROUND = 6
-"""Tokens before one that its text is decoded with: what a token adds may depend on them."""
+"""Tokens before one that its text is decoded with, as that may depend on them."""
 
 
 class ScoreLog:
-    """Scores of a call's prompts, as its eviction policy ranked them by, and the tokens that its caches ended with.
-
-    A prompt that its budget holds whole is not scored, and not recorded. Numbers are exact: what the policy chose can
-    be repeated from them, at this budget and at others.
-    """
+    """The exact scores of a call's prompts, by which its eviction policy ranked them, and the tokens that its caches
+    ended with. A prompt that its budget holds whole has no scores, and is not recorded."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
         self.begin()
 
     def begin(self) -> None:
-        """Forgets what was recorded."""
+        """Forgets earlier calls."""
         self._scores: dict[int, dict[int, list[list[float]]]] = {}
         self._ended: dict[int, tuple[Sequence, dict[int, list[list[int]]]]] = {}
         self._numbers, self._left_out = 0, set[int]()
 
     def filled(self, row_id: int, layer: int, scores: Tensor) -> None:
-        """A `PromptWatch`: of a prompt that comes into a cache."""
+        """A `PromptWatch`."""
         if layer == 0:
             whole = scores.numel() * self._spec.num_layers
             if self._numbers + whole > MOST_SCORES:
@@ -182,15 +174,13 @@ class ScoreLog:
             self._scores.setdefault(row_id, {})[layer] = scores.tolist()
 
     def ended(self, row: Sequence, kept: SequenceOf[Mapping[int, list[list[int]]]]) -> None:
-        """A sequence is finished; `kept`: by stage, what its caches hold, by layer and KV head."""
+        """Takes a finished sequence; kept: by stage, positions that its caches hold, by layer and KV head."""
         if row.row_id in self._scores:
             self._ended[row.row_id] = row, {layer: heads for stage in kept for layer, heads in stage.items()}
 
     def to_json(self, eviction: Mapping[str, Any], decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
-        """Everything recorded as plain JSON, by layer and KV head; `decode`: of token ids, None where ids say nothing.
-
-        Positions count from 0 in prompt and answer. `eviction`: of the run's record.
-        """
+        """Everything recorded as plain JSON, by layer and KV head. eviction: of the run's record. decode: from token
+        ids to text, None if ids mean nothing."""
         windows = [self._spec.arch.window_of(layer) for layer in range(self._spec.num_layers)]
         return {
             "heavy_hitters": 1,
@@ -205,7 +195,7 @@ class ScoreLog:
         self, row: Sequence, kept: Mapping[int, list[list[int]]], decode: Callable[[list[int]], str] | None
     ) -> dict[str, Any]:
         ids, scores, budget = [*row.given_ids, *row.token_ids], self._scores[row.row_id], row.budget
-        # Of a layer whose window holds the whole budget.
+        # Layers whose window holds the whole budget have no scores.
         heads = [self._spec.heads_of(layer).keys for layer in range(self._spec.num_layers)]
         empty = [[[0.0] * len(row.prompt_ids)] * count for count in heads]
         return {
@@ -218,7 +208,7 @@ class ScoreLog:
 
 
 def texts_of(ids: list[int], decode: Callable[[list[int]], str]) -> list[str]:
-    """What each token adds to the text of those before it."""
+    """The text that each token adds to those before it."""
     found = []
     for at in range(len(ids)):
         before = ids[max(0, at - _AROUND) : at]

@@ -1,4 +1,4 @@
-"""Counts what a block has to compute, read and move while it runs: the amounts of a roofline."""
+"""Counts the work of a block while it runs: the amounts of a roofline."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from h2o_flexgen.schedule.work import PHASES, CountedWork, PhaseWork, Window
 
 
 class _CacheCounts(NamedTuple):
-    """Layers whose caches are alike: what their queries see, where attention is computed, where the caches live.
-
-    `layer`: one of them.
-    """
+    """A kind of layer by window, device that attends, and tier of the cache; `layer`: one of them."""
 
     layer: int
     window: Window
@@ -30,7 +27,7 @@ class _CacheCounts(NamedTuple):
 
 
 class WorkCounter:
-    """Adds one block to `work`. `step` is told of every step before it is computed, `finished` of every row."""
+    """Adds one block to `work`: `step` before each step, `finished` for each row."""
 
     def __init__(self, spec: ModelSpec, plan: Plan, work: CountedWork) -> None:
         self._spec, self._plan, self._work = spec, plan, work
@@ -53,7 +50,7 @@ class WorkCounter:
                 kind[link] += groups[key].nbytes(plan.request.dtype)
 
     def step(self, gpu_batches: SequenceOf[GpuBatch]) -> None:
-        """The GPU batches that a step computes, as it finds them."""
+        """Counts a step of these GPU batches."""
         prompts = sum(gpu_batch.prompt_tokens for gpu_batch in gpu_batches)
         tokens = prompts + sum(gpu_batch.decoding for gpu_batch in gpu_batches)
         chosen = self._spec.chosen_share(tokens)
@@ -76,7 +73,7 @@ class WorkCounter:
         self._experts_of(all_going, sum(len(gpu_batch.fresh) for gpu_batch in gpu_batches), self._behind["router"])
 
     def finished(self, row: Sequence) -> None:
-        """A row that takes part in no further step: its prompt's kept tokens, and its decode steps."""
+        """Counts the kept prompt tokens and decode steps of a row that has left."""
         fed = len(row.fed)
         steps = fed + len(row.token_ids) - row.again - 1
         if steps < 0:
@@ -99,7 +96,7 @@ class WorkCounter:
             self._move(self._work.decode, caches, layers * (steps - 1), inward=False)
 
     def _products(self, gpu_batch: GpuBatch, going: int) -> None:
-        """`going`: decode rows that are not finished."""
+        """going: decode rows that are not finished."""
         idle = gpu_batch.decoding - going
         tokens, ends = going + gpu_batch.prompt_tokens, going + len(gpu_batch.fresh)
         for work, part in self._parts(gpu_batch.prompt_share):
@@ -114,20 +111,20 @@ class WorkCounter:
             work.products["head", ends] += part
 
     def _halves(self, work: PhaseWork, tokens: int, chunk: int, times: Mapping[str, float]) -> None:
-        """MLP halves that `tokens` tokens go through so many `times`, by the kind of their products."""
+        """MLP halves of `tokens` tokens; times: by the kind of their products."""
         for kind, count in times.items():
             for rows in parts_of(tokens, chunk):
                 work.products[kind, rows] += count
 
     def _experts_of(self, going: int, fresh: int, layers: int) -> None:
-        """The experts of some layers, for the tokens of all GPU batches: of rows that decode, and `fresh` ones."""
+        """The experts of some layers, for all GPU batches' tokens: `going` decode rows and `fresh` prompt tokens."""
         tokens = going + fresh
         for work, part in self._parts(fresh / tokens) if tokens and layers else ():
             work.products["experts", tokens] += part * layers
 
     def _reads(self, gpu_batch: GpuBatch, going: list[Sequence]) -> None:
-        """The tokens that attention reads; of decode rows that is added when they are finished, but for what goes to
-        prompts."""
+        """The tokens that attention reads; `finished` counts those of decode rows, without the prompts' share of mixed
+        ticks."""
         share, windows = gpu_batch.prompt_share, {caches.window for caches in self._caches_of(gpu_batch.index)}
         for segment in gpu_batch.segments:
             queries, keys = segment.stop - segment.start, segment.past + segment.length
@@ -151,10 +148,10 @@ class WorkCounter:
                 self._move(work, caches, sign * layers * (held - len(going)), inward=True)
 
     def _hidden(self, gpu_batch: GpuBatch, going: int) -> None:
-        """Of a GPU batch among others: between all units of a GPU its hidden states leave and come back."""
+        """Hidden states of one of several GPU batches, which leave and come back between units."""
         tier = self._plan.placement.hidden[gpu_batch.index]
         spec, dtype = self._spec, self._plan.request.dtype
-        # Behind the embedding and all halves but the last two; behind these, each prompt's last token only.
+        # After the last attention only each prompt's last token goes on.
         passed = [spec.units[stage[-1]] for stage in self._plan.request.stages[:-1]]
         late = sum(unit.index >= len(spec.units) - 3 for unit in passed)
         first, last = 2 * spec.num_layers - 1 - len(passed) + late, 2 - late
@@ -175,7 +172,7 @@ class WorkCounter:
                         work.moved[link, "hidden"] += part * nbytes
 
     def _parts(self, share: float) -> list[tuple[PhaseWork, float]]:
-        """The phases that have a share in something of which `share` is prompts."""
+        """The phases and their shares in something of which `share` is prompts."""
         both = zip((self._work.phases[phase] for phase in PHASES), (share, 1 - share), strict=True)
         return [(work, part) for work, part in both if part]
 
@@ -187,15 +184,14 @@ class WorkCounter:
             work.moved[link, "cache"] += tokens * self._token[caches.window]
 
     def _caches_of(self, gpu_batch: int) -> Counter[_CacheCounts]:
-        """How many layers there are of each kind."""
+        """The number of layers of each kind."""
         if gpu_batch not in self._caches:
             layers = filter(self._spec.attends, range(self._spec.num_layers))
             self._caches[gpu_batch] = Counter(self._kind(layer, gpu_batch) for layer in layers)
         return self._caches[gpu_batch]
 
     def _attends_beside(self, layer: int, gpu_batch: int) -> bool:
-        """Whether hidden states wait for decode attention on the host, and do not move: see
-        `engine.execution.host_attention`."""
+        """Whether hidden states wait for decode attention on the host, and do not move."""
         beside = self._plan.policy.overlap and self._plan.policy.num_gpu_batches > 1
         return beside and self._kind(layer, gpu_batch).device != self._tier
 
@@ -207,8 +203,7 @@ class WorkCounter:
 
 
 def _attended(kept: int, step: int, budget: Budget) -> int:
-    """The tokens that decode step 1, 2, ... reads after a prompt of which so many are kept: the newest comes in before
-    others go."""
+    """The tokens that decode step 1, 2, ... reads, the newest included, after a prompt of which `kept` stay."""
     most = budget.total + (not budget.full)
     return kept + step if kept + step <= most else most - (most - kept - step) % budget.burst
 
