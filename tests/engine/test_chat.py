@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from h2o_flexgen.engine.engine import Engine
-from h2o_flexgen.engine.requests.chat import chat_prompt, chat_prompts, with_system
+from h2o_flexgen.engine.requests.chat import chat_prompts, marked_chat, with_system
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import ModelError, UsageError
 from tests.engine import tokenizer_folders as folders
@@ -97,36 +97,36 @@ def test_one_conversation_is_no_list_of_them(tmp_path: Path, talks: Any) -> None
 
 def test_a_model_without_a_template(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="m has no tokenizer"):
-        chat_prompt(None, "m", "Hi", "it")
+        marked_chat(None, "m", "Hi", (), "it")
     for name in ("plain-words", "llama"):
         codec = codec_of(folders.FOLDERS[name](tmp_path / name))
         with pytest.raises(UsageError, match=r"m has no chat template.*chat_template.jinja.*plain text"):
-            chat_prompt(codec, "m", "Hi", "it")
+            marked_chat(codec, "m", "Hi", (), "it")
     only = folders.write(tmp_path / "only", "llama", folders.words(), tokenizer_class="PreTrainedTokenizerFast")
     settings = {"chat_template": [{"name": "rag", "template": "x"}, {"name": "code", "template": "x"}]}
     (only / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(UsageError, match="m has no chat template of the name default, only code, rag"):
-        chat_prompt(codec_of(only), "m", "Hi", "it")
+        marked_chat(codec_of(only), "m", "Hi", (), "it")
     (only / "tokenizer_config.json").write_text(json.dumps({"chat_template": []}))
     with pytest.raises(UsageError, match="of the name default, only an empty list"):
-        chat_prompt(codec_of(only), "m", "Hi", "it")
+        marked_chat(codec_of(only), "m", "Hi", (), "it")
 
 
 def test_templates_are_run_in_a_sandbox(tmp_path: Path) -> None:
     folder = folders.llama(tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{{ messages.append('x') }}{{ ''.__class__.__mro__ }}")
     with pytest.raises(UsageError, match="does not suit the chat template"):
-        chat_prompt(codec_of(folder), "m", "Hi", "it")
+        marked_chat(codec_of(folder), "m", "Hi", (), "it")
 
 
 def test_a_content_in_parts_is_their_texts(tmp_path: Path) -> None:
     folder = folders.llama(tmp_path / "model")
     in_config(folder)
     parts = [{"type": "text", "text": "What does "}, {"type": "text", "text": "the dog do?"}]
-    in_parts = chat_prompt(codec_of(folder), "m", [{"role": "user", "content": parts}], "it")
-    assert in_parts == chat_prompt(codec_of(folder), "m", "What does the dog do?", "it")
+    in_parts = marked_chat(codec_of(folder), "m", [{"role": "user", "content": parts}], (), "it")
+    assert in_parts == marked_chat(codec_of(folder), "m", "What does the dog do?", (), "it")
     with pytest.raises(UsageError, match="no content that is text"):
-        chat_prompt(codec_of(folder), "m", [{"role": "user", "content": [*parts, {"type": "image_url"}]}], "it")
+        marked_chat(codec_of(folder), "m", [{"role": "user", "content": [*parts, {"type": "image_url"}]}], (), "it")
 
 
 def test_arguments_are_the_templates(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from transformers.tokenization_utils_base import generate_merges
 from h2o_flexgen.checkpoint.gguf.header import read_header
 from h2o_flexgen.config.hardware.profile import cache_folder
 from h2o_flexgen.engine.requests import merges as merging
-from h2o_flexgen.engine.requests.chat import chat_prompt
+from h2o_flexgen.engine.requests.chat import marked_chat
 from h2o_flexgen.engine.requests.gguf_tokenizer import gguf_tokenizer
 from h2o_flexgen.engine.requests.merges import merges_of
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
@@ -207,7 +207,7 @@ def test_merges_of_a_large_vocabulary_are_kept(monkeypatch: pytest.MonkeyPatch, 
 def test_a_chat_is_rendered_by_the_files_template(tmp_path: Path) -> None:
     keys = both(sentencepiece(), lambda writer: writer.add_chat_template(TEMPLATE))
     codec = opened(written(tmp_path, "llama", keys))
-    prompt = chat_prompt(codec, "x", "the cache", "it")
+    prompt = marked_chat(codec, "x", "the cache", (), "it").content
     assert prompt == codec.encode_bare("</s><user>the cache<end><model>")  # bos is token 2 in all tiny models
 
 

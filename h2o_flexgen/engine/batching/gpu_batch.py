@@ -1,4 +1,4 @@
-"""A GPU batch: the places of one GPU batch of the schedule, the rows in them, and how a step's tokens are packed."""
+"""A GPU batch: its rows, and how a step's tokens are packed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from h2o_flexgen.models.rotary import Angles, Rotary
 
 
 class AttentionPart(NamedTuple):
-    """Tokens of a step that go through the attention half at once: `span` of the packed hidden states.
-
-    The first `rows` of them are decode rows, the others the prompts of `chunk`, if there is one.
-    """
+    """Tokens of a step that go through the attention half at once: `span` of the packed hidden states, first `rows`
+    decode rows, then the prompts of `chunk`, if there is one."""
 
     span: slice
     rows: int
@@ -27,12 +25,16 @@ class AttentionPart(NamedTuple):
 
 @dataclass
 class GpuBatch:
-    """The sequences that go through a unit together. Rows leave and come between two steps, see `BatchScheduler`.
+    """The sequences that go through a unit together. `BatchScheduler` changes its rows between two steps.
 
     A row is `fresh` in the step of its prompt, a decode row afterwards. Tokens are packed without padding: one token of
-    each decode row, then the fresh prompts one after another, a shared prefix once. `hidden` is (tokens, hidden_width),
-    and (rows, hidden_width) after the last attention half of a step. `rolling`: caches hold keys before rotation. Owned
-    and mutated by one block.
+    each decode row, then the fresh prompts one after another, a shared prefix once. Belongs to one block.
+
+    rows     by place: decode rows, then fresh ones
+    kept     after a change of rows the former place of each decode row, never a lower one; else None
+    hidden   (tokens, hidden_width), after the last attention half of a step (rows, hidden_width)
+    rolling  caches hold keys before rotation
+    ahead    the next step has been launched before this one's tokens are known, so that rows must not change
     """
 
     index: int
@@ -40,12 +42,9 @@ class GpuBatch:
     device: torch.device
     rolling: bool = False
     rows: list[Sequence] = field(default_factory=list)
-    """In the order of their places: decode rows, then fresh ones."""
     kept: list[int] | None = None
-    """After rows left or came: the place of each decode row before that, the same or a higher one; else None."""
     hidden: Tensor | None = None
     ahead: bool = False
-    """Whether the next step is under way before this one's tokens are known: rows stay where they are for it."""
 
     def __post_init__(self) -> None:
         self._host_numbers = torch.empty(0)
@@ -58,20 +57,20 @@ class GpuBatch:
         self.go_on()
 
     def go_on(self) -> None:
-        """A step without changes: every row decodes."""
+        """Prepares a step without changes: every row decodes."""
         self.kept, self.fresh, self.segments = None, list[Sequence](), list[PromptSegment]()
         self.decoding, self.prompt_tokens, self.packed = len(self.rows), 0, False
         self.parts = [AttentionPart(slice(0, self.decoding), self.decoding, None)]
 
     def change(self, kept: list[int], fresh: list[Sequence], segments: list[PromptSegment]) -> None:
-        """A step that the rows at the places `kept` and `fresh` ones with their prompts take part in."""
+        """Prepares a step of the rows at the places `kept`, and of `fresh` ones with their prompts."""
         self.kept, self.fresh, self.segments = kept, fresh, segments
         self.rows = [*(self.rows[i] for i in kept), *fresh]
         self.decoding, self.packed = len(kept), bool(segments)
         self.prompt_tokens = segments[-1].stop if segments else 0
         lengths = [len(row.prompt_ids) for row in fresh]
-        # Where two sets of factors, for short and for long sequences, cannot both be in one cache, a sequence has from
-        # its first token on the one that all its steps call for. Its last token is sampled, not computed.
+        # Rotary factors that depend on the length: a sequence has those of its full length from its first token on. Its
+        # last token is sampled, not computed.
         planned = [n + (0 if self.rolling else row.steps - 1) for n, row in zip(lengths, fresh, strict=True)]
         self._next = [*(self._next[i] for i in kept), *lengths]
         self._planned = [*(self._planned[i] for i in kept), *planned]
@@ -83,26 +82,26 @@ class GpuBatch:
 
     @property
     def prompt_share(self) -> float:
-        """How much of what is in `hidden` now is prompts."""
+        """The share of prompts in the tokens of `hidden`."""
         return self.prompt_tokens / max(1, self.decoding + self.prompt_tokens)
 
     def take_hidden(self) -> Tensor:
-        """The current hidden states, which a unit's forward updates in place; RuntimeError while they are parked."""
+        """The hidden states, which units update in place; RuntimeError while they are parked."""
         if self.hidden is None:
             raise RuntimeError(f"GPU batch {self.index}: hidden states are not on the compute tier")
         return self.hidden
 
     def keep_last_tokens(self) -> None:
-        """Nothing after the last attention looks back: of each prompt only the last token goes on."""
+        """After the last attention: only the last token of each prompt goes on."""
         self.hidden = self.take_hidden()[torch.tensor(self.last_places(), device=self.device)]
         self.go_last()
 
     def go_last(self) -> None:
-        """From now on what is under way is one token of each row."""
+        """From now on `hidden` has one token of each row."""
         self.prompt_tokens, self.packed = len(self.fresh), False
 
     def last_places(self) -> list[int]:
-        """The places of the rows' last tokens among the packed ones of this step, in the order of the rows."""
+        """The places of the rows' last tokens among the packed ones, in the order of the rows."""
         ends, path = list(range(self.decoding)), list[PromptSegment]()
         for segment in self.segments:
             path[segment.depth :] = [segment]
@@ -115,10 +114,8 @@ class GpuBatch:
         return ends
 
     def inputs(self) -> tuple[Tensor, Tensor]:
-        """Token ids and absolute positions of this step, both (T,) int64; a finished row idles on its last token.
-
-        In a step without changes they are the tensors of the step before, with other numbers in them.
-        """
+        """Token ids and absolute positions of this step, both (T,) int64; a finished row idles on its last token. In a
+        step without changes they are the tensors of the step before, with new values."""
         self.forget_angles()
         tokens = [row.last_token for row in self.rows[: self.decoding]]
         positions = torch.tensor(self._next[: self.decoding], dtype=torch.int64)
@@ -137,12 +134,12 @@ class GpuBatch:
         return ids, self._positions
 
     def follow(self, tokens: Tensor) -> None:
-        """On the device, a step of nothing but decode rows ends by making the next one's inputs: `tokens` (rows,)."""
+        """Makes the inputs of the next step on the device, from a decode step's `tokens` (rows,)."""
         self._numbers[0].copy_(tokens)
         self._numbers[1:3].add_(1)
 
     def advance(self) -> None:
-        """Instead of `inputs`, in a step whose inputs are what the one before has left."""
+        """Instead of `inputs`, in a step whose inputs `follow` has made."""
         self._next = [position + 1 for position in self._next]
 
     def enter(self, device: torch.device) -> None:
@@ -154,13 +151,13 @@ class GpuBatch:
         _, self._positions, self._lengths, self._totals = self._host_numbers.to(device, non_blocking=True).unbind(0)
 
     def forget_angles(self) -> None:
-        """They were computed for another step, or in a way that came to nothing."""
+        """Drops angles of another step, or of a failed recording."""
         self._angles.clear()
         self._growths.clear()
 
     def angles(self, rotary: Rotary, dtype: torch.dtype) -> Angles:
-        """The angles of `rotary` for this step's queries and keys; made once per step. Where positions roll, only those
-        of the prompts: decode rows turn theirs by their places in the cache."""
+        """The angles of `rotary` for this step's tokens, made once per step; with rolling positions those of the
+        prompts only."""
         key = (id(rotary), dtype)
         if key not in self._angles:
             first = self.decoding if self.rolling else 0
@@ -169,14 +166,14 @@ class GpuBatch:
         return self._angles[key]
 
     def growth(self, rotary: Rotary, dtype: torch.dtype) -> Tensor | None:
-        """What this step's queries are multiplied by, see `Rotary.growth`; made once per step."""
+        """Factors for this step's queries, see `Rotary.growth`; made once per step."""
         key = (id(rotary), dtype)
         if key not in self._growths:
             self._growths[key] = rotary.growth(self._positions, dtype)
         return self._growths[key]
 
     def rows_at(self) -> Iterator[tuple[slice, list[Sequence]]]:
-        """Spans of `hidden` as it is now, and the rows whose tokens they hold."""
+        """Spans of `hidden`, and the rows whose tokens they hold."""
         single = self.decoding if self.packed else len(self.rows)
         for i, row in enumerate(self.rows[:single]):
             yield slice(i, i + 1), [row]
@@ -191,7 +188,7 @@ class GpuBatch:
                 yield slice(first, first + segment.length), members
 
     def _cut(self) -> list[AttentionPart]:
-        """Decode rows go with the first prompts, where those leave them room in a chunk."""
+        """The parts of a step: decode rows go with the first prompts if a chunk has room for both."""
         rows, parts = self.decoding, list[AttentionPart]()
         for chunk in chunks_of(self.segments, self.chunk):
             span = slice(rows + chunk.start, rows + chunk.stop)
@@ -207,7 +204,7 @@ class GpuBatch:
     def _with_prompts(
         self, tokens: list[int], positions: Tensor, lengths: Tensor, totals: Tensor
     ) -> tuple[list[int], Tensor, Tensor, Tensor]:
-        """Ids, positions and lengths of the decode rows, and after them those of the prompts as they are packed."""
+        """Ids, positions, lengths and full lengths of the decode rows, then those of the packed prompts."""
         ids, places, ends, planned = list(tokens), [positions], [lengths], [totals]
         for segment in self.segments:
             for row in () if segment.held is not None else segment.rows or (segment.source,):

@@ -1,12 +1,11 @@
-"""In which order the prompts of a block are computed: prefixes that rows share once, long prompts in parts.
+"""The order in which a block's prompts are computed: shared prefixes once, long prompts in parts.
 
-The rows of a block are ordered so that rows with a common prefix are neighbours (`shared_first`). Their prompts then
-form a tree, and the block computes it depth first: a segment that several rows continue, or that is one part of a long
-prompt, leaves its keys and values on a *path*; what follows attends to the path and to itself. Whatever the tree looks
-like, the path holds no more than one prompt, and every token is computed once.
+Rows with a common prefix are neighbours (`shared_first`), so that their prompts form a tree, which is computed depth
+first: a segment that several rows continue, or that is one part of a long prompt, leaves its keys and values on a
+*path*; what follows attends to the path and to itself. The path holds no more than one prompt.
 
-With a store of prefixes, segments that it has are *held*: they go onto the path as they were computed before, and no
-token of them is computed. Segments that several rows share, in this block or over blocks, are kept for it.
+Segments that a store of prefixes has are *held*: they go onto the path without being computed. Segments that several
+rows share, in this block or over blocks, are stored.
 """
 
 from __future__ import annotations
@@ -27,13 +26,11 @@ class PromptSegment(NamedTuple):
     """Tokens of a GPU batch's packed prompts that go through attention together.
 
     start, length   `max(1, len(rows))` times `length` packed tokens from `start` on
-    past            tokens before them in their prompts: the path up to `depth`
-    depth           segments on that path
-    rows            rows of the GPU batch that end with this segment, with `length` tokens each; none for a segment
-                    that goes onto the path
+    past, depth     tokens and segments before them in their prompts, on the path
+    rows            rows of the GPU batch that end with this segment; none for a segment that goes onto the path
     source          a row that has these tokens in its prompt
-    held            where they come from, if they are not computed: they take no place among the packed tokens
-    new             where they go, if they are kept for later blocks
+    held            the stored keys and values, if they are not computed: such tokens are not packed
+    new             where they are stored for later blocks
     """
 
     start: int
@@ -51,7 +48,7 @@ class PromptSegment(NamedTuple):
 
 
 class PromptChunk(NamedTuple):
-    """Segments whose tokens, [start, stop) of the packed batch, go through a unit at once."""
+    """Segments whose packed tokens, [start, stop), go through a unit at once."""
 
     start: int
     stop: int
@@ -59,10 +56,7 @@ class PromptChunk(NamedTuple):
 
 
 def shared_first(prompts: Sequence[list[int]], share: bool = True) -> list[int]:
-    """An order of `prompts`: those with a common prefix of MIN_SHARED tokens are neighbours, otherwise as they are.
-
-    A group comes where its first member would; the order stays among the rows that share a prefix, too.
-    """
+    """A stable order of `prompts` in which those with a common prefix of MIN_SHARED tokens are neighbours."""
     if not share:
         return list(range(len(prompts)))
     by_text = sorted(range(len(prompts)), key=prompts.__getitem__)
@@ -89,10 +83,8 @@ def _cut(common: Sequence[int], low: int, high: int, at_most: int) -> list[tuple
 
 
 def shared_tokens(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many first tokens are the same, but for the last of each: every row computes at least that one itself.
-
-    Where that cannot reach MIN_SHARED it may be 0.
-    """
+    """The length of the common prefix, without the last token of either, which every row computes itself; may be 0 if
+    it is less than MIN_SHARED."""
     limit = min(len(a), len(b)) - 1
     if limit < MIN_SHARED or a[0] != b[0]:
         return 0
@@ -202,10 +194,9 @@ def segments_of(
 ) -> list[list[PromptSegment]]:
     """The segments of each GPU batch of a block, given the token ids of its rows; all segments depth first.
 
-    A segment has at most `chunk` tokens per row. A path may reach from one GPU batch into the next. `share`: whether
-    equal tokens have equal keys; if not, only long prompts are parted. own: the length of each row's prompt, where more
-    tokens follow it: the last of it, and those, the row computes itself. prefixes: what a store has for the rows.
-    """
+    A segment has at most `chunk` tokens per row. A path may reach from one GPU batch into the next. share: whether
+    equal tokens have equal keys; if not, only long prompts are cut. own: the length of each row's prompt, if more
+    tokens follow it, which are not shared. prefixes: what a store has for the rows. """
     prompts = [ids for batch in batches for ids in batch]
     ends = [len(ids) for ids in prompts] if own is None else own
     batch_of = [index for index, batch in enumerate(batches) for _ in batch]
@@ -236,7 +227,7 @@ def segments_of(
 
 
 def _families(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """`parts`, with neighbours of one row each put together: they have nothing in common, and go side by side."""
+    """`parts`, with neighbours of one row each joined: they have nothing in common, and go side by side."""
     runs = [list(run) for _, run in groupby(parts, key=lambda part: part[1] - part[0] > 1)]
     return [part for run in runs for part in (run if run[0][1] - run[0][0] > 1 else [(run[0][0], run[-1][1])])]
 

@@ -22,7 +22,7 @@ from h2o_flexgen.engine.requests.sequence import RequestOutput, Sequence
 
 
 class LateRows(Protocol):
-    """Sequences of other requests, which come while a call runs."""
+    """Sequences of other requests, which arrive while a call runs."""
 
     @property
     def left(self) -> bool:
@@ -32,18 +32,18 @@ class LateRows(Protocol):
         """Up to `most` of those that fit, which run from then on."""
 
     def finished(self, row: Sequence, output: RequestOutput) -> bool:
-        """One that ran has its result; False for a sequence that is none of these."""
+        """Takes the result of a late row; False for any other sequence."""
 
     def fail(self, rows: Iterable[Sequence], message: str, code: str) -> None:
-        """These cannot be run."""
+        """Takes the error of rows that cannot be run."""
 
     def again(self, rows: Iterable[Sequence] | None = None) -> None:
-        """These wait again, or all that run and are not finished: the call is over."""
+        """These rows wait again; None: all that are unfinished, as the call is over."""
 
 
 class Newcomers:
-    """The late rows of one call, whose unfinished sequences are `running`: those that join are added to them. None
-    joins once the call's own are all finished."""
+    """The late rows of one call. Those that join are added to its unfinished sequences `running`; none joins once the
+    call's own are all finished."""
 
     def __init__(self, source: LateRows | None, running: dict[int, Sequence]) -> None:
         self._source, self._running = source, running
@@ -51,16 +51,13 @@ class Newcomers:
 
     @property
     def come(self) -> bool:
-        """Whether there may be any."""
         return self._source is not None and self._own > 0
 
     @property
     def left(self) -> bool:
-        """Whether some wait that were looked at."""
         return self._source is not None and self._own > 0 and self._source.left
 
     def take(self, most: int, fits: Callable[[Sequence], bool] = lambda row: True) -> list[Sequence]:
-        """Up to `most` of those that fit."""
         if self._source is None or not self._own or not most:
             return []
         rows = self._source.take(most, fits)
@@ -69,7 +66,7 @@ class Newcomers:
         return rows
 
     def apart(self) -> dict[int, Sequence]:
-        """Those that wait, to be run by themselves, every other time: between them the call's own go on."""
+        """Every other time, those that wait, to be run by themselves."""
         self._turn = not self._turn
         return {row.row_id: row for row in self.take(_ALL)} if self._turn else {}
 
@@ -77,7 +74,7 @@ class Newcomers:
         self._own -= row.row_id not in self._joined
 
     def refuse(self, rows: Mapping[int, Sequence], error: Exception) -> None:
-        """Of rows that cannot be planned the longest get an error; the others wait again."""
+        """Of `rows`, which cannot be planned, the longest get the error; the others wait again."""
         assert self._source is not None, "late rows come from somewhere"
         for row_id in rows:
             del self._running[row_id]
@@ -92,7 +89,7 @@ NOBODY = Newcomers(None, {})
 
 
 class BlockRoom(NamedTuple):
-    """What a row may need that comes into a block late: cache slots by (layer, window), and tokens of its prompt."""
+    """Limits for rows that join a running block: cache slots by (layer, window), and prompt tokens."""
 
     slots: Mapping[tuple[int, int | None], int]
     prompt: int
@@ -103,12 +100,10 @@ class BlockRoom(NamedTuple):
 
 
 class WaitingQueue:
-    """FIFO queue of sequences, which holds none that was taken. Suffix maxima are computed once, so that a block sizes
-    its buffers in O(1).
+    """FIFO queue of sequences. Suffix maxima are computed once, so that a block sizes its buffers in O(1).
 
-    Where others may come while it is used, buffers do not become smaller from block to block, and those that the block
-    has `room` for take every other place. Where there is none for one, the queue is `closed`: no more are taken, so
-    that the block comes to its end.
+    Newcomers that the block has `room` for take every other place, and buffers do not shrink from block to block then.
+    If one does not fit, the queue is `closed`: no more are taken, so that the block ends.
     """
 
     def __init__(self, rows: Iterable[Sequence] = (), newcomers: Newcomers = NOBODY) -> None:
@@ -125,11 +120,11 @@ class WaitingQueue:
 
     @property
     def first(self) -> Sequence:
-        """The one that comes in next; IndexError where the queue is empty."""
+        """The next one; IndexError if the queue is empty."""
         return self._rows[-1]
 
     def take(self, count: int) -> list[Sequence]:
-        """The next `count`, or as many as there are."""
+        """Removes the next `count`, or as many as there are."""
         late = list[Sequence]()
         if self.room is not None and self._newcomers.come and not self.closed:
             share = (count + self._turn) // 2 if self._rows else count
@@ -142,23 +137,23 @@ class WaitingQueue:
 
     @property
     def steps(self) -> int:
-        """Steps of all of them together."""
+        """The sum of their steps."""
         return self._steps[len(self)] + (_ALL if self._newcomers.come else 0)
 
     @property
     def longest_prompt(self) -> int:
-        """In tokens; 0 where the queue is empty."""
+        """In tokens; 0 if the queue is empty."""
         return self._prompts[-1 if self._newcomers.come else len(self)]
 
     def slots(self, layer: int, window: int | None) -> int:
-        """Cache slots of the one that needs most, in a layer with this window; 0 where the queue is empty."""
+        """The most cache slots of any in a layer with this window; 0 if the queue is empty."""
         alike = layer if self._by_layer else -1, window
         if alike not in self._slots:
             self._slots[alike] = self._largest(lambda row: slots_needed([row.budget_in(layer, window)]))
         return self._slots[alike][-1 if self._newcomers.come else len(self)]
 
     def _largest(self, size: Callable[[Sequence], int]) -> list[int]:
-        """Of the last 0, 1, 2, ... rows."""
+        """The largest `size` of the last 0, 1, 2, ... rows."""
         return list(accumulate((size(row) for row in self._rows), max, initial=0))
 
 
@@ -168,7 +163,8 @@ SOON = 4
 
 @dataclass(frozen=True)
 class StoredPrefixes:
-    """A store for blocks. `queries`: how many of a row's last queries its caches look at, which are not stored."""
+    """A prefix store for blocks. queries: how many of a row's last queries, which are not stored, its caches look
+    at."""
 
     store: PrefixStore
     queries: Callable[[Sequence], int]
@@ -192,18 +188,12 @@ def _kind(row: Sequence) -> str:
 
 
 class BatchScheduler:
-    """The rows of GPU batches that go through the units together, step by step; `active` and `last` are what their
-    schedule asks.
+    """The rows of GPU batches that go through the units together; the schedule asks `active` and `last`.
 
-    A change of a GPU batch costs about one of its steps, at most: rows move down to close the gaps (a read and a write
-    of their K and V, where a step reads them once), and the records of every layer are made anew. A finished row that
+    A change of a GPU batch costs about one of its steps, since rows move down to close the gaps; a finished row that
     stays wastes its share of every step. A GPU batch therefore changes once its finished rows have idled, summed over
-    rows, for as many steps as it has rows. Idling has then cost as much as the change does, so both together cost at
-    most twice the optimum. If 1 / SOON of the rows is finished, that point is at most SOON steps away, and the GPU
-    batch changes at once.
-
-    Each change computes anew any prefix that waiting prompts share with earlier ones, so the prefix counts as part of
-    the price. If all rows are finished there is nothing to copy, and the GPU batch changes at once.
+    rows, for as many steps as it has rows, which costs at most twice the optimum; or at once if 1 / SOON of them, or
+    all, are finished. A prefix that waiting prompts share with earlier ones is computed anew, and adds to the price.
     """
 
     def __init__(
@@ -215,8 +205,7 @@ class BatchScheduler:
         share: bool,
         prefixes: StoredPrefixes | None = None,
     ) -> None:
-        """`first`: the rows that each GPU batch starts with. `waiting`: what is left of it when the block is over is
-        another's work. `chunk`, `share`: as for `segments_of`. `prefixes`: a store, if prompts may share."""
+        """first: the rows that each GPU batch starts with. chunk, share: as for `segments_of`."""
         self._gpu_batches, self._waiting, self._chunk, self._share = gpu_batches, waiting, chunk, share
         self._prefixes = prefixes
         self._places = [len(rows) for rows in first]
@@ -237,8 +226,7 @@ class BatchScheduler:
         return [gpu_batch.index for gpu_batch in self._gpu_batches if not gpu_batch.finished]
 
     def last(self, step: int) -> bool:
-        """Whether every row is done after this step: prompts that still wait then start a block of their own, which
-        costs no more than filling empty GPU batches, and nothing is read ahead for rows that may not come."""
+        """Whether every row is done after this step; prompts that still wait then start another block."""
         return all(row.finished or row.remaining == 1 for gpu_batch in self._gpu_batches for row in gpu_batch.rows)
 
     def _pays(self, index: int) -> bool:
@@ -253,14 +241,14 @@ class BatchScheduler:
         return self._idle[index] >= rows + again or (not again and SOON * finished >= rows)
 
     def _again(self) -> int:
-        """Tokens of the next prompt that were computed for the newest row, too."""
+        """The length of the prefix that the next prompt shares with the newest row, and would be computed anew."""
         if not self._share or not self._waiting or self._prefixes is not None:
             return 0  # a store has them
         shared = shared_tokens(self._newest.prompt_ids, self._waiting.first.prompt_ids)
         return shared if shared >= MIN_SHARED else 0
 
     def _exchange(self, index: int) -> tuple[list[int], list[Sequence]]:
-        """Where the rows that stay are now, place by place, and as many waiting ones as there is room for."""
+        """The present places of the rows that stay, and as many waiting rows as there is room for."""
         staying = [place for place, row in enumerate(self._gpu_batches[index].rows) if not row.finished]
         kept = list(range(len(staying)))
         # Only the last rows move, to where finished ones were.
@@ -272,7 +260,7 @@ class BatchScheduler:
         return kept, fresh
 
     def _begin(self, changes: dict[int, tuple[list[int], list[Sequence]]]) -> None:
-        """A step in which these GPU batches change."""
+        """Prepares a step in which these GPU batches change."""
         filled = [index for index, (_, fresh) in changes.items() if fresh]
         prompts = [[row.pass_ids for row in changes[index][1]] for index in filled]
         own = [len(row.prompt_ids) for index in filled for row in changes[index][1]]
@@ -289,18 +277,15 @@ class BatchScheduler:
 
 
 def in_order(sequences: Iterable[Sequence], share_prefixes: bool) -> list[Sequence]:
-    """The order in which sequences are run: those that may run longest first, but neighbours where they share a prefix.
-
-    What comes last should be short: while it ends no rows are left to take the places of finished ones. Among rows of
-    equal steps the longest prompts come first, which shows at once whether memory suffices, makes the estimate of a
-    progress bar pessimistic, and lets prompts of one length go through attention together.
-    """
+    """The order in which sequences are run: most steps first, as at the end no rows are left to take the places of
+    finished ones; then longest prompts first, which shows at once whether memory suffices; but neighbours if they share
+    a prefix."""
     longest = sorted(sequences, key=lambda s: (-s.steps, -len(s.prompt_ids), s.row_id))
     return [longest[i] for i in shared_first([row.prompt_ids for row in longest], share_prefixes)]
 
 
 def note_returns(ordered: list[Sequence]) -> None:
-    """Tells each of the sequences, in the order in which they are run, what it shares with its neighbours."""
+    """Sets `returns`: the prefix that each sequence shares with its neighbours in the order of running."""
     for row in ordered:
         row.returns = 0
     for a, b in pairwise(ordered):

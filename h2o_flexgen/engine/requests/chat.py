@@ -34,7 +34,7 @@ _SETTINGS = (
     "conversation",
     "messages",
 )
-"""What rendering is asked for by other means, so that no argument of a template has such a name."""
+"""Arguments of rendering itself, which no template may be given."""
 
 
 def chat_prompts(
@@ -45,8 +45,8 @@ def chat_prompts(
     *,
     skip: bool = False,
 ) -> list[Prompt | UsageError]:
-    """The token ids of each conversation, ready for the model's answer. UsageError as `chat_text` raises it, which with
-    `skip` stands in the place of that conversation."""
+    """The token ids of each conversation, ready for the model's answer. UsageError as from `chat_text`; with `skip` it
+    takes the place of that conversation."""
     if isinstance(conversations, str) or (conversations and isinstance(conversations[0], Mapping)):
         raise UsageError("conversations is one conversation", "needed a list of them", "wrap it: [conversation]")
     prompts = list[Prompt | UsageError]()
@@ -60,12 +60,6 @@ def chat_prompts(
     return prompts
 
 
-def chat_prompt(codec: TextCodec | None, model: str, conversation: Conversation, where: str) -> list[int]:
-    """The token ids of `chat_text`: the template writes BOS where the model wants it, so none is added."""
-    text = chat_text(codec, model, conversation, where)
-    return codec.encode_bare(text) if codec is not None else []
-
-
 def chat_text(
     codec: TextCodec | None,
     model: str,
@@ -73,12 +67,10 @@ def chat_text(
     where: str,
     arguments: Mapping[str, Any] | None = None,
 ) -> str:
-    """A conversation by the template of `model`, up to where the model's answer begins.
+    """A conversation rendered by the model's template, in transformers' sandbox, up to the beginning of the answer.
 
-    arguments   of the template itself, such as enable_thinking
-
-    UsageError naming `where` for anything that is not a conversation or does not suit the template, and for a model
-    that has none. The template is run in transformers' sandbox.
+    arguments: of the template itself, such as enable_thinking. UsageError naming `where` if it is not a conversation or
+    does not suit the template, or if the model has none.
     """
     messages, arguments = checked_messages(conversation, where), checked_arguments(arguments, where)
     if codec is None:
@@ -105,8 +97,8 @@ def marked_chat(
     where: str,
     arguments: Mapping[str, Any] | None = None,
 ) -> Prompt:
-    """The token ids of a conversation with `spans`, which count in what the template makes of it, and what ends the
-    model's turn."""
+    """The token ids of a conversation, with `spans` of the rendered text, and the tokens that end the model's turn. The
+    template writes BOS, so none is added."""
     text = chat_text(codec, model, conversation, where, arguments)
     ids, prompt = codec.encode_bare(text) if codec is not None else [], Prompt(text, spans)
     found = token_spans(prompt, len(ids), offsets_of(prompt, codec, special=False))
@@ -115,7 +107,7 @@ def marked_chat(
 
 
 def offsets_of(prompt: Prompt, codec: TextCodec | None, special: bool) -> list[tuple[int, int]] | None:
-    """The characters of its tokens, where its spans are counted in them; UsageError where these are not known."""
+    """The characters of each token, if any span is counted in them; UsageError if the tokenizer does not tell."""
     if not isinstance(prompt.content, str) or all(span.unit == "token" for span in prompt.spans):
         return None
     if codec is None or codec.offsets is None:
@@ -124,8 +116,8 @@ def offsets_of(prompt: Prompt, codec: TextCodec | None, special: bool) -> list[t
 
 
 def checked_messages(conversation: Any, where: str) -> list[Message]:
-    """The messages of a conversation; a string is one message of the user, and a content in parts that are texts is
-    these joined. UsageError where it is not a conversation."""
+    """The messages of a conversation; a string is one message of the user, and a content in text parts is joined.
+    UsageError if it is not a conversation."""
     if isinstance(conversation, str):
         return [{"role": "user", "content": conversation}]
     if not isinstance(conversation, SequenceOf) or not conversation:
@@ -143,7 +135,7 @@ def checked_messages(conversation: Any, where: str) -> list[Message]:
 
 
 def checked_arguments(arguments: Any, where: str) -> dict[str, Any]:
-    """`chat_template_kwargs`; null counts as none. UsageError for what is no object, or says how to render."""
+    """`chat_template_kwargs`; null counts as none. UsageError if it is no object, or has arguments of rendering."""
     if arguments is None:
         return {}
     if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
@@ -158,7 +150,7 @@ def checked_arguments(arguments: Any, where: str) -> dict[str, Any]:
 
 
 def _joined(content: Any) -> Any:
-    """The text of a content in parts, all of them texts; anything else as it is."""
+    """The text of a content whose parts are all texts; other contents unchanged."""
     if not isinstance(content, SequenceOf) or isinstance(content, str) or not content:
         return content
     texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]

@@ -1,7 +1,4 @@
-"""The tokenizer that a GGUF file's metadata describes, built by the light `tokenizers` library.
-
-It gives the ids that transformers' AutoTokenizer gives for the file, which takes it up to twenty times as long.
-"""
+"""The tokenizer of a GGUF file's metadata, built by the light `tokenizers` library, with the ids of AutoTokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from h2o_flexgen.errors import ModelError
 
 _KEY = "tokenizer.ggml."
 _CONTROL, _USER_DEFINED = 3, 4
-"""Types of tokens that are matched whole in a text: special ones, and such as a model's users have added."""
+"""Types of tokens that are matched whole in a text."""
 _SPACE = "\u2581"
 _GEMMAS = ("gemma", "gemma2", "gemma3")
 
@@ -26,15 +23,15 @@ _UNSUPPORTED = {
     "hybriddna": "HybridDNA's",
     "whitespace": "of whole words",
 }
-"""Kinds whose texts are not cut exactly as their models want them: token ids work."""
+"""Kinds for which only token ids work."""
 
 
 class GgufTokenizer:
-    """A `tokenizers.Tokenizer` as a file describes it, and what a chat needs besides.
+    """A `tokenizers.Tokenizer` of a file, and the file's chat settings.
 
-    special     the texts of bos_token, eos_token, unk_token and pad_token, as far as there are any
-    ends        ids of tokens that end what a model says, by their keys and texts
-    refusal     why no text can be encoded, None where it can: (found, needed)
+    special     the texts of bos_token, eos_token, unk_token and pad_token, if there are any
+    ends        ids of tokens that end a turn
+    refusal     why no text can be encoded, (found, needed); None if it can
     """
 
     def __init__(
@@ -49,7 +46,7 @@ class GgufTokenizer:
         self.ends, self.refusal = ends, refusal
 
     def transformed(self) -> Any:
-        """transformers' tokenizer of the same, which renders chat templates."""
+        """The same as transformers' tokenizer, which renders chat templates."""
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast(
@@ -58,10 +55,8 @@ class GgufTokenizer:
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], path: str) -> GgufTokenizer | None:
-    """The tokenizer that the metadata of the file at `path` describes, None where it describes none.
-
-    ModelError for one that is damaged. One of an unknown kind decodes, and has a `refusal`.
-    """
+    """The tokenizer in the metadata of the file at `path`, None if there is none. One of an unknown kind only decodes,
+    and has a `refusal`. ModelError if it is damaged."""
     from tokenizers import processors
 
     kind = metadata.get(f"{_KEY}model")
@@ -113,7 +108,7 @@ def _ends(read: _Metadata) -> tuple[int, ...]:
 
 
 class _Metadata:
-    """Typed access to the keys of a tokenizer. ModelError names the key."""
+    """Typed access to a tokenizer's keys; ModelError names the key."""
 
     def __init__(self, metadata: Mapping[str, Any], path: str) -> None:
         self._metadata, self._path = metadata, path
@@ -128,7 +123,7 @@ class _Metadata:
         return value
 
     def merges(self) -> list[tuple[str, str]] | None:
-        """Pairs of tokens, the first to be merged first; None where the file has none."""
+        """Pairs of tokens in order of merging; None if the file has none."""
         if f"{_KEY}merges" not in self._metadata:
             return None
         pairs = [tuple(merge.split(" ")) for merge in self._list("merges")]
@@ -137,7 +132,7 @@ class _Metadata:
         return [(pair[0], pair[1]) for pair in pairs]
 
     def numbers(self, key: str) -> list[Any] | None:
-        """A number per token; None where the file has none."""
+        """A number per token; None if the file has none."""
         values = self._metadata.get(_KEY + key)
         if values is None:
             return None
@@ -158,7 +153,7 @@ class _Metadata:
         return value
 
     def special(self) -> dict[str, str]:
-        """The texts of the special tokens by transformers' names for them."""
+        """The texts of special tokens by transformers' names."""
         found = {}
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
             token = self.token(f"{key}_token_id")
@@ -167,24 +162,20 @@ class _Metadata:
         return found
 
     def token(self, key: str) -> int | None:
-        """The id of a token; None where the file has no such key, or -1 (as a 32-bit number, too) or another id
-        that is no token's, as llama.cpp has it."""
+        """The id of a token; None without the key, or if no token has that id (such as -1), as in llama.cpp."""
         token = self._metadata.get(_KEY + key)
         if token is not None and type(token) is not int:
             raise self.error(key, "the id of a token")
         return token if token is not None and 0 <= token < len(self.tokens) else None
 
     def error(self, key: str, needed: str) -> ModelError:
-        """That the value of `key` will not do."""
         value = repr(self._metadata.get(_KEY + key))[:80]
         return ModelError(f"{self._path}: {_KEY}{key} is {value}", f"needed {needed}")
 
 
 def _sentencepiece(read: _Metadata, *, spaced: bool = False) -> Any:
-    """BPE of characters, with bytes for those that are not tokens, and a visible character for the space.
-
-    spaced  as Gemma 4's, whose merges are in the file
-    """
+    """BPE of characters with byte fallback and a visible character for the space. spaced: as Gemma 4's, whose merges
+    are in the file."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     gemma = spaced or read.architecture in _GEMMAS
@@ -234,7 +225,7 @@ def _byte_level(read: _Metadata) -> Any:
 
 
 def _decoding(read: _Metadata) -> Any:
-    """What writes tokens of an unsupported kind as text, and encodes none."""
+    """Decodes tokens of an unsupported kind."""
     from tokenizers import Tokenizer, decoders, models
 
     vocab = {token: number for number, token in enumerate(read.tokens)}
@@ -244,7 +235,7 @@ def _decoding(read: _Metadata) -> Any:
 
 
 def _add_tokens(tokenizer: Any, read: _Metadata, special: Mapping[str, str]) -> None:
-    """Have the tokens that are matched whole in a text known to `tokenizer`."""
+    """Adds the tokens that are matched whole in a text."""
     from tokenizers import AddedToken
 
     kinds = read.numbers("token_type") or []

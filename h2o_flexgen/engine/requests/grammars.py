@@ -1,7 +1,4 @@
-"""Texts that must have a form (`response_format`): their grammars, and which tokens may come next in each row.
-
-By the library xgrammar, the extra `schemas`, imported where the first form is asked for.
-"""
+"""Grammars of `response_format`, and the tokens that they allow next in each row; by xgrammar (extra `schemas`)."""
 
 from __future__ import annotations
 
@@ -22,22 +19,20 @@ from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import UsageError
 
 _KEPT = 128
-"""Compiled grammars that are kept for prompts to come; one of long bounded strings takes up to 20 MB."""
+"""Compiled grammars that are cached; one of long bounded strings takes up to 20 MB."""
 _SHARED = 256 << 20
-"""Bytes of compiled parts that later grammars share: strings with a bound take seconds for a large vocabulary."""
+"""Bytes of xgrammar's cache: bounded strings take seconds to compile for a large vocabulary."""
 _MOST_SPACES = 20
-"""White space in a row between two parts of JSON: without a bound, small models write nothing else."""
+"""White space between two parts of JSON at most: without a bound, small models write nothing else."""
 _OBJECT = '{"type": "object"}'
 _SPACE = "\u2581"
 _CONTROL = bytes({*range(0x20)} - {*b"\r\n"})
-"""Bytes that JSON must escape, and that the library lets into strings whose length is bounded; tabs among them."""
+"""Bytes that JSON must escape, and that the library allows in bounded strings."""
 
 
 class Grammar:
-    """A form, compiled for a vocabulary as soon as `compiled` is done: xgrammar's CompiledGrammar.
-
-    `beside` runs what is to be done beside the computing, in order, on a thread of its own.
-    """
+    """A form, compiled for a vocabulary: `compiled` is a future of xgrammar's CompiledGrammar; `beside` makes masks, in
+    order, on a thread."""
 
     def __init__(self, compiled: Future[Any], beside: ThreadPoolExecutor) -> None:
         self.compiled, self.beside = compiled, beside
@@ -54,8 +49,8 @@ class Grammars:
         self._compilers: dict[bool, Any] = {}
 
     def of(self, form: ResponseFormat, where: str) -> Grammar:
-        """The grammar of `form`. UsageError, which names `where`, for a schema that cannot be followed, a model
-        without a tokenizer, or one whose tokens have no text of their own."""
+        """The grammar of `form`. UsageError naming `where` for a schema that cannot be followed, or a model without a
+        suitable tokenizer."""
         if form in self._made:
             self._made.move_to_end(form)
             return self._made[form]
@@ -89,7 +84,6 @@ class Grammars:
         return self._compilers[spelt]
 
     def close(self) -> None:
-        """Waits for what is under way."""
         for pool in self._pools:
             pool.shutdown(cancel_futures=True)
         self._pools = []
@@ -97,7 +91,7 @@ class Grammars:
 
 
 def _parsed(grammar: Any, form: ResponseFormat) -> Any:
-    """xgrammar's Grammar of a form; RuntimeError for one that it cannot follow."""
+    """xgrammar's Grammar of a form; RuntimeError if it cannot be followed."""
     if form.tags is not None:
         return grammar.from_structural_tag(form.tags)
     schema = _OBJECT if form.schema is None else form.schema
@@ -116,11 +110,8 @@ def _library() -> Any:
 
 
 def token_bytes(tokenizer: Any, size: int, spelt: bool = False) -> list[bytes]:
-    """The bytes that each of `size` token ids adds to a text; empty for special tokens, which add none, and for those
-    with control characters, which JSON cannot hold. With `spelt`, special tokens have their names' and none is empty.
-
-    tokenizer   of the library `tokenizers`. UsageError for one that neither spells bytes nor marks spaces
-    """
+    """The bytes of each of `size` token ids of a `tokenizers.Tokenizer`; empty for special tokens and for those with
+    control characters. With `spelt`, none is empty. UsageError for an unknown kind of decoder."""
     decoder = str(tokenizer.decoder.__getstate__(), "utf-8") if tokenizer.decoder is not None else "{}"
     spell = _spelling(_types_in(json.loads(decoder)))
     pieces = [b""] * size
@@ -134,7 +125,7 @@ def token_bytes(tokenizer: Any, size: int, spelt: bool = False) -> list[bytes]:
 
 
 def _types_in(decoder: Any) -> set[str]:
-    """The types of a decoder and of those that it is made of."""
+    """The types of a decoder and its parts."""
     found = {str(decoder.get("type"))}
     for part in decoder.get("decoders", ()):
         found |= _types_in(part)
@@ -142,9 +133,11 @@ def _types_in(decoder: Any) -> set[str]:
 
 
 def _spelling(types: set[str]) -> Callable[[str], bytes]:
-    """From a token's name in the vocabulary to its bytes."""
+    """A function from a token's name in the vocabulary to its bytes."""
     if "ByteLevel" in types:
-        table = {letter: byte for byte, letter in enumerate(_byte_letters())}
+        # Each byte is written as itself if it is visible, else as a letter from 256 on.
+        seen, hidden = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}, iter(range(256, 512))
+        table = {chr(byte if byte in seen else next(hidden)): byte for byte in range(256)}
         # Names with other letters are texts that were added.
         return lambda text: bytes(map(table.__getitem__, text)) if table.keys() >= set(text) else text.encode()
     if types & {"ByteFallback", "Metaspace", "Replace"}:
@@ -155,21 +148,12 @@ def _spelling(types: set[str]) -> Callable[[str], bytes]:
     raise UsageError(f"response_format does not work with a tokenizer of the kind {'+'.join(sorted(types))}")
 
 
-def _byte_letters() -> list[str]:
-    """The letter that stands for each byte in vocabularies of bytes: itself if it is visible, else one from 256 on."""
-    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = iter(range(256, 512))
-    return [chr(byte if byte in seen else next(hidden)) for byte in range(256)]
-
-
 class Guide:
-    """One row's place in its grammar.
+    """One row's state in its grammar.
 
-    A greedy row asks whether its likeliest token is allowed, which takes it (`tries`); a mask is made only where it is
-    not. Masks for other rows are made on a thread, beside the computing of the next step.
-
-    An eos is allowed where the text is complete, and nothing else where it cannot go on; a row without one ends as soon
-    as its text is complete.
+    A greedy row asks whether its likeliest token is allowed (`tries`); a mask is made only if it is not. Masks for
+    other rows are made on a thread, beside the next step. An eos is allowed where the text is complete; a row without
+    eos ends as soon as its text is complete.
     """
 
     def __init__(self, row: Sequence, vocab_size: int) -> None:
@@ -191,7 +175,7 @@ class Guide:
 
     @property
     def mask(self) -> Tensor:
-        """A bit for each token (1, vocab / 32) int32."""
+        """Allowed tokens, a bit each: (1, vocab / 32) int32."""
         self._wait()
         self._fill()
         return self._mask
@@ -203,7 +187,7 @@ class Guide:
         return self._error
 
     def tries(self, token: int) -> bool:
-        """Whether `token` may come next. One that may is taken: the row must get it."""
+        """Whether `token` may come next; if so it is taken, and the row must get it."""
         self._wait()
         if not self._accepts(token):
             return bool(self._error)
@@ -211,7 +195,7 @@ class Guide:
         return True
 
     def take(self, token: int) -> None:
-        """The row has got `token`."""
+        """Takes the row's new token."""
         if self._tried is not None:
             self._tried = None
         elif not self._accepts(token) and not self._error:
@@ -235,7 +219,7 @@ class Guide:
             self._error = f"its grammar failed: {error}"
 
     def ends_with(self, token: int) -> bool:
-        """Whether `token`, which the row has got, ends it; only of one that `ends_by_itself`, and takes it there."""
+        """Takes the new token of a row that `ends_by_itself`, and returns whether its text is complete."""
         if not self.ends_by_itself:
             return False
         self.take(token)
@@ -243,8 +227,7 @@ class Guide:
 
     @staticmethod
     def follow(rows: SequenceOf[Sequence]) -> None:
-        """Has the last tokens of `rows` taken, unless they have been, and the masks made that they will ask for, on the
-        thread beside the computing."""
+        """Takes the last tokens of `rows`, unless done, and makes their next masks on the thread."""
         masks = list[tuple[Guide, int | None]]()
         for row in rows:
             token = None if row.guide.ends_by_itself else row.token_ids[-1]
@@ -267,8 +250,7 @@ class Guide:
 
 
 def only_allowed(scores: Tensor, guides: SequenceOf[Guide | None]) -> Tensor:
-    """`scores` (n, vocab) float32, those of tokens that their rows' grammars forbid at -inf; rows without a guide, and
-    the tensor given, stay as they are."""
+    """A copy of `scores` (n, vocab) float32 with -inf for tokens that their rows' grammars forbid."""
     allowed = np.ones(scores.shape, dtype=np.bool_)
     for bits, guide in zip(allowed, guides, strict=True):
         if guide is not None:

@@ -1,4 +1,4 @@
-"""From what a user passes to rows of GPU batches: token ids, checks at the edge, the order in which they are run."""
+"""From a user's prompts to sequences: token ids and checks."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ SAMPLE_BITS = 16
 class Request:
     """A prompt of a job that is run in several calls.
 
-    What is random depends on the seed in `params`, `index` and `number`, however the job is divided into calls; numbers
-    differ within a call and are below 2 ** 47. `scores`: nothing is generated, the prompt's own tokens get their
-    log-probabilities, with eviction active as for `LLM.score`. `fits`: nobody said how many tokens are to be generated,
-    so that they are no more than the context leaves.
+    number   differs within a call, below 2 ** 47; randomness depends on it, `index` and the seed in `params` alone
+    scores   the prompt's own tokens get log-probabilities, as by `LLM.score`, and nothing is generated
+    fits     as many new tokens as the context leaves, at most those of `params`
     """
 
     prompt: PromptLike
@@ -48,7 +47,7 @@ class Request:
 
 
 class RefusedPrompt(NamedTuple):
-    """A prompt of a call that cannot be run, of which so many samples were asked for."""
+    """A prompt of a call that cannot be run."""
 
     place: int
     samples: int
@@ -57,8 +56,8 @@ class RefusedPrompt(NamedTuple):
 
 @dataclass(frozen=True)
 class RequestReader:
-    """Makes sequences of prompts for one model. `codec` is None for a model without a tokenizer; `grammars` are for
-    texts that must have a form, which are refused without."""
+    """Makes sequences of prompts for one model. codec: None without a tokenizer. grammars: for `response_format`, which
+    is refused without."""
 
     spec: ModelSpec
     eviction: EvictionConfig
@@ -73,9 +72,9 @@ class RequestReader:
         refused: list[RefusedPrompt] | None = None,
         advice: str = "",
     ) -> list[Sequence]:
-        """One sequence per prompt and sample, in order. UsageError naming the prompt where one cannot be run; with a
-        list `refused`, such prompts are added to it, and the others are as they would be beside it. An error in the
-        place of a prompt is why there is none. `advice`: what else can be done about one prompt among others."""
+        """One sequence per prompt and sample, in order. UsageError naming the prompt if one cannot be run, with
+        `advice` if there are others; with a list `refused`, such prompts are added to it. An error in place of a prompt
+        is raised as its own."""
         if isinstance(prompts, str):
             raise UsageError("prompts is one string", "needed a list of prompts", "wrap it: [prompt]")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -107,7 +106,7 @@ class RequestReader:
         return [self._sequence(index, sample, number + sample, ids, params, spans=spans) for sample in samples]
 
     def read_one(self, request: Request) -> list[Sequence]:
-        """The sequences of a request that is part of a larger job. UsageError where it cannot be run."""
+        """The sequences of a request. UsageError if it cannot be run."""
         (ids, spans), forced = self._marked(request.prompt, "the prompt"), None
         params = self._ending(request.params, request.prompt)
         left = self.spec.max_positions - len(ids)
@@ -132,7 +131,7 @@ class RequestReader:
         return rows if forced is None else [replace(row, forced=forced, turn=0) for row in rows]
 
     def read_scored(self, pairs: Iterable[tuple[PromptLike, PromptLike]]) -> list[Sequence]:
-        """One sequence per (context, continuation); the continuation is forced and its length counts as gen_len."""
+        """One sequence per (context, continuation), which is forced; its length counts as gen_len."""
         sequences = []
         for index, (context, continuation) in enumerate(pairs):
             ids, forced = self._split(_content(context), continuation, index)
@@ -147,11 +146,8 @@ class RequestReader:
     def _split(
         self, context: str | SequenceOf[int], continuation: PromptLike, index: int
     ) -> tuple[list[int], list[int]]:
-        """Token ids of a pair. Strings are encoded together, so that the boundary is tokenised as in running text.
-
-        Of the special tokens that a tokenizer adds to a text, those before it open the context; none stands between the
-        two, and what would end the text is not scored.
-        """
+        """Token ids of a pair. Strings are encoded together, so that the boundary is tokenised as in running text,
+        after the special tokens that open a text."""
         where = f"pair {index}"
         if isinstance(continuation, Prompt):
             raise UsageError(f"{where} has a continuation with spans", "needed spans of the context alone")
@@ -166,12 +162,12 @@ class RequestReader:
         return [*opening, *ids] or [self.spec.bos_token_id], forced
 
     def _marked(self, prompt: PromptLike, where: str) -> tuple[list[int], tuple[TokenSpan, ...]]:
-        """Ids of one prompt, and where its spans are among them."""
+        """Ids and spans of one prompt."""
         ids = self.token_ids(_content(prompt), where)
         return ids, self._spans(prompt, len(ids), None, where) if isinstance(prompt, Prompt) else ()
 
     def _ending(self, params: SamplingParams, prompt: PromptLike) -> SamplingParams:
-        """`params` with what ends this prompt's answer, where they leave that to the model."""
+        """`params` with the prompt's own end tokens, if they leave these to the model."""
         if not isinstance(prompt, Prompt) or params.eos_token_id is not None or params.ignore_eos:
             return params
         own = self.spec.eos_token_ids
@@ -179,7 +175,7 @@ class RequestReader:
         return replace(params, eos_token_id=(*own, *more)) if more else params
 
     def _spans(self, prompt: Prompt, length: int, bare: int | None, where: str) -> tuple[TokenSpan, ...]:
-        """bare: the special tokens that were put before a text by hand; None: the tokenizer has added its own."""
+        """bare: special tokens that were put before the text by hand; None: the tokenizer has added its own."""
         if not prompt.spans:
             return ()
         try:
@@ -194,7 +190,7 @@ class RequestReader:
         return self._bare(prompt, where) or [self.spec.bos_token_id]
 
     def _bare(self, prompt: str | SequenceOf[int], where: str) -> list[int]:
-        """Ids of one prompt without special tokens, but for those that are spelt out in it."""
+        """Ids of one prompt without added special tokens."""
         if isinstance(prompt, str):
             return self._known(self._tokenizer(where).encode_bare(prompt), where)
         try:
@@ -230,7 +226,7 @@ class RequestReader:
         return ids
 
     def _by_layer(self, prompt_len: int, gen_len: int, ranges: tuple[Range, ...]) -> tuple[Budget, ...]:
-        """The budgets of all layers; none where they are the same but for windows."""
+        """The budgets of all layers; none if they differ by windows only."""
         if self.eviction.how_layers_share == "uniform":
             return ()
         return self.eviction.by_layer(self.spec.windows, prompt_len, gen_len, ranges)
@@ -278,7 +274,7 @@ class RequestReader:
         )
 
     def _check_fold(self, budget: Budget, where: str, turn: int) -> None:
-        """UsageError where tokens leave the cache by other rules, too, come back to it, or where positions move."""
+        """UsageError if tokens leave the cache by other rules, too, come back to it, or change positions."""
         if not self.spec.keeps_caches:
             raise UsageError(f"{where} has a fold, and {self.spec.name} runs row by row", "needed no fold")
         if turn:
@@ -335,7 +331,7 @@ def _eos(given: int | tuple[int, ...] | None, own: tuple[int, ...]) -> frozenset
 
 
 def workload_of(sequences: SequenceOf[Sequence]) -> Workload:
-    """The largest lengths and the count: what a plan is made for."""
+    """The largest lengths and the count."""
     return Workload(
         prompt_len=max(s.longest_pass[0] for s in sequences),
         gen_len=max(s.longest_pass[1] for s in sequences),

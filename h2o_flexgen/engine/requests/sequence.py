@@ -1,4 +1,4 @@
-"""One prompt with its generated tokens, and what is handed back for it."""
+"""One prompt with its generated tokens, and its result."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Criterion = Callable[[Tensor, Any], Any]
 class Hooks:
     """The options of `generate_ids` for a row that SamplingParams cannot express.
 
-    `context`: the prompt as its caller padded it, of which the first `padding` ids are padding: what processors and
-    criteria see, and what lengths are counted from. `prefix` allows the tokens of prefix_allowed_tokens_fn only,
-    `processors` run before temperature and its kin. `logits` and `scores`, where not None, get a (vocab,) float32 host
-    tensor per step: before and after all processors.
+    context         the prompt with its caller's padding, the first `padding` ids, as processors and criteria see it
+    prefix          the processor of prefix_allowed_tokens_fn; `processors` run before temperature and the like
+    told            tokens that `on_token` was called for, so that a row that is run again does not repeat them
+    logits, scores  unless None get a (vocab,) float32 host tensor per step: before and after all processors
     """
 
     context: list[int]
@@ -38,7 +38,6 @@ class Hooks:
     criteria: list[Criterion] = field(default_factory=list)
     on_token: Callable[[int], None] | None = None
     told: int = 0
-    """Tokens that `on_token` has heard of: a row that is run again does not tell them twice."""
     logits: list[Tensor] | None = None
     scores: list[Tensor] | None = None
 
@@ -53,14 +52,22 @@ class Dropped(NamedTuple):
 
 @dataclass(slots=True)
 class Sequence:
-    """The state of one row while it runs. A call may have a million, so it has slots.
+    """The state of one row while it runs. The sampler appends tokens and sets `finish_reason` and `error`.
 
-    The sampler appends tokens and sets `finish_reason` and `error`. Others change single fields: the block `kept`, the
-    scheduler `returns`, `--check-finite` the text of `error`; the engine calls `take_turn`, OomRetry `restart`.
-
-    `index` is the prompt's place in the call, `sample` counts its num_return_sequences, `row_id` numbers all sequences
-    of a call; policies and generators are seeded by these, so that neighbours never matter. `forced` replaces
-    sampling: the tokens are appended as they are and their log-probabilities recorded (`LLM.score`).
+    index     the prompt's place in the call; sample: its number among num_return_sequences; row_id: its number among
+              all sequences of the call. Policies and generators are seeded by these, so that neighbours never matter
+    forced    appended instead of sampled tokens, with their log-probabilities (`LLM.score`)
+    by_layer  the budget of each layer, within its window, if layers do not share `budget` evenly
+    kept      by "prefill" and "decode", at their end: tokens kept of each span, the mean over layers and KV heads
+    replays   the prompt is computed twice, for a policy that looks at the second time
+    fed       the end of a prompt longer than the context, which goes through decode steps (rolling positions)
+    given     tokens that follow instead of sampled ones, at a fold or at the ends of a thought
+    dropped   folded thoughts, in order
+    turn      the length, of prompt and answer, at which all keys are computed anew; 0: never
+    again     how many tokens of the answer are the end of `prompt_ids`, too, as keys are being computed anew
+    returns   length of the prefix shared with the neighbours of the run, which a prefix store may keep
+    grammar   a Grammar, if the text has a form (`response_format`); guide: its state, the sampler's
+    chooser   the sampler's state; None once it is `prepared`: the largest logit is the answer
     """
 
     index: int
@@ -73,28 +80,18 @@ class Sequence:
     seed: int = 0
     forced: list[int] | None = None
     by_layer: tuple[Budget, ...] = ()
-    """The budget of each layer, within its window, where layers do not all share `budget` evenly."""
     spans: tuple[TokenSpan, ...] = ()
-    """Of the prompt: what is kept of them is counted."""
     kept: dict[str, list[float]] = field(default_factory=dict)
-    """By "prefill" and "decode", at their end: tokens kept of each span, the mean over layers and KV heads."""
     replays: bool = False
-    """Whether the prompt is computed twice, for a policy that looks at the second time."""
     fed: list[int] = field(default_factory=list)
-    """The end of a prompt that is longer than the context: with rolling positions it goes through decode steps."""
     given: list[int] = field(default_factory=list)
-    """Tokens that follow instead of sampled ones, where a thought is folded (`fold`) or begins or ends (`thinking`)."""
     dropped: list[Dropped] = field(default_factory=list)
-    """Thoughts that have been folded, in order."""
     turn: int = 0
-    """The tokens, of prompt and answer, with which all keys are computed anew; 0: they never are."""
     again: int = 0
-    """How many tokens of the answer `prompt_ids` has too, as its last: keys are being computed anew."""
     _thinks: bool = False
     _thought: int = 0
     _folding: Dropped | None = None
     returns: int = 0
-    """How many first tokens the sequence before or after it in a run has, too: what a store of prefixes may keep."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
@@ -104,13 +101,9 @@ class Sequence:
     error: str | None = None
     hooks: Hooks | None = None
     grammar: Any = field(default=None, repr=False)
-    """A Grammar where the text has a form (`response_format`)."""
     guide: Any = field(default=None, repr=False)
-    """The sampler's: where the row is in its grammar."""
     chooser: Any = field(default=None, repr=False)
-    """The sampler's state, kept from step to step; of its own types."""
     prepared: bool = field(default=False, repr=False)
-    """Whether `chooser` has been made; None then means that the largest logit is the answer."""
     _taken: int = 0
     _generator: torch.Generator | None = field(default=None, repr=False)
 
@@ -122,7 +115,7 @@ class Sequence:
         return len(self.forced) if self.forced is not None else self.params.max_new_tokens
 
     def budget_in(self, layer: int, window: int | None) -> Budget:
-        """What the sequence may keep in a layer, whose queries see so many tokens."""
+        """The budget in a layer with this window."""
         return self.by_layer[layer] if self.by_layer else self.budget.within(window)
 
     @property
@@ -141,22 +134,21 @@ class Sequence:
 
     @property
     def steps(self) -> int:
-        """Steps of the schedule that the row takes part in, that of its prompt included; until its turn, if it has
-        one."""
+        """Steps that the row takes part in, that of its prompt included; until its `turn`, if it has one."""
         if self.turn:
             return self.turn - len(self.prompt_ids)
         return len(self.fed) + self.max_new_tokens - self.again
 
     @property
     def longest_pass(self) -> tuple[int, int]:
-        """Prompt and steps of the time that takes most memory: behind its turn, if it has one."""
+        """Prompt tokens and steps of the pass that takes most memory: after its `turn`, if it has one."""
         if self.turn:
             return self.turn, self.max_new_tokens - self.steps
         return len(self.prompt_ids), self.steps
 
     @property
     def remaining(self) -> int:
-        """Steps that are still to come, at most: it may stop before."""
+        """Steps that are still to come, at most."""
         return self.steps - self._taken - (len(self.token_ids) - self.again)
 
     @property
@@ -167,20 +159,20 @@ class Sequence:
         return self.fed[self._taken - 1] if self._taken else self.prompt_ids[-1]
 
     def take_fed(self) -> bool:
-        """Whether the next token is one of the prompt's own, which is taken then: nothing is to be sampled."""
+        """Takes the next token of `fed`, if there is one; nothing is sampled then."""
         waiting = self._taken < len(self.fed)
         self._taken += waiting
         return waiting
 
     @property
     def takes_likeliest(self) -> bool:
-        """Whether its further tokens are the likeliest ones, and nothing else is asked of logits."""
+        """Whether further tokens are the likeliest ones, and nothing else is read from logits."""
         chooses = self.forced is not None or self.params.logprobs is not None or self._taken < len(self.fed)
         own = self.grammar is not None or self.params.fold is not None or self.params.thinking is not None
         return self.prepared and self.chooser is None and not own and not chooses
 
     def append(self, token: int, *, sampled: bool) -> None:
-        """The next token of the answer, which may be the end of a thought."""
+        """Adds a token to the answer; begins and ends thoughts."""
         self.token_ids.append(token)
         if self._thinks:
             self._think()
@@ -196,11 +188,11 @@ class Sequence:
 
     @property
     def thinks(self) -> bool:
-        """Whether its next token belongs to the thought that it began with, or to what follows that as given."""
+        """Whether the next token belongs to the opening thought, or to the tokens given after it."""
         return self._thinks or (self.params.thinking is not None and bool(self.given))
 
     def close_thought(self) -> None:
-        """The thought ends here: what ends it is given."""
+        """Ends the thought: its end is given."""
         assert self.params.thinking is not None, "only a row that thinks"
         self.given = [*self.params.thinking.end, *self.params.thinking.then]
 
@@ -214,7 +206,7 @@ class Sequence:
             self.given += [*thinking.end, *thinking.then]
 
     def _think(self) -> None:
-        """A token has come in the thought, or where one may begin."""
+        """After a token in a thought, or where one may begin."""
         thinking, count = self.params.thinking, len(self.token_ids)
         assert thinking is not None, "only a row that thinks"
         first = 0 if thinking.inside else len(thinking.begin)
@@ -233,7 +225,7 @@ class Sequence:
 
     @property
     def paused(self) -> bool:
-        """Whether it leaves its block unfinished, since its turn has come."""
+        """Whether it leaves its block unfinished, at its `turn`."""
         return self.finish_reason is None and 0 < self.turn == len(self.prompt_ids) + len(self.token_ids)
 
     @property
@@ -242,12 +234,12 @@ class Sequence:
         return self.paused or self.finish_reason is not None
 
     def take_turn(self) -> None:
-        """A paused row is ready to go on: what it has so far is its next prompt."""
+        """Readies a paused row: its tokens so far are its next prompt."""
         self.prompt_ids = [*self.prompt_ids, *self.token_ids]
         self.turn, self.again = 0, len(self.token_ids)
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """The row's own random stream, made once: depends on (seed, prompt index, sample index) and nothing else."""
+        """The row's random stream, which depends on (seed, prompt index, sample index) alone."""
         if self._generator is None:
             # SplitMix-style mixing, so that neighbouring indices do not give related streams.
             mixed = (
@@ -278,7 +270,7 @@ over layers and KV heads."""
 
 
 def kept_of_spans(row: Sequence) -> Kept | None:
-    """What is kept of a finished sequence's spans, those of one name together; None where there are none."""
+    """The kept tokens of a finished sequence's spans, summed by name; None without spans."""
     if not row.spans:
         return None
     found: Kept = {span.name: {"tokens": 0, **dict.fromkeys(row.kept, 0.0)} for span in row.spans}
@@ -293,8 +285,10 @@ def kept_of_spans(row: Sequence) -> Kept | None:
 class RequestOutput:
     """The result of a finished sequence.
 
-    `token_ids` are the new tokens only, with the eos that stopped the row; `text` is without special tokens and
-    without the stop string (None without a tokenizer). `logprobs` are those of the chosen tokens, if asked for.
+    token_ids  the new tokens, with the eos that stopped the row
+    text       without special tokens and the stop string; None without a tokenizer
+    logprobs   of the chosen tokens, if asked for
+    kept       of a prompt with spans
     """
 
     index: int
@@ -307,11 +301,10 @@ class RequestOutput:
     top_logprobs: list[dict[int, float]] | None = None
     error: str | None = None
     kept: Kept | None = None
-    """Of a prompt with spans."""
 
     @classmethod
     def of(cls, row: Sequence, text: str | None) -> RequestOutput:
-        """Of a finished sequence, whose new tokens read `text`."""
+        """Of a finished sequence with the new text `text`."""
         if row.finish_reason is None:
             raise RuntimeError(f"sequence {row.row_id} is not finished")
         return cls(
@@ -337,9 +330,9 @@ class RequestOutput:
 class Score:
     """`LLM.score` of one (context, continuation): natural-log probabilities with eviction active.
 
-    `token_is_greedy` says of each token of the continuation whether it is the likeliest; `is_greedy`, whether all are.
-    `error` says why a pair could not be scored, None of all others: its `logprob` is NaN, `is_greedy` False, and its
-    lists end where it failed.
+    token_is_greedy  whether each token of the continuation is the likeliest; is_greedy: whether all are
+    error            why a pair could not be scored, else None; then `logprob` is NaN, `is_greedy` False, and the lists
+                     end where it failed
     """
 
     logprob: float

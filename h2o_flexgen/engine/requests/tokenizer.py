@@ -1,4 +1,4 @@
-"""Between text and token ids, as transformers' AutoTokenizer has it; by the light `tokenizers` library where it can."""
+"""Text to token ids and back, as transformers' AutoTokenizer; by the light `tokenizers` library where it can."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes that take tokenizer.json as it is."""
 _GEMMA_CLASSES = ("GemmaTokenizer", "GemmaTokenizerFast")
-"""Classes that build a pipeline of their own from its vocabulary: Gemma's, which its tokenizer.json has too."""
+"""Classes that build Gemma's pipeline from its vocabulary."""
 _OVERRULED = ("qwen2",)
-"""model_types of ours for which transformers puts a class of its own in the place of a plain one."""
+"""model_types for which transformers replaces a plain class by its own."""
 
 _IDLE_SETTINGS = (
     "backend",
@@ -36,17 +36,16 @@ _IDLE_SETTINGS = (
     "tokenizer_class",
     "use_default_system_prompt",
 )
-"""Keys of tokenizer_config.json that change no id and no text, whatever they say."""
+"""Keys of tokenizer_config.json that change no id and no text."""
 _OFF = ("clean_up_tokenization_spaces", "spaces_between_special_tokens")
-"""Keys that change nothing where they are false."""
+"""Keys that change nothing if they are false."""
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
 def light_tokenizer(folder: Path) -> Any:
-    """The `tokenizers.Tokenizer` of the folder where it encodes and decodes as AutoTokenizer would, else None.
+    """The `tokenizers.Tokenizer` of the folder if it encodes and decodes as AutoTokenizer would, else None.
 
-    AutoTokenizer costs seconds: importing transformers, and for a class that builds its own pipeline a vocabulary
-    that goes through Python objects.
+    AutoTokenizer costs seconds.
     """
     if not (folder / "tokenizer.json").exists():
         return None
@@ -65,7 +64,7 @@ def light_tokenizer(folder: Path) -> Any:
     if name in _GEMMA_CLASSES:
         if not _has_gemmas_pipeline(tokenizer, settings.get("unk_token", "<unk>")):
             return None
-        # Special tokens that the class has unless others are named; it adds those that the file lacks.
+        # The class adds these special tokens unless others are named.
         named = {f"{word}_token": f"<{word}>" for word in ("bos", "eos", "unk", "pad", "mask")}
         settings = {**named, **settings}
     added = {token.content: (number, token) for number, token in tokenizer.get_added_tokens_decoder().items()}
@@ -84,7 +83,7 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def _has_gemmas_pipeline(tokenizer: Any, unknown: Any) -> bool:
-    """Whether the steps around the vocabulary are those that transformers' GemmaTokenizer builds."""
+    """Whether the steps around the vocabulary are those of transformers' GemmaTokenizer."""
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
     built = (
@@ -105,7 +104,7 @@ def _has_gemmas_pipeline(tokenizer: Any, unknown: Any) -> bool:
 
 
 def _adds_as_told(tokenizer: Any, settings: dict[str, Any]) -> bool:
-    """Whether the tokenizer puts BOS and EOS where `add_bos_token` and `add_eos_token`, if there are any, have them."""
+    """Whether the tokenizer adds BOS and EOS as `add_bos_token` and `add_eos_token` say, if there are any."""
     flags = {word: settings.get(f"add_{word}_token") for word in ("bos", "eos")}
     if all(flag is None for flag in flags.values()):
         return True
@@ -114,10 +113,8 @@ def _adds_as_told(tokenizer: Any, settings: dict[str, Any]) -> bool:
 
 
 def _adds_nothing(name: str, value: Any, added: dict[str, tuple[int, Any]]) -> bool:
-    """Whether a setting changes no id and no text, but for those that `_adds_as_told` judges.
-
-    added   the tokenizer's added tokens and their ids by content
-    """
+    """Whether a setting changes no id and no text, or is judged by `_adds_as_told`. added: ids and added tokens by
+    content."""
     if name in (*_IDLE_SETTINGS, "add_bos_token", "add_eos_token") or value is None:
         return True
     if name in _OFF:
@@ -132,7 +129,7 @@ def _adds_nothing(name: str, value: Any, added: dict[str, tuple[int, Any]]) -> b
 
 
 def _is_there(token: Any, added: dict[str, tuple[int, Any]], number: int | None = None) -> bool:
-    """Whether a token that a setting names is among the added ones already: special, or just as it is described."""
+    """Whether a token of the settings is among the added ones, as it is described."""
     described = _described(token)
     if described["content"] not in added:
         return False
@@ -142,12 +139,12 @@ def _is_there(token: Any, added: dict[str, tuple[int, Any]], number: int | None 
 
 
 def _described(token: Any) -> dict[str, Any]:
-    """A token of the settings, which may be its text alone, as an object."""
+    """A token of the settings, which may be only its text, as an object."""
     return {"content": None, "special": True, **(token if isinstance(token, dict) else {"content": token})}
 
 
 def require_sentencepiece(folder: Path) -> None:
-    """ModelError where a sentencepiece model is all there is, and what reads it is not installed."""
+    """ModelError if there is only a sentencepiece model, and its reader is not installed."""
     if (folder / "tokenizer.json").exists() or not (folder / "tokenizer.model").exists():
         return
     missing = [name for name in ("sentencepiece", "google.protobuf") if not _installed(name)]
@@ -168,7 +165,7 @@ def _installed(name: str) -> bool:
 
 
 def _torn(folder: Path) -> str:
-    """Which of the tokenizer's JSON files cannot be read and why, empty where all can be."""
+    """The first of the tokenizer's JSON files that cannot be read, and why; else empty."""
     for path in sorted(folder.glob("*token*.json")):
         try:
             read_json(path)
@@ -178,7 +175,7 @@ def _torn(folder: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`, empty where there is no file. ValueError or OSError for one that cannot be read."""
+    """The JSON object in `path`, empty without a file. ValueError or OSError if it cannot be read."""
     loaded = json.loads(path.read_text(encoding="utf-8-sig")) if path.exists() else {}
     if not isinstance(loaded, dict):
         raise ValueError(f"{path.name} is not a JSON object")
@@ -187,7 +184,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 Decode = Callable[[list[int]], str]
 Offsets = Callable[[str, bool], list[tuple[int, int]]]
-"""Of a text and whether special tokens are added, [start, end) of each token; special ones stand for nothing."""
+"""From a text and whether special tokens are added to [start, end) of each token; special ones are empty."""
 
 _CONTEXT = 16  # tokens
 _ANSWER = "Indeed it is."
@@ -202,11 +199,12 @@ _UNKNOWN = "\ufffd"  # what a decoder writes for bytes that are no character, or
 class TextCodec:
     """Encodes prompts and decodes new tokens.
 
-    `encode` adds special tokens as the model wants them, `encode_bare` none; both read special tokens that are spelt
-    out in the text. `decode` leaves special tokens out. `offsets` gives the characters of each token, None where
-    the tokenizer does not know. `light` is the tokenizer of the library `tokenizers`, None
-    where there is none; `transformed` is transformers', None where the light library is enough. `ends`: tokens that a
-    file without a template to tell from has for the ends of turns.
+    encode       with the special tokens that the model wants; encode_bare: without. Both read spelt-out special tokens
+    decode       without special tokens
+    offsets      the characters of each token; None if the tokenizer does not tell
+    light        the tokenizer of the library `tokenizers`, if there is one
+    transformed  transformers' tokenizer, None if the light one is enough; loaded when it is asked for
+    ends         tokens that end turns by a GGUF file's keys and texts
     """
 
     def __init__(
@@ -223,7 +221,7 @@ class TextCodec:
         self.ends: tuple[int, ...] = ()
 
     def refuse_texts(self, why: UsageError) -> None:
-        """From now on no text is encoded: `why` is raised; token ids are decoded as before."""
+        """From now on encoding raises `why`; decoding works."""
 
         def refuse(*_: Any) -> Any:
             raise why
@@ -232,13 +230,12 @@ class TextCodec:
 
     @cached_property
     def transformed(self) -> Any:
-        """transformers' tokenizer, loaded when it is asked for: chat templates are rendered by it alone."""
         return self._transformed()
 
     @cached_property
     def turn_ends(self) -> tuple[int, ...]:
-        """What ends the model's turn of a conversation: the token that the chat template closes one with, the
-        tokenizer's own end, and those that a GGUF file has by key or text. None where nothing renders conversations."""
+        """The tokens that end the model's turn: the chat template's, the tokenizer's, and those of `ends`. None without
+        a renderer of conversations."""
         tokenizer = self.transformed
         if tokenizer is None:
             return ()
@@ -248,13 +245,9 @@ class TextCodec:
 
     @classmethod
     def open(cls, folder: Path | None) -> TextCodec | None:
-        """The tokenizer in `folder`, None where there is none. ModelError for one that cannot be read.
-
-        A tokenizer.json that is the only file of a tokenizer means what it says, and so it does beside files that add
-        nothing to it: see `light_tokenizer`. Anything else is read by AutoTokenizer, which takes seconds and is what
-        counts: classes that build another pipeline, flags for BOS and EOS, prefix spaces, tokens of its own,
-        sentencepiece models, vocab.json with merges.txt. Code in the folder (auto_map) is never run.
-        """
+        """The tokenizer in `folder`, None if there is none: the light one if it gives the same ids, see
+        `light_tokenizer`, else AutoTokenizer's. Code in the folder (auto_map) is never run. ModelError if it cannot be
+        read."""
         if folder is None or not any((folder / name).exists() for name in TOKENIZER_FILES):
             return None
         try:
@@ -272,8 +265,8 @@ class TextCodec:
 
     @classmethod
     def of_gguf(cls, metadata: Mapping[str, Any], path: str) -> TextCodec | None:
-        """The tokenizer in the metadata of the GGUF file at `path`, None where there is none. ModelError for one that
-        is damaged; one of an unknown kind decodes, and raises UsageError for texts."""
+        """The tokenizer in a GGUF file's metadata, None if there is none. ModelError if it is damaged; one of an
+        unknown kind decodes, and raises UsageError for texts."""
         try:
             found = gguf_tokenizer(metadata, path)
         except ModelError:
@@ -324,7 +317,7 @@ class TextCodec:
 
 
 def _warn_of_others(folder: Path, tokenizer: Any) -> None:
-    """Warns where transformers' class cuts texts in another way than the folder's tokenizer.json."""
+    """Warns if transformers' class gives other ids than the folder's tokenizer.json."""
     if not (folder / "tokenizer.json").exists():
         return
     from tokenizers import Tokenizer
@@ -351,8 +344,8 @@ def _warn_of_others(folder: Path, tokenizer: Any) -> None:
 
 
 def _transformed(folder: Path) -> Any:
-    """transformers' tokenizer, with the chat template that some folders keep as their processor's: transformers reads
-    that file for processors only."""
+    """transformers' tokenizer, with the chat template in chat_template.json, which transformers reads for processors
+    only."""
     tokenizer = _from_transformers(folder)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = read_json(folder / "chat_template.json").get("chat_template")
@@ -360,7 +353,7 @@ def _transformed(folder: Path) -> Any:
 
 
 def _from_transformers(folder: Path) -> Any:
-    """transformers' tokenizer. Where the folder wants code of its own to be run, tokenizer.json is taken as it is."""
+    """transformers' tokenizer; by tokenizer.json alone if the folder's own code would have to run."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     settings: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -378,10 +371,8 @@ def _from_transformers(folder: Path) -> Any:
 
 
 def _closing(tokenizer: Any, encode: Callable[[str], list[int]]) -> int | None:
-    """The special token that follows an answer in what the chat template makes of it, None where there is none.
-
-    Harmony's <|end|> is none, wherever a template has it: it ends one part of a turn, such as the reasoning.
-    """
+    """The special token that follows an answer in the rendered chat, None if there is none. Harmony's <|end|> does not
+    count, as it ends one part of a turn."""
     talk = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": _ANSWER}]
     try:
         text = str(tokenizer.apply_chat_template(talk, tokenize=False))
@@ -398,7 +389,7 @@ def _closing(tokenizer: Any, encode: Callable[[str], list[int]]) -> int | None:
 
 
 def text_of(codec: TextCodec | None, row: Sequence) -> str | None:
-    """The text that the row's new tokens add to that of its prompt, cut before the stop string that ended it."""
+    """The text of the row's new tokens after its prompt, cut before the stop string that ended it."""
     if codec is None:
         return None
     text = _new_text(codec.decode, row)
@@ -406,10 +397,9 @@ def text_of(codec: TextCodec | None, row: Sequence) -> str | None:
 
 
 def find_stop(decode: Decode, row: Sequence) -> str | None:
-    """The stop string that the row's last token completes, the first in the text where there are several; or None.
+    """The stop string that the row's last token completes, the first in the text; or None.
 
-    Only a tail is decoded at first, since this is done for every token: a character takes four tokens at most. What is
-    found there must be in the whole text too.
+    Called for every token, so that only a tail is decoded at first; a character takes four tokens at most.
     """
     stops = row.params.stop_strings
     longest = max(map(len, stops), default=0)
@@ -427,9 +417,8 @@ def find_stop(decode: Decode, row: Sequence) -> str | None:
 def added_text(decode: Decode, ids: list[int], cut: int, context: int = _CONTEXT) -> str:
     """The text that `ids[cut:]` adds to that of `ids[:cut]`, as decoding all of it gives it.
 
-    Decoded on their own, tokens may lose a space at the start (sentencepiece) or half a character. So about `context`
-    tokens before `cut` are decoded with them, and more where these are no text or begin within a character. A
-    character that `cut` divides belongs to what is added.
+    Decoded alone, tokens may lose a space (sentencepiece) or half a character: about `context` tokens before `cut` are
+    decoded with them, more if these begin within a character. A character that `cut` divides is added.
     """
     before, start = "", 0
     for start in _starts(cut, context):
@@ -443,14 +432,14 @@ def added_text(decode: Decode, ids: list[int], cut: int, context: int = _CONTEXT
 
 
 def _starts(cut: int, context: int) -> Iterator[int]:
-    """Where decoding may start: a character has four tokens at most, and if none of them will do, all must be read."""
+    """Candidate starts of decoding: a character has four tokens at most; then the beginning."""
     yield from (start for start in range(cut - context, cut - context - 4, -1) if start > 0)
     yield 0
 
 
 def _new_text(decode: Decode, row: Sequence) -> str:
     prompt, new = row.given_ids, row.token_ids
-    # A token that ends a text of some form may have a text of its own, which is no part of it.
+    # An eos after a text with a form may have a text of its own.
     if row.grammar is not None and new and new[-1] in row.eos:
         new = new[:-1]
     return added_text(decode, [*prompt, *new], len(prompt), len(prompt))

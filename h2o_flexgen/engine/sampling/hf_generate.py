@@ -1,4 +1,4 @@
-"""transformers' `generate` on top of the engine: its arguments, honoured, idle or refused; tensors in, tensors out."""
+"""transformers' `generate` on top of the engine: tensors in, tensors out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from h2o_flexgen.registry import suggestion
 log = logging.getLogger(__name__)
 
 DEFAULT_NEW_TOKENS = 20
-"""New tokens where no length is given anywhere, as in transformers."""
+"""New tokens if no length is given, as in transformers."""
 
 LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
 SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -37,7 +37,7 @@ SHARED = tuple(
     for item in fields(SamplingParams)
     if item.name not in (*LENGTHS, *SPECIAL_TOKENS, *OURS, "stop_strings", "logprobs")
 )
-"""Settings that are called and mean the same in SamplingParams."""
+"""Settings with the same name and meaning in SamplingParams."""
 
 WITHOUT_EFFECT = (
     *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory"),
@@ -46,7 +46,8 @@ WITHOUT_EFFECT = (
     *("assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind"),
     "assistant_ensemble_weight",
 )
-"""Accepted: the engine has its own cache, placement and prompt chunks, or transformers itself would not look at it."""
+"""Accepted and ignored: the engine has its own cache, placement and prompt chunks, or transformers ignores them,
+too."""
 
 CACHES = ("dynamic", "static", "offloaded", "offloaded_static", "quantized", "paged", "hybrid", "sliding_window")
 OLD_CACHES = ("hybrid_chunked", "offloaded_hybrid", "offloaded_hybrid_chunked")
@@ -80,7 +81,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "position_ids": (),
     "past_key_values": (),
 }
-"""Not offered, with the values besides None that ask for nothing."""
+"""Refused, unless None or one of these values, which ask for nothing."""
 
 IN_CONFIGS = {*LENGTHS, *SPECIAL_TOKENS, *OUTPUTS, *SHARED, *WITHOUT_EFFECT, *REFUSED, "stop_strings"}
 KNOWN = {*IN_CONFIGS, *CALLS, *OURS}
@@ -88,31 +89,27 @@ KNOWN = {*IN_CONFIGS, *CALLS, *OURS}
 
 @dataclass(frozen=True)
 class Settings:
-    """One call's settings. `values` holds what the call, its config object or the model's files say; None is "off".
-
-    `given`: the names that the caller set, by keyword or by config object.
-    """
+    """One call's settings: `values` of the call, its config object and the model's files, None is "off"; `given`: the
+    names that the caller set."""
 
     values: Mapping[str, Any]
     given: frozenset[str]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value called `name`; `default` where it is not set, or None."""
+        """The value of `name`; `default` if it is not set, or None."""
         value = self.values.get(name)
         return default if value is None else value
 
     def eos(self, own: tuple[int, ...]) -> tuple[int, ...]:
-        """The ids that end a sequence, `own` where nothing is said; none for an explicit None."""
+        """The ids that end a sequence: `own` unless set; none for an explicit None."""
         if "eos_token_id" not in self.values:
             return own
         return token_ids(self.values["eos_token_id"])
 
 
 def read_settings(arguments: Mapping[str, Any], config: Any, folder: Path | None) -> Settings:
-    """Merges keyword `arguments`, over the `config` object, over generation_config.json (or config.json) in `folder`.
-
-    UsageError, which is a ValueError, for unknown names and for what is not offered.
-    """
+    """Merges keyword `arguments` over the `config` object over generation_config.json (or config.json) in `folder`.
+    UsageError for unknown and refused names."""
     unknown = [name for name, value in arguments.items() if name not in KNOWN and value is not None]
     if unknown:
         raise UsageError(
@@ -131,7 +128,7 @@ def read_settings(arguments: Mapping[str, Any], config: Any, folder: Path | None
 
 
 def sampling_params(settings: Settings, new_tokens: int, min_new_tokens: int, **own: Any) -> SamplingParams:
-    """The settings as SamplingParams, with `own` on top. Warns of sampling settings without do_sample."""
+    """The settings as SamplingParams, overridden by `own`. Warns of sampling settings without do_sample."""
     wanted = {name: value for name in (*SHARED, *OURS) if (value := _or_off(settings, name)) is not None}
     if not wanted.get("do_sample", False):
         neutral = {"temperature": 1.0, "top_k": 50, **_OFF, "typical_p": 1.0}
@@ -143,8 +140,8 @@ def sampling_params(settings: Settings, new_tokens: int, min_new_tokens: int, **
 
 
 def lengths(settings: Settings, width: int, max_positions: int) -> tuple[int, int]:
-    """(most, fewest) new tokens after prompts padded to `width`. max_new_tokens goes before max_length, which counts
-    the prompt; without either 20, as far as the context of `max_positions` reaches. UsageError where none are left."""
+    """(most, fewest) new tokens after prompts padded to `width`: by max_new_tokens, else max_length, which counts the
+    prompt, else 20 within the context of `max_positions`. UsageError if none are left."""
     most, total = settings.get("max_new_tokens"), settings.get("max_length")
     if most is not None:
         if total is not None:
@@ -175,7 +172,7 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 
 _OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
-"""The meaning of an explicit None where it is not the default."""
+"""The meaning of an explicit None, if it is not the default."""
 
 
 def _or_off(settings: Settings, name: str) -> Any:
@@ -186,7 +183,7 @@ def _or_off(settings: Settings, name: str) -> Any:
 
 
 def _of_object(config: Any) -> dict[str, Any]:
-    """The settings of a GenerationConfig, or of a mapping; None counts as unset."""
+    """The settings of a GenerationConfig or a mapping; None counts as unset."""
     if config is None:
         return {}
     if not isinstance(config, Mapping) and not hasattr(config, "__dict__"):
@@ -196,7 +193,7 @@ def _of_object(config: Any) -> dict[str, Any]:
 
 
 def _stored(folder: Path | None) -> tuple[dict[str, Any], str]:
-    """Generation settings in a model's folder and the file that has them; old models have them in config.json."""
+    """Generation settings in a model's folder, and the name of their file; old models have them in config.json."""
     for name in ("generation_config.json", "config.json"):
         path = None if folder is None else folder / name
         if path is None or not path.exists():
@@ -207,16 +204,10 @@ def _stored(folder: Path | None) -> tuple[dict[str, Any], str]:
             raise ModelError(f"{path} cannot be read: {error}", "needed JSON", "download it again") from error
         if not isinstance(said, dict):
             raise ModelError(f"{path} is not a JSON object", "needed generation settings", "download it again")
-        return {key: value for key, value in _of_object(said).items() if not (key in _IDS and _is_none(value))}, name
+        # Old conversions wrote -1 for no token.
+        absent = {key for key in SPECIAL_TOKENS if isinstance(said.get(key), int) and said[key] < 0}
+        return {key: value for key, value in _of_object(said).items() if key not in absent}, name
     return {}, ""
-
-
-_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-def _is_none(value: Any) -> bool:
-    """Whether no token has this id: old conversions wrote -1 for none."""
-    return isinstance(value, int) and value < 0
 
 
 def _refuse(values: Mapping[str, Any], arguments: Mapping[str, Any], passed: Mapping[str, Any], origin: str) -> None:
@@ -235,7 +226,7 @@ Run = Callable[[list[Sequence]], Iterable[Sequence]]
 
 @dataclass(frozen=True)
 class Inputs:
-    """The prompts to be continued: `ids` (n, S) int64 on the host, and `mask` (n, S) bool, False where padding is."""
+    """Prompts: `ids` (n, S) int64 on the host, and `mask` (n, S) bool, False for padding."""
 
     ids: Tensor
     mask: Tensor
@@ -246,14 +237,14 @@ class Inputs:
         return self.ids.shape[1]
 
     def prompts(self) -> list[list[int]]:
-        """The rows without padding, wherever it is. UsageError for a row of nothing else."""
+        """The rows without padding. UsageError for a row of padding only."""
         for row in (~self.mask.any(1)).nonzero().flatten().tolist():
             raise UsageError(f"attention_mask is 0 all over row {row}", "needed at least one token to continue")
         return [ids[mask].tolist() for ids, mask in zip(self.ids, self.mask, strict=True)]
 
 
 class Generator:
-    """One model's `generate_ids`. `read` makes sequences of prompts, `run` runs them and yields those that finish."""
+    """One model's `generate_ids`. read: makes sequences of prompts; run: runs them and yields them when finished."""
 
     def __init__(self, model: Model, read: Read, run: Run) -> None:
         self._model, self._read, self._run = model, read, run
@@ -282,7 +273,7 @@ class Generator:
         try:
             return self._outcome(inputs, rows, settings, pad)
         finally:
-            # Whoever reads the other end of the streamer is let go, whatever happened.
+            # The streamer's reader must not wait for ever.
             streamer.end()
 
     def _pad(self, settings: Settings, eos: tuple[int, ...]) -> int | None:
@@ -291,7 +282,7 @@ class Generator:
         return pad if pad is not None or not eos else eos[0]
 
     def _inputs(self, ids: Any, mask: Any, settings: Settings, special: tuple[int | None, tuple[int, ...]]) -> Inputs:
-        """Without ids a single BOS. Without a mask every pad token is padding, unless it is an eos too."""
+        """Without ids a single BOS. Without a mask pad tokens are padding, unless they are an eos, too."""
         if ids is None:
             bos = settings.get("bos_token_id", self._model.spec.bos_token_id)
             ids = torch.tensor([[bos]])
@@ -347,7 +338,7 @@ class Generator:
         return rows
 
     def _lengths(self, inputs: Inputs, settings: Settings, replaced: Mapping[str, Any]) -> tuple[int, int]:
-        """A caller's MaxLengthCriteria takes the place of max_new_tokens and max_length, as in transformers."""
+        """A caller's MaxLengthCriteria replaces max_new_tokens and max_length, as in transformers."""
         if "MaxLengthCriteria" in replaced:
             total = {"max_new_tokens": None, "max_length": replaced["MaxLengthCriteria"].max_length}
             settings = Settings({**settings.values, **total}, settings.given)
@@ -380,7 +371,7 @@ class Generator:
 
 
 def _steps(rows: list[list[Tensor]], steps: int, pad: int, size: int, device: torch.device) -> Iterator[Tensor]:
-    """(rows, vocab) per step. Where a row has finished, its pad token is certain: its score is 0, all others -inf."""
+    """(rows, vocab) per step; of a finished row the pad token's score is 0, all others are -inf."""
     certain = torch.full((size,), NOTHING)
     certain[pad] = 0.0
     for step in range(steps):

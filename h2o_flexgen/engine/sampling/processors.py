@@ -1,12 +1,12 @@
 """From logits to the next token: the processors of transformers' `generate`, in its order.
 
-The usual ones are here, in plain torch, and serve all rows with equal settings together. The rare ones are
-transformers' own classes, imported when a row asks for one, and go row by row. Nothing here waits for the device.
+The usual ones are plain torch and serve all rows with equal settings together; the rare ones are transformers' own
+classes, row by row. Nothing here waits for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,19 +24,19 @@ _CHUNK = 1 << 20  # scores of rows that are processed together: sorting them tak
 
 
 def sent(numbers: list[Any], device: torch.device) -> Tensor:
-    """Whole numbers of the host as a tensor on `device`, without waiting for it."""
+    """Host integers as a tensor on `device`, without waiting for it."""
     return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
 
 
 class LogitsStep(NamedTuple):
-    """A processor under the name of transformers' class: a caller's own processor of that class takes its place."""
+    """A processor under the name of transformers' class; a caller's own processor of that class replaces it."""
 
     name: str
     apply: Processor
 
 
 class Library:
-    """transformers' processors by name. Those that depend on settings alone are made once and serve many rows."""
+    """transformers' processors by name; those that depend on settings alone serve many rows."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[Any, ...], LogitsStep] = {}
@@ -48,14 +48,14 @@ class Library:
         return LogitsStep(name, getattr(logits_process, name)(*args, **options))
 
     def shared(self, key: tuple[Any, ...], name: str, *args: Any, **options: Any) -> LogitsStep:
-        """The one made before under `key` and `name`, else a new one: some hold a bias as large as the vocabulary."""
+        """As `make`, but once for each `key` and `name`: some hold a bias as large as the vocabulary."""
         if (name, *key) not in self._made:
             self._made[name, *key] = self.make(name, *args, **options)
         return self._made[name, *key]
 
 
 class Usual(NamedTuple):
-    """The settings that decide about the tokens of most rows that want more than their largest logit."""
+    """The settings of most rows that need more than the largest logit. eos: forbidden before `min_new_tokens`."""
 
     do_sample: bool
     temperature: float
@@ -66,27 +66,24 @@ class Usual(NamedTuple):
     repetition_penalty: float
     min_new_tokens: int
     eos: tuple[int, ...]
-    """Tokens that are forbidden before there are `min_new_tokens`."""
 
     @classmethod
     def of(cls, row: Sequence) -> Usual | None:
-        """None for a row with other settings, or hooks that look at its scores."""
+        """None for a row with other settings, or with hooks on its scores."""
         if not row.params.usual or _watched(row.hooks):
             return None
         values = [getattr(row.params, name) for name in cls._fields[:-1]]
         return cls._make([*values, tuple(sorted(token for token in row.eos if token >= 0))])
 
     def after(self, tokens: int) -> Usual | None:
-        """The processors that are left once a row has so many new tokens; None: the largest logit is the answer."""
+        """The settings that still matter after so many new tokens; None: the largest logit is the answer."""
         rest = self._replace(min_new_tokens=0, eos=()) if tokens >= self.min_new_tokens or not self.eos else self
         return rest if rest.do_sample or rest.repetition_penalty != 1.0 or rest.eos else None
 
 
 class Group:
-    """Chooses the tokens of rows with equal usual settings, each as if it were alone.
-
-    Owns their ids on the logits' device where a repetition penalty asks for them. Rows may come and go.
-    """
+    """Chooses the tokens of rows with equal usual settings, each as if it were alone. Owns their ids on the logits'
+    device, for a repetition penalty. Rows may come and go."""
 
     def __init__(self, usual: Usual, params: SamplingParams, device: torch.device) -> None:
         self._usual, self._device = usual, device
@@ -96,7 +93,7 @@ class Group:
         self._ids = torch.empty(0)
 
     def choose(self, rows: SequenceOf[Sequence], logits: Tensor) -> Tensor:
-        """Tokens (n,) int64 for `logits` (n, vocab) float32, which stay as they are; negative where there is none."""
+        """Tokens (n,) int64 for `logits` (n, vocab) float32, which are not changed; negative if none is allowed."""
         penalised = self._usual.repetition_penalty != 1.0
         if penalised:
             self._find(rows)
@@ -123,7 +120,7 @@ class Group:
         return pick(scores, rows[part] if self._usual.do_sample else None)
 
     def _find(self, rows: SequenceOf[Sequence]) -> None:
-        """`_ids` (n, most) of `rows`, in any order, an id of the row's own wherever it has fewer."""
+        """Makes `_ids` (n, most) of `rows`, in any order, padded with an id of the row's own."""
         wanted = [(row.row_id, len(row.token_ids)) for row in rows]
         if wanted == self._known:
             return
@@ -138,13 +135,13 @@ class Group:
 
 
 def guided(rows: SequenceOf[Sequence], scores: Tensor) -> Tensor:
-    """A copy of `scores` (n, vocab) that leaves the rows with a guide the tokens that their grammars go on with."""
+    """A copy of `scores` (n, vocab) with -inf for tokens that their rows' grammars forbid."""
     return only_allowed(scores, [row.guide for row in rows])
 
 
 def pick(scores: Tensor, rows: SequenceOf[Sequence] | None) -> Tensor:
     """The likeliest token of each row of `scores` (n, vocab), or one drawn with the generators of `rows`: (n,) int64,
-    negative where no token is allowed."""
+    negative if none is allowed."""
     if rows is not None:
         # As torch.multinomial does it for one row, which would wait for the device and take one generator for all.
         noise = torch.empty_like(scores, memory_format=torch.contiguous_format)
@@ -157,7 +154,7 @@ def pick(scores: Tensor, rows: SequenceOf[Sequence] | None) -> Tensor:
 
 
 class Chooser:
-    """Picks the tokens of one row with settings of its own. Owns the row's ids on the logits' device."""
+    """Picks the tokens of one row with special settings. Owns the row's ids on the logits' device."""
 
     def __init__(self, row: Sequence, library: Library, device: torch.device) -> None:
         self._hooks = row.hooks
@@ -172,7 +169,7 @@ class Chooser:
         self._steps += _shaping(row.params, library, device)
 
     def choose(self, row: Sequence, logits: Tensor) -> Tensor:
-        """A token (1,) for `logits` (1, vocab) float32, which stay as they are; negative where none is allowed."""
+        """A token (1,) for `logits` (1, vocab) float32, which are not changed; negative if none is allowed."""
         scores, ids = logits, self._ids[:, : self._given + len(row.token_ids)]
         for step in self._steps:
             scores = step.apply(ids, scores)
@@ -181,7 +178,7 @@ class Chooser:
         return pick(scores, [row] if row.params.do_sample else None)
 
     def chosen(self, row: Sequence) -> bool:
-        """Notes the token that the row got last; whether one of the caller's criteria stops the row with it."""
+        """Takes the row's last token; returns whether one of the caller's criteria stops the row."""
         self._ids[0, self._given + len(row.token_ids) - 1] = row.token_ids[-1]
         if self._hooks is None or not self._hooks.criteria:
             return False
@@ -200,7 +197,7 @@ class Chooser:
 
 
 def _watched(hooks: Hooks | None) -> bool:
-    """Whether the caller's own code sees or changes what tokens are chosen from."""
+    """Whether the caller's code sees or changes scores."""
     if hooks is None:
         return False
     own = hooks.prefix is not None or hooks.processors or hooks.criteria
@@ -213,7 +210,7 @@ def _context(row: Sequence) -> list[int]:
 
 
 def _corrected(row: Sequence, context: list[int], library: Library, device: torch.device) -> list[LogitsStep]:
-    """`_corrections` and then the caller's own processors, each in place of ours of the same class if there is one."""
+    """`_corrections`, then the caller's processors, which replace ours of the same class."""
     steps = list(_corrections(row, context, library, device))
     own = list(row.hooks.processors) if row.hooks else []
     for i, step in enumerate(steps):
@@ -225,7 +222,7 @@ def _corrected(row: Sequence, context: list[int], library: Library, device: torc
 
 
 def _corrections(row: Sequence, context: list[int], library: Library, device: torch.device) -> Iterator[LogitsStep]:
-    """Processors that apply to greedy and sampled rows alike. `context`: the prompt as the caller padded it."""
+    """Processors of greedy and sampled rows. context: the prompt with the caller's padding."""
     params, given = row.params, len(context)
     eos = sorted(token for token in row.eos if token >= 0)
     make, shared = library.make, partial(library.shared, (params, row.eos, device))
@@ -271,8 +268,7 @@ def _corrections(row: Sequence, context: list[int], library: Library, device: to
 
 
 def _shaping(params: SamplingParams, library: Library, device: torch.device) -> Iterator[LogitsStep]:
-    """The last processors. The part for sampling shapes the distribution, and always leaves some token that was
-    there."""
+    """The last processors: those of sampling, which always leave a token, and normalisation."""
     if params.do_sample:
         yield from _warpers(params, library, device)
     if params.renormalize_logits:
@@ -284,13 +280,12 @@ def _warpers(params: SamplingParams, library: Library, device: torch.device) -> 
         yield LogitsStep("TemperatureLogitsWarper", lambda ids, scores: scores / params.temperature)
     if params.top_h is not None:
         yield library.make("TopHLogitsWarper", params.top_h)
-    for wanted, name, warp, amount in (
-        (params.top_k > 0, "TopKLogitsWarper", top_k, params.top_k),
-        (params.top_p < 1.0, "TopPLogitsWarper", top_p, params.top_p),
-        (params.min_p > 0.0, "MinPLogitsWarper", min_p, params.min_p),
-    ):
-        if wanted:
-            yield LogitsStep(name, _ignoring_ids(warp, amount))
+    if params.top_k > 0:
+        yield LogitsStep("TopKLogitsWarper", lambda ids, scores: top_k(params.top_k, scores))
+    if params.top_p < 1.0:
+        yield LogitsStep("TopPLogitsWarper", lambda ids, scores: top_p(params.top_p, scores))
+    if params.min_p > 0.0:
+        yield LogitsStep("MinPLogitsWarper", lambda ids, scores: min_p(params.min_p, scores))
     if params.typical_p < 1.0:
         yield library.make("TypicalLogitsWarper", params.typical_p)
     if 0.0 < params.epsilon_cutoff < 1.0:
@@ -299,39 +294,35 @@ def _warpers(params: SamplingParams, library: Library, device: torch.device) -> 
         yield library.make("EtaLogitsWarper", params.eta_cutoff, device=str(device))
 
 
-def _ignoring_ids(warp: Callable[[Any, Tensor], Tensor], amount: float) -> Processor:
-    return lambda ids, scores: warp(amount, scores)
-
-
 def penalise(penalty: float, padding: int, ids: Tensor, scores: Tensor) -> Tensor:
-    """`scores` (b, vocab), those of the tokens in `ids` (b, n) after the first `padding` pushed down by `penalty`."""
+    """`scores` (b, vocab), lowered by `penalty` for tokens in `ids` (b, n) after the first `padding`."""
     seen = ids[:, padding:]
     values = scores.gather(1, seen)
     return scores.scatter(1, seen, torch.where(values < 0, values * penalty, values / penalty))
 
 
 def lessen(presence: float, frequency: float, given: int, ids: Tensor, scores: Tensor) -> Tensor:
-    """`scores` (b, vocab) less `presence` for each token in `ids` (b, n) after the first `given`, and less `frequency`
-    as often as it is there. As OpenAI's API describes the two penalties."""
+    """OpenAI's penalties: `scores` (b, vocab) less `presence` for each token in `ids` (b, n) after the first `given`,
+    and less `frequency` for each time it is there."""
     new = ids[:, given:]
     counts = torch.zeros_like(scores).scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
     return scores - frequency * counts - presence * (counts > 0)
 
 
 def forbid(tokens: Tensor, until: int, ids: Tensor, scores: Tensor) -> Tensor:
-    """`scores` (1, vocab) without `tokens` (m,), while `ids` (1, n) are fewer than `until`."""
+    """`scores` (1, vocab) without `tokens` (m,) while `ids` (1, n) are fewer than `until`."""
     return scores.index_fill(1, tokens, NOTHING) if ids.shape[1] < until else scores
 
 
 def top_k(count: int, scores: Tensor) -> Tensor:
-    """The `count` highest of `scores` (b, vocab), with all that equal the last of them."""
+    """The `count` highest of `scores` (b, vocab), ties included."""
     if count >= scores.shape[-1]:
         return scores
     return scores.masked_fill(scores < torch.topk(scores, count).values[..., -1:], NOTHING)
 
 
 def top_p(mass: float, scores: Tensor) -> Tensor:
-    """The likeliest of `scores` (b, vocab) that hold `mass` of the probability together, at least one."""
+    """The likeliest of `scores` (b, vocab) with `mass` of the probability together, at least one."""
     ordered, order = scores.sort(descending=False)
     tail = ordered.softmax(-1).cumsum(-1) <= 1.0 - mass
     tail[..., -1].zero_()

@@ -1,4 +1,4 @@
-"""Chooses the next token of every row of a GPU batch and decides which rows are done."""
+"""Chooses the next token of every row of a GPU batch, and decides which rows are done."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ _CHUNK = 1 << 20  # log-probabilities that are alive at once
 class Sampler:
     """Appends one token per unfinished row, in place. A row's choice depends on its own logits and generator.
 
-    A step asks the device once for the likeliest tokens and for what rows with equal usual settings choose together.
-    Rows with settings of their own, and log-probabilities, cost one more question each.
-
-    One serves one call of the engine: `max_time` counts from its first `start`.
+    A step copies once from the device, for likeliest tokens and groups of rows with usual settings; rows with special
+    settings and log-probabilities cost one more copy each. Serves one call of the engine: `max_time` counts from its
+    first `start`.
     """
 
     def __init__(self, decode: Decode | None = None) -> None:
@@ -36,11 +35,11 @@ class Sampler:
         self._started: float | None = None
 
     def start(self) -> None:
-        """The clock of `max_time` runs from now on, if it does not yet."""
+        """Starts the clock of `max_time`, if it does not run yet."""
         self._started = self._started or time.perf_counter()
 
     def step(self, rows: SequenceOf[Sequence], logits: Tensor) -> list[Sequence]:
-        """`logits` (b, vocab) float32, one row per sequence. Returns the sequences that finished in this step."""
+        """logits: (b, vocab) float32. Returns the sequences that finished in this step."""
         self.start()
         going, together, own, plain = list[int](), dict[Usual, list[int]](), dict[int, Chooser](), list[int]()
         for r, row in enumerate(rows):
@@ -75,12 +74,12 @@ class Sampler:
         return self._settle(rows, going, best, tokens, logits)
 
     def take(self, rows: SequenceOf[Sequence], best: list[float], tokens: list[int]) -> list[Sequence]:
-        """`step` of rows that all take the likeliest token: the largest logits, and whose they are."""
+        """`step` of rows that all take the likeliest token: `best` logits and their `tokens`."""
         self.start()
         return self._settle(rows, [r for r, row in enumerate(rows) if not row.finished], best, tokens, None)
 
     def _chooser(self, row: Sequence, logits: Tensor) -> Chooser | Usual | None:
-        """The chooser of `row` at this step, None where the largest logit is the answer, or none is asked for."""
+        """The chooser of `row` at this step; None: the largest logit is the answer, or none is needed."""
         if not row.prepared:
             row.prepared = True
             if row.forced is None:
@@ -99,8 +98,8 @@ class Sampler:
         tokens: list[int],
         logits: Tensor | None,
     ) -> list[Sequence]:
-        """Of all rows the largest logits and the tokens chosen, negative where none is allowed; `logits` None: no row
-        asks for log-probabilities."""
+        """Appends the `tokens` chosen, negative if none is allowed; best: the largest logits, by row. logits: for
+        log-probabilities; None: no row asks for them."""
         taken: dict[int, int] = {}
         sampled = {r for r in going if not rows[r].given}
         for r in going:
@@ -155,14 +154,14 @@ class Sampler:
 
 
 def lists(tensors: SequenceOf[Tensor]) -> list[list[Any]]:
-    """The numbers in tensors of one device, by one copy. From a GPU whole numbers come as floats."""
+    """The numbers in tensors of one device, by one copy. From a GPU integers come as floats."""
     if tensors[0].device.type == "cpu":
         return [tensor.tolist() for tensor in tensors]
     return unpacked(pack(tensors).cpu(), tensors)
 
 
 def pack(tensors: SequenceOf[Tensor]) -> Tensor:
-    """Numbers one after the other as float64, which holds every float32 and every token id."""
+    """Numbers one after the other as float64, which holds every float32 and token id."""
     return torch.cat([tensor.reshape(-1).double() for tensor in tensors])
 
 
@@ -178,7 +177,7 @@ def _usable(row: Sequence, best: float) -> bool:
 
 
 def _allowed(rows: SequenceOf[Sequence], barred: list[int], logits: Tensor) -> list[int]:
-    """The likeliest tokens that the grammars of these rows allow, negative where there is none."""
+    """The likeliest tokens that the grammars of these rows allow, negative if there is none."""
     if serves(logits):
         return [likeliest(logits[r], rows[r].guide.mask) for r in barred]
     allowed = guided([rows[r] for r in barred], _rows_of(logits, barred))
@@ -186,7 +185,7 @@ def _allowed(rows: SequenceOf[Sequence], barred: list[int], logits: Tensor) -> l
 
 
 def _rows_of(logits: Tensor, rows: list[int]) -> Tensor:
-    """Some rows, ascending; without a copy where they are neighbours."""
+    """Some rows, ascending; without a copy if they are neighbours."""
     if rows[-1] - rows[0] == len(rows) - 1:
         return logits[rows[0] : rows[-1] + 1]
     return logits.index_select(0, sent(rows, logits.device))

@@ -1,4 +1,4 @@
-"""Where caches and hidden states rest while off the compute tier, and the buffers through which they come and go."""
+"""Backing stores of caches and hidden states off the compute tier, and transfer buffers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def typed(buffer: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 class BufferCycle:
-    """Sets of buffers, one on each of `tiers`, that transfers use in turn; a later one waits for the one before."""
+    """Sets of buffers, one on each of `tiers`, that transfers use in turn."""
 
     def __init__(self, tiers: Sequence[Tier], nbytes: int, count: int, what: str) -> None:
         self.nbytes = nbytes
@@ -38,13 +38,13 @@ class BufferCycle:
             self._resources = stack.pop_all()
 
     def take(self) -> tuple[list[Tensor], Ticket | None]:
-        """The next set, and what has to be done before it is written to: the last transfer that used it."""
+        """The next set, and the transfer that must end before it is written to."""
         self._sets.rotate(-1)
         self._busy.rotate(-1)
         return self._sets[-1], self._busy[-1]
 
     def until(self, ticket: Ticket) -> None:
-        """The set that was taken last is in use until `ticket` is done."""
+        """The set taken last is in use until `ticket` is done."""
         self._busy[-1] = ticket
 
     def close(self) -> None:
@@ -53,11 +53,10 @@ class BufferCycle:
 
 
 class MemoryBacking:
-    """Bytes in a memory tier that is not the compute tier.
+    """Bytes in a memory tier other than the compute tier.
 
-    `save` and `fetch` move 1-D uint8 tensors, page-aligned on the host, in the order in which they were asked for. What
-    `save` returns is done once the source may change; `fetch` writes to its target after `after`, and after what was
-    computed so far.
+    `save` and `fetch` move 1-D uint8 tensors, page-aligned on the host, in the order of the calls. The ticket of `save`
+    is done once the source may change; `fetch` writes to its target after `after` and all earlier computes.
     """
 
     def __init__(self, tier: Tier, nbytes: int, what: str, compute: Tier, copies: CopyEngine) -> None:
@@ -83,9 +82,8 @@ class MemoryBacking:
 class DiskBacking:
     """`MemoryBacking` in a region of a preallocated file. A read is checked against the digest of the last write.
 
-    `staging`: host buffers between a GPU and the disk. The error of a failed write stays in its ticket; every later
-    `fetch` and `save` comes after that ticket and fails with the same error, so a caller sees it when it waits for the
-    next load of these bytes.
+    staging: host buffers between a GPU and the disk. After a failed write every later `fetch` and `save` fails with its
+    error, which a caller sees when it waits for the next load.
     """
 
     def __init__(self, tiers: Tiers, nbytes: int, what: str, copies: CopyEngine, staging: BufferCycle | None) -> None:
@@ -124,7 +122,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Parking(Generic[K]):
-    """Things off the compute tier: the backing store of each in `stores`, and transfer buffers on the compute tier."""
+    """Backing stores of things off the compute tier, `stores`, and transfer buffers on the compute tier."""
 
     def __init__(
         self, tiers: Tiers, copies: CopyEngine, places: Mapping[K, tuple[str, int]], what: str, buffers: str
@@ -151,10 +149,8 @@ class Parking(Generic[K]):
             self._resources = stack.pop_all()
 
     def take(self) -> tuple[Tensor, Ticket | None]:
-        """A transfer buffer, and what has to be done before it is written to: a copy that a GPU has been given.
-
-        One that is free, else that whose contents have been on their way for longest.
-        """
+        """A transfer buffer, a free one or that of the oldest save, and the copy that must end before it is written
+        to."""
         if self._free:
             return self._free.pop(), None
         if not self._saving:
@@ -171,14 +167,14 @@ class Parking(Generic[K]):
         return buffer
 
     def give_back(self, buffer: Tensor, after: Ticket | None = None) -> None:
-        """The buffer is free at once, or once `after` is done."""
+        """Frees the buffer at once, or after `after`."""
         if after is None:
             self._free.append(buffer)
         else:
             self._saving.append((buffer, after))
 
     def close(self) -> None:
-        """Gives all memory and files back. No copy may be under way."""
+        """Releases all memory and files. No copy may be under way."""
         self.stores.clear()
         self._free.clear()
         self._saving.clear()
@@ -191,8 +187,8 @@ class HiddenStore:
     def __init__(
         self, tiers: Tiers, copies: CopyEngine, places: Mapping[int, tuple[str, int]], nbytes: int, dtype: torch.dtype
     ) -> None:
-        """`places`: per GPU batch the tier, and a place there, which GPU batches that are never parked at one time may
-        share; `nbytes`: of the largest hidden state, all tokens that a GPU batch may have in a step."""
+        """places: per GPU batch the tier and a place there, which GPU batches that are never parked at one time may
+        share. nbytes: of the largest hidden states."""
         self._places = {index: place for index, place in places.items() if place[0] != tiers.compute.name}
         self.moves = frozenset(self._places)
         self._dtype, size = dtype, page_ceil(nbytes)
@@ -227,10 +223,10 @@ class HiddenStore:
         return self._parking.stores[self._places[gpu_batch.index]]
 
     def _used(self, gpu_batch: GpuBatch, buffer: Tensor) -> Tensor:
-        """The pages of a transfer buffer that the hidden states of a GPU batch take."""
+        """The pages of a transfer buffer that a GPU batch's hidden states take."""
         return buffer[: page_ceil(self._shapes[gpu_batch.index].numel() * self._dtype.itemsize)]
 
     def close(self) -> None:
-        """Gives all memory and files back. No copy may be under way."""
+        """Releases all memory and files. No copy may be under way."""
         self._loading.clear()
         self._parking.close()

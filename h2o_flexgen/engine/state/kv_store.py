@@ -1,5 +1,4 @@
-"""KV caches while a block runs: rows come and go, resident, or moving between the compute tier and their backing
-store."""
+"""KV caches while a block runs: resident, or moving between the compute tier and their backing store."""
 
 from __future__ import annotations
 
@@ -40,10 +39,7 @@ States = dict[tuple[Literal["conv", "recurrent"], int], Tensor]
 
 
 class RowStatePlaces:
-    """Views of a buffer that begins with the states: of each (places, *shape), rows at their places in the GPU batch.
-
-    Nothing is known of rows but where they are: a place holds the states of the row that is there.
-    """
+    """Views of the states at the beginning of a buffer: each (places, *shape), by the rows' places in the GPU batch."""
 
     def __init__(self, specs: tuple[StateSpec, ...], places: int, dtype: str) -> None:
         self._specs, self._places, self._dtype = specs, places, dtype
@@ -51,7 +47,7 @@ class RowStatePlaces:
         self._views: States = {}
 
     def attach(self, buffer: Tensor) -> None:
-        """Work on this flat uint8 buffer of `nbytes` or more from now on."""
+        """Uses this flat uint8 buffer of `nbytes` or more."""
         start, self._views = 0, {}
         for spec in self._specs:
             kept = torch.float32 if spec.wide else torch_dtype(self._dtype)
@@ -61,15 +57,14 @@ class RowStatePlaces:
             start += round_up(size, TENSOR_ALIGN)
 
     def detach(self) -> None:
-        """Let go of the buffer."""
         self._views = {}
 
     def first(self, rows: int) -> States:
-        """Those of the first `rows` places, to be written to in place."""
+        """The states of the first `rows` places, to be updated in place."""
         return {key: view[:rows] for key, view in self._attached().items()}
 
     def keep(self, place: int, states: States) -> None:
-        """A row's states (1, *shape) are those of `place` from now on."""
+        """Stores a row's states (1, *shape) at `place`."""
         views = self._attached()
         if {key: view.shape[1:] for key, view in views.items()} != {key: x.shape[1:] for key, x in states.items()}:
             raise RuntimeError(f"states are {[(key, tuple(x.shape)) for key, x in states.items()]}")
@@ -77,7 +72,7 @@ class RowStatePlaces:
             view[place].copy_(states[key][0])
 
     def move(self, kept: SequenceOf[int]) -> None:
-        """The rows at the places `kept` stay, each where it is or further down."""
+        """The rows at the places `kept` move to the first places; none moves up."""
         moving = [(to, place) for to, place in enumerate(kept) if to != place]
         if not moving:
             return
@@ -95,21 +90,25 @@ NO_STATES: Mapping[Place, RowStatePlaces] = {}
 
 
 def kv_views(buffer: Tensor, shape: CacheShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """K and V of `shape`, one after the other in a flat uint8 `buffer`."""
+    """Views of K and V, one after the other in a flat uint8 `buffer`."""
     (keys, values), kept = (prod(size) * shape.kept(dtype).itemsize for size in shape.sizes), shape.kept(dtype)
     k, v = buffer[:keys], buffer[:keys] if shape.joint else buffer[keys : keys + values]
     return k.view(kept).view(shape.sizes[0]), v.view(kept).view(shape.sizes[1])
 
 
 def _index(slots: Tensor, buffer: Tensor) -> Tensor:
-    """Of whole vectors in `slots` (b, kv_heads), for gather and scatter along the slots of K or V."""
+    """An index of the vectors in `slots` (b, kv_heads), for gather and scatter along the slots of K or V."""
     return slots.unsqueeze(-1).unsqueeze(-1).expand(-1, -1, 1, buffer.shape[-1])
 
 
 @dataclass(frozen=True)
 class CacheMaker:
-    """Makes the caches of rows that enter a GPU batch. `shapes`: of each (layer, GPU batch), for all rows that it may
-    hold."""
+    """Makes the caches of rows that enter a GPU batch.
+
+    shapes    of each (layer, GPU batch), for all rows that it may hold
+    recall    makes a Recall of rows with so many tokens; None: evicted tokens are lost
+    _lengths  the last rows and their shared lengths, by GPU batch, window, capacity, device and a layer's own budgets
+    """
 
     spec: ModelSpec
     eviction: EvictionPolicy
@@ -117,10 +116,7 @@ class CacheMaker:
     devices: Mapping[Place, torch.device]
     watch: PromptWatch | None = None
     recall: Callable[[SequenceOf[int]], Recall] | None = None
-    """Of rows that are to have so many tokens; None: what is evicted is lost."""
     _lengths: dict[tuple[object, ...], tuple[SequenceOf[Sequence], CacheLengths]] = field(default_factory=dict)
-    """By GPU batch, window, capacity, device and budgets of a layer's own: the last rows, and what their caches have in
-    common."""
 
     def make(self, layer: int, gpu_batch: int, rows: SequenceOf[Sequence]) -> KVCache:
         """An empty cache for the prompts of `rows`."""
@@ -154,7 +150,7 @@ class CacheMaker:
         return [row.budget_in(layer, window) for row in rows]
 
     def queries(self, layer: int, rows: SequenceOf[Sequence]) -> int:
-        """How many of the last queries of its prompts the cache of `rows` needs at most."""
+        """The most of its prompts' last queries that the cache of `rows` needs."""
         budgets, policy, least = self.budgets(layer, rows), self.eviction, self.least_queries
         if not (isinstance(policy, RankedPolicy) and chooses(budgets)):
             return least
@@ -164,7 +160,7 @@ class CacheMaker:
 
     @property
     def least_queries(self) -> int:
-        """How many of these any cache needs."""
+        """As `queries`, of any cache."""
         return LAST if scales_keys(self.spec.cache_bits, self.spec.cache_rotation) else 0
 
     def wants_column_sums(self, layer: int, rows: SequenceOf[Sequence]) -> bool:
@@ -173,13 +169,11 @@ class CacheMaker:
 
 
 class BatchCache:
-    """Of one (layer, GPU batch) the states, if the layer has any, then K and V, in one buffer for all its places, and
-    the record over them.
+    """One buffer of a (layer, GPU batch): states, if the layer has any, then K and V of all places.
 
     `rows` is the cache of the decode rows, `fresh` that of rows whose prompts are under way; `join` makes one of both.
-    Rows lie at their places in the GPU batch, from the first on: K of all, then V of all. `shrinks`: with fewer rows K
-    and V move together, so that fewer bytes are to be moved between tiers. Without slots in `shape` there are states
-    alone, and neither `rows` nor `fresh`.
+    shrinks: with fewer rows K and V become smaller, so that fewer bytes move between tiers. Without slots in `shape`
+    there are only states.
     """
 
     def __init__(
@@ -190,16 +184,16 @@ class BatchCache:
         self.rows: KVCache | None = None
         self.fresh: KVCache | None = None
         self.filling: Ticket | None = None
-        """Of another thread that fills `fresh`; until it is through no other thread may touch the caches."""
+        """Another thread fills `fresh`; until it is done no other may touch the caches."""
         self._buffer: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        """Of the states, and of K and V, each in whole pages."""
+        """Of states, K and V, in whole pages."""
         return self.state_bytes + page_ceil(self.shape.nbytes(self._dtype))
 
     def attach(self, buffer: Tensor) -> None:
-        """Work on this flat uint8 buffer of `nbytes` or more from now on."""
+        """Uses this flat uint8 buffer of `nbytes` or more."""
         self._buffer = buffer
         if self.states is not None:
             self.states.attach(buffer)
@@ -207,7 +201,6 @@ class BatchCache:
             self.rows.attach(*self._places(0, self.rows.shape.batch))
 
     def detach(self) -> None:
-        """Let go of the buffer."""
         self._buffer = None
         if self.states is not None:
             self.states.detach()
@@ -216,7 +209,7 @@ class BatchCache:
                 cache.detach()
 
     def change(self, kept: list[int], fresh: KVCache | None) -> None:
-        """The decode rows at the places `kept` stay, each where it is or further down; `fresh` follows."""
+        """The decode rows at the places `kept` move to the first places, none up; `fresh` follows."""
         old, count = self.rows, len(kept)
         if self.states is not None:
             self.states.move(kept)
@@ -231,7 +224,7 @@ class BatchCache:
             fresh.attach(*self._places(count, rows))
 
     def join(self) -> None:
-        """The prompts of the fresh rows are in, or `filling`: from now on they are decode rows like the others."""
+        """Makes the fresh rows decode rows, once their prompts are in; not while `filling`."""
         rows, fresh = self.rows, self.fresh
         if fresh is None or self.filling is not None:
             return
@@ -241,7 +234,7 @@ class BatchCache:
         self.rows, self.fresh = fresh, None
 
     def settled(self) -> BatchCache:
-        """The cache, once it has been filled."""
+        """The cache, after waiting for `filling`."""
         ticket, self.filling = self.filling, None
         if ticket is not None:
             ticket.wait()
@@ -257,8 +250,7 @@ class BatchCache:
 
 
 class _MovingCache:
-    """One GPU batch's cache that does not live where it is used. Tokens newer than its backing store's copy wait in
-    `_news`."""
+    """A cache off the compute tier. Tokens newer than the copy in its backing store wait in `_news`."""
 
     def __init__(self, cache: BatchCache, backing: MemoryBacking | DiskBacking) -> None:
         self.cache, self.backing = cache, backing
@@ -269,11 +261,8 @@ class _MovingCache:
         self._news: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def save(self, buffer: Tensor) -> Ticket | None:
-        """Writes everything when rows have come or gone and every REWRITE_EVERY steps, else states, and only remembers
-        the new tokens.
-
-        A sixteenth of the writes for a little memory; a load applies what is remembered.
-        """
+        """Writes everything when rows have changed and every REWRITE_EVERY steps, else only states; new tokens then
+        wait for `apply_news`."""
         self.saved, states = True, self.cache.state_bytes
         if not self.cache.shape.capacity:
             return self.backing.save(buffer)
@@ -287,7 +276,7 @@ class _MovingCache:
         return self.backing.save(buffer)
 
     def apply_news(self) -> None:
-        """Brings freshly loaded K and V up to date; later tokens overwrite earlier ones in a reused slot."""
+        """Adds the waiting tokens to freshly loaded K and V, in order, as slots may be reused."""
         for k, v, slots in self._news:
             for buffer, new in zip(self._buffers(), (k, v), strict=True):
                 buffer.scatter_(2, _index(slots, buffer), new)
@@ -309,7 +298,7 @@ class _MovingCache:
 
 
 class CacheStore:
-    """The caches of one block. `load`, `wait` and `store` are called by the executor in schedule order."""
+    """The caches of one block. The executor calls `load`, `wait` and `store` in schedule order."""
 
     def __init__(
         self,
@@ -322,9 +311,9 @@ class CacheStore:
         counted: bool = False,
         states: Mapping[Place, RowStatePlaces] = NO_STATES,
     ) -> None:
-        """`shapes`: of all places of each (layer, GPU batch); `backing`: the tier of each; `states`: of those that have
-        any. `stays_on_cpu`: attention over caches on cpu is computed there. `counted`: transformers' modules allocate
-        their own caches; this store only counts the bytes."""
+        """shapes: of all places of each (layer, GPU batch); backing: the tier of each. stays_on_cpu: attention over
+        caches on cpu is computed there. counted: transformers' modules allocate their caches, which are only counted
+        here."""
         resident = {tiers.compute.name, "cpu"} if stays_on_cpu else {tiers.compute.name}
         moving = {place for place in shapes if backing[place] not in resident}
         self._caches = {
@@ -332,14 +321,11 @@ class CacheStore:
         }
         beside = stays_on_cpu and tiers.gpu is not None
         self.on_host = {place: shape.batch for place, shape in shapes.items() if beside and backing[place] == "cpu"}
-        """Rows at most of each (layer, GPU batch) whose cache is attended to in host memory, beside a gpu."""
+        """The most rows of each (layer, GPU batch) whose cache is attended to in host memory beside a gpu."""
         self._used: list[_MovingCache] = []
         self.most_slots = max((shape.capacity for shape in shapes.values()), default=0)
-        """Slots of the largest cache."""
-        self.nbytes = sum(shape.nbytes(dtype) for shape in shapes.values())
-        """Of K and V of all places."""
+        self.nbytes = sum(shape.nbytes(dtype) for shape in shapes.values())  # K and V
         self.state_bytes = sum(each.nbytes for each in states.values())
-        """Of states of all places."""
         with ExitStack() as stack:
             sizes = {place: (backing[place], cache.nbytes) for place, cache in self._caches.items() if place in moving}
             self._parking = Parking(tiers, copies, sizes, "kv cache", "cache buffers")
@@ -365,14 +351,14 @@ class CacheStore:
         return frozenset(self._moving)
 
     def load(self, layer: int, gpu_batch: int) -> None:
-        """Starts bringing a cache to the compute tier."""
+        """Starts loading a cache to the compute tier."""
         moving = self._moving[layer, gpu_batch]
         self._make_room()
         moving.buffer, ready = self._parking.take()
         moving.ticket = moving.backing.fetch(moving.buffer[: moving.cache.nbytes], ready)
 
     def wait(self, layer: int, gpu_batch: int) -> BatchCache:
-        """The cache, with K and V where attention is computed."""
+        """The cache, with K and V on the device that attends."""
         moving = self._moving.get((layer, gpu_batch))
         if moving is None:
             return self._caches[layer, gpu_batch].settled()
@@ -398,14 +384,14 @@ class CacheStore:
         self._release(moving, moving.save(moving.buffer[: moving.cache.nbytes]))
 
     def kept_of(self, row_id: int) -> dict[int, list[list[int]]]:
-        """Positions that the row of this id holds, by layer and KV head; nothing of a row that is not here."""
+        """Positions held by the row of this id, by layer and KV head; empty if it is not here."""
         held = {
             layer: cache.rows.kept_of(row_id) for (layer, _), cache in self._caches.items() if cache.rows is not None
         }
         return {layer: heads for layer, heads in held.items() if heads is not None}
 
     def kept_in(self, row_id: int, ranges: SequenceOf[tuple[int, int]]) -> list[list[float]]:
-        """For each layer here how many positions of each range the row of this id holds, the mean over KV heads."""
+        """Positions of each range held by the row of this id, by layer, the mean over KV heads."""
         caches = (cache.settled().rows if cache.filling else cache.rows for cache in self._caches.values())
         held = (None if rows is None else rows.kept_in(row_id, ranges) for rows in caches)
         return [counts for counts in held if counts is not None]
@@ -418,12 +404,12 @@ class CacheStore:
         moving.cache.detach()
 
     def _make_room(self) -> None:
-        # What was used and has no store coming (the last step has none) makes room: its store would be issued by now.
+        # Used caches that are still here will not be stored (in the last step): stores would have been issued by now.
         for moving in list(self._used):
             self._release(moving, None)
 
     def close(self) -> None:
-        """Gives all memory and files back. No copy may be under way."""
+        """Releases all memory and files. No copy may be under way."""
         for cache in self._caches.values():
             cache.detach()
         self._resources.close()

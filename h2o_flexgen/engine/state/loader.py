@@ -1,4 +1,4 @@
-"""Brings a model onto its tiers: memory groups filled from the checkpoint, disk groups found in it or packed once."""
+"""Loads a model onto its tiers: memory groups from the checkpoint, disk groups found in it or packed once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class LoadedStage:
-    """The units that one device computes, and what they run on. All of it outlives blocks."""
+    """The units that one device computes, with tiers, copies and weights, which outlive blocks."""
 
     units: range
     tiers: Tiers
@@ -53,18 +53,17 @@ class LoadedStage:
 
     @property
     def device(self) -> torch.device:
-        """Where they are computed."""
         return self.tiers.device
 
     def computing(self) -> AbstractContextManager[None]:
-        """Launches within go to this stage's device."""
+        """Within, launches go to this stage's device."""
         gpu = self.tiers.accelerator
         return nullcontext() if gpu is None else gpu.chosen()
 
 
 @dataclass(eq=False)
 class Loaded:
-    """A model on its tiers. Owns tiers, copy threads, weights and the run folder; `close` gives all of it back."""
+    """A model on its tiers; `close` releases tiers, copy threads, weights and the run folder. seconds: of loading."""
 
     placement: Placement
     lookahead: int
@@ -72,12 +71,10 @@ class Loaded:
     folder: OffloadDir | None
     resources: ExitStack
     seconds: float = 0.0
-    """That loading took."""
     expert_slots: int = EXPERT_SLOTS
 
     def serves(self, plan: Plan) -> bool:
-        """Whether `plan` wants the weights where they are, and all of them can be used; caches and hidden states are
-        placed per block anyway."""
+        """Whether `plan` wants the weights where they are, and none is damaged."""
         used = {*plan.placement.cache.values(), *plan.placement.hidden.values()}
         same = plan.placement.weights == self.placement.weights and plan.policy.lookahead == self.lookahead
         same = same and plan.expert_slots == self.expert_slots
@@ -85,8 +82,7 @@ class Loaded:
         return same and whole and ("disk" not in used or self.folder is not None)
 
     def recap(self, plan: Plan) -> None:
-        """Keeps the tiers to the caps of `plan`, which finds the weights where it wants them: what the machine has free
-        may be another amount by now, and less or more may be known of it."""
+        """Sets the tiers' capacities to the caps of `plan`, which this model serves."""
         caps = plan.request.caps
         for tiers in (stage.tiers for stage in self.stages):
             tiers.cpu.capacity, tiers.disk.capacity = _cpu_capacity(plan), caps.disk
@@ -95,17 +91,17 @@ class Loaded:
 
     @property
     def bytes_moved(self) -> Counter[str]:
-        """Bytes per link so far, of all stages."""
+        """Bytes per link so far, over all stages."""
         return sum((stage.copies.bytes_moved for stage in self.stages), Counter())
 
     @property
     def busy_seconds(self) -> dict[str, float]:
-        """Seconds per link in which it was busy, added up over the stages."""
+        """Busy seconds per link, summed over the stages."""
         links = [stage.copies.busy_seconds for stage in self.stages]
         return {link: sum(each.get(link, 0.0) for each in links) for link in dict.fromkeys(chain(*links))}
 
     def peaks(self) -> dict[str, int]:
-        """Peak bytes per tier, fastest first; of the gpu that held most."""
+        """Peak bytes per tier, of the gpu that held most."""
         peaks = [stage.tiers.peaks() for stage in self.stages]
         return {tier: max(each[tier] for each in peaks) for tier in peaks[0]}
 
@@ -119,7 +115,7 @@ class Loaded:
 
     @contextmanager
     def keeping_memory(self) -> Iterator[None]:
-        """Within, each block gets the host memory that the one before it had, where it asks for as much."""
+        """Within, blocks reuse the memory of the block before, if they ask for as much."""
         with ExitStack() as stack:
             for tier in {stage.tiers.cpu for stage in self.stages} | {stage.tiers.compute for stage in self.stages}:
                 stack.enter_context(tier.keeping())
@@ -139,11 +135,10 @@ def load(
     progress: Progress,
     pins: PinnedPool | None = None,
 ) -> Loaded:
-    """Places every weight group as `plan` says and verifies that this is what happened.
+    """Places every weight group as `plan` says, and verifies it. devices: one per stage; pins: of real GPUs.
 
-    Peak host memory is the cpu tier's own share and one weight group. `devices`: one per stage; `pins`: of the GPUs,
-    where there are real ones. From then on no more than --gpu-mem is allocated on each. ModelError, PlanError or
-    StorageError where it fails; nothing stays behind then.
+    Peak host memory is the cpu tier's share and one weight group. ModelError, PlanError or StorageError if it fails,
+    and nothing stays behind.
     """
     placement = plan.placement
     with ExitStack() as stack:
@@ -161,11 +156,11 @@ def load(
         locations = loading.fill_memory(tiers, engines[0])
         loading.find_on_disk(locations)
         loading.verify(locations)
-        return_free_pages()  # what packing took: of a wide output head a gigabyte
+        return_free_pages()  # packing a wide output head takes a gigabyte
         stages = []
         for units, each, own, copies in zip(loading.stages, tiers, locations, engines, strict=True):
             for unit in (location.unit for location in own.values() if location.unit is not None):
-                # From here on a file that changes under the run is an error, not other weights.
+                # A file that changes during the run is an error, not other weights.
                 copies.watch((extent.path for extent in unit.extents), ours=unit.checksum is not None)
             groups = {key: location.tier for key, location in own.items()}
             request, policy = plan.request, plan.policy
@@ -202,7 +197,7 @@ class _Loading:
     def open_tiers(
         self, config: EngineConfig, devices: SequenceOf[torch.device], pins: PinnedPool | None, stack: ExitStack
     ) -> list[Tiers]:
-        """The tiers of each stage: a gpu of its own, and the same host memory and disk. `stack` closes them."""
+        """The tiers of each stage: its own gpu, and the same host memory and disk. `stack` closes them."""
         plan, caps, emulated = self._plan, self._plan.request.caps, config.emulate_gpu is not None
         first = stack.enter_context(
             make_tiers(caps.gpu, _cpu_capacity(plan), caps.disk, emulated, self._folder, device=devices[0], pins=pins)
@@ -223,9 +218,7 @@ class _Loading:
         return tiers
 
     def fill_memory(self, stages: SequenceOf[Tiers], copies: CopyEngine) -> list[dict[str, WeightLocation]]:
-        """The groups in memory, stage by stage; those on the host are there once, however many stages use them.
-
-        `copies` reads what is packed in the offload folder."""
+        """The groups in memory, stage by stage; those on the host are shared. copies: reads packed files."""
         locations: list[dict[str, WeightLocation]] = [{} for _ in stages]
         groups = [group for group in self._groups if self._where[group.key] != "disk"]
         total, done = sum(group.nbytes(self._dtype) for group in groups), 0
@@ -253,7 +246,7 @@ class _Loading:
         return self._swap and ".experts." in group.key
 
     def _kept(self, groups: SequenceOf[WeightGroup]) -> dict[str, PackedUnit]:
-        """The files in which weights that are packed while they are loaded are kept for later runs, by group."""
+        """The files that keep weights packed while loading for later runs, by group."""
         if self._folder is None or not isinstance(self._source, QuantisingSource) or self._source.dummy:
             return {}
         made = [group for group in groups if group.fewer_bits and ".experts." not in group.key]
@@ -265,8 +258,7 @@ class _Loading:
             return {}
 
     def find_on_disk(self, locations: SequenceOf[dict[str, WeightLocation]]) -> None:
-        """Adds the groups on disk: straight out of the user's files where dtype and layout allow, else from our own
-        packed files, made once."""
+        """Adds the groups on disk: in the user's files if dtype and layout allow, else in packed files, made once."""
         units: dict[str, PackedUnit] = {}
         packed = []
         for group in self._groups:
@@ -290,7 +282,7 @@ class _Loading:
                 )
 
     def verify(self, locations: SequenceOf[Mapping[str, WeightLocation]]) -> None:
-        """A share that was asked for and not realised is an error, never a silent no-op."""
+        """PlanError if a group is not on its planned tier."""
         found = [(key, location.tier) for own in locations for key, location in own.items()]
         wrong = {key: tier for key, tier in found if self._where[key] != tier}
         missing = self._where.keys() - {key for key, _ in found}
@@ -299,7 +291,7 @@ class _Loading:
 
 
 def _read_kept(unit: PackedUnit, out: torch.Tensor, copies: CopyEngine) -> bool:
-    """Fills the bytes of a group from its file, which is removed if it is damaged: False then."""
+    """Reads a group from its file; if that is damaged, removes it and returns False."""
     nbytes, host = unit.layout.nbytes, out if out.device.type == "cpu" else torch.empty(len(out), dtype=torch.uint8)
     try:
         copies.read_extents(unit.extents, host[:nbytes], digest=unit.checksum).wait()
@@ -313,7 +305,7 @@ def _read_kept(unit: PackedUnit, out: torch.Tensor, copies: CopyEngine) -> bool:
 
 
 def _copies(tiers: Tiers, trace: TraceCallback, number: int) -> CopyEngine:
-    """Of a stage, whose pageable memory goes through locked buffers of its own."""
+    """The copies of a stage, with its own locked buffers for pageable memory."""
     bounce = None if tiers.pins is None else tiers.pins.bounce
     own = None if bounce is None else bounce[number * BOUNCE_BYTES : (number + 1) * BOUNCE_BYTES]
     return CopyEngine(trace=trace, device=tiers.accelerator, bounce=own)
@@ -324,24 +316,24 @@ def _traced(trace: TraceCallback, stage: int, task: str, start: float, end: floa
 
 
 def bytes_on_disk(spec: ModelSpec, source: WeightSource, dtype: str, folder: Path) -> int:
-    """Of the weights in `dtype`, what a run would find on disk: in the user's files, or packed in `folder` before."""
+    """Bytes of weights in `dtype` that a run would find on disk, in the user's files or packed in `folder`."""
     direct = sum(group.nbytes(dtype) for group in spec.weight_groups if _direct(group, source, dtype) is not None)
     return direct + packed_bytes(source, dtype, folder)
 
 
 def _cpu_capacity(plan: Plan) -> int | None:
-    """Bytes that the cpu tier may hand out: the cap less what the process held before anything was placed."""
+    """Bytes of the cpu tier: the cap less the process's baseline."""
     cap = plan.request.caps.cpu
     return None if cap is None else max(0, cap - plan.request.baseline)
 
 
 def _state_on_disk(plan: Plan) -> int:
-    """Bytes of caches and hidden states that a block will want on disk beside the weights."""
+    """Bytes of a block's caches and hidden states on disk."""
     return sum(item.nbytes for item in plan.footprint.items if item.tier == "disk" and item.what != "weights")
 
 
 def _direct(group: WeightGroup, source: WeightSource, dtype: str) -> dict[str, Location] | None:
-    """Where the group's tensors lie in the user's files, None where they cannot be read there as they are."""
+    """The places of the group's tensors in the user's files; None if they cannot be read there as they are."""
     if source.dtype != dtype:
         return None
     found = {tensor.name: source.location(tensor.name) for tensor in group.tensors}

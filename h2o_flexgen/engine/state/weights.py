@@ -1,4 +1,4 @@
-"""Weights while a model runs: resident groups, and a buffer through which the others stream."""
+"""Weights while a model runs: resident groups, and a buffer for streamed groups."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from h2o_flexgen.schedule.weight_room import WeightRoom
 
 @dataclass(frozen=True)
 class WeightLocation:
-    """Where a weight group lives: a buffer on gpu or cpu, or extents on disk. Both are set for an expert in memory that
-    another one, from disk, may take the place of."""
+    """The location of a weight group: a buffer on gpu or cpu, or extents on disk. Both are set for an expert in memory
+    that one from disk may replace."""
 
     tier: str
     layout: UnitLayout
@@ -31,11 +31,11 @@ class WeightLocation:
 
 
 class WeightStore:
-    """Hands bound weights of a group to the executor, streaming the groups that do not live on the compute tier.
+    """Hands bound weights of a group to the executor, streaming the groups off the compute tier.
 
-    Owns the locations and one buffer, in which streamed groups take the places that `room` assigns, in turn. From disk
-    to a GPU, groups pass through a second buffer in host memory with the same places. The executor calls `load`, `get`
-    and `free` in the schedule's order; copies run on the engine's threads.
+    Streamed groups take the places of `room` in one buffer in turn; from disk to a GPU they pass through a second
+    buffer in host memory with the same places. The executor calls `load`, `get` and `free` in schedule order; copies
+    run on the engine's threads.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class WeightStore:
         room: WeightRoom,
         verify: str = "first",
     ) -> None:
-        """`room`: of all groups whose locations are not on the compute tier, in the order of their use, and of those of
-        experts, which take any free one of its places."""
+        """room: of all groups off the compute tier, in the order of their use, and of experts, which take any free
+        place. """
         self._locations, self._tiers, self._copies = dict(locations), tiers, copies
         compute = tiers.compute.name
         self.streamed = frozenset(key for key, location in locations.items() if location.tier != compute)
@@ -61,7 +61,6 @@ class WeightStore:
             if locations[key].layout.nbytes > nbytes:
                 raise RuntimeError(f"{key} takes more than the {nbytes} bytes that were planned")
         self.expert_slots = room.count
-        """Streamed experts that have places at one time."""
         self._cycle = room.cycle
         self._first = {place.key: room.first(place.key) for place in room.cycle}
         self._places = (*room.cycle, *room.slots)
@@ -75,7 +74,7 @@ class WeightStore:
             for key, location in locations.items()
             if key in self._resident and location.unit is not None and location.buffer is not None
         }
-        """The buffers of resident experts that a streamed expert may replace."""
+        """Buffers of resident experts that a streamed expert may replace."""
         self._uses = Counter[str]()
         self._chosen = frozenset[str]()
         self._staged: dict[int, Ticket] = {}  # the last copy out of each place of the staging buffer, the latest last
@@ -85,19 +84,19 @@ class WeightStore:
         self._verify = verify
         self._verified: set[str] = set(locations) if verify == "never" else set()
         self.damaged = False
-        """Whether a damaged packed file was removed: open handles of it must not be read again."""
+        """Whether a damaged packed file was removed, whose open handles must not be read again."""
 
     def streams(self, key: str) -> bool:
-        """Whether the group has to be loaded before its use, as things are now."""
+        """Whether the group has to be loaded before its use, at present."""
         return key not in self._resident
 
     def choose(self, keys: Collection[str]) -> None:
-        """The experts of a unit that are used next, each once."""
+        """Counts the experts of a unit that are used next."""
         self._chosen = frozenset(keys)
         self._uses.update(keys)
 
     def load(self, key: str) -> None:
-        """Starts bringing a streamed group to the compute tier."""
+        """Starts loading a streamed group to the compute tier."""
         index, location = self._take(key), self._locations[key]
         target, up = self._at(self._buffer, key, index), f"{location.tier}->{self._tiers.compute.name}"
         if location.unit is None:
@@ -113,8 +112,8 @@ class WeightStore:
         self._loading[key] = (index, ticket)
 
     def _take(self, key: str) -> int:
-        """The index of the place for `key`: for an expert a free one, else the next of the cycle. If no group of the
-        cycle is loading, the cycle may begin at any group."""
+        """The index of the place for `key`: a free one for an expert, else the next of the cycle, which may begin at
+        any group if none of it is loading."""
         if key not in self._first:
             return self._free.popleft()
         index = self._next if any(index < len(self._cycle) for index, _ in self._loading.values()) else self._first[key]
@@ -134,7 +133,7 @@ class WeightStore:
         return buffer.tensor[start : start + layout.nbytes]
 
     def _layout(self, key: str) -> UnitLayout:
-        """How a group lies where it streams to."""
+        """The layout of a group in the buffer."""
         location = self._locations[key]
         return location.layout if location.unit is None else location.unit.layout
 
@@ -146,18 +145,18 @@ class WeightStore:
         return self._buffer.tensor[place.start : place.start + place.nbytes]
 
     def _left(self, index: int) -> Ticket | None:
-        """The last copy out of any of a place's bytes of the staging buffer. Those before it have ended when it has."""
+        """The last copy out of any of a place's bytes of the staging buffer."""
         place = self._places[index]
         tickets = reversed(self._staged.items())
         return next((ticket for other, ticket in tickets if self._places[other].overlaps(place)), None)
 
     def _read(self, key: str, unit: PackedUnit, target: Tensor, after: Ticket | None = None) -> Ticket:
-        """A disk read; unless told otherwise those of a packed group are checked until one was found to be good."""
+        """A disk read; a packed group is checked until it was found good, unless `verify` says otherwise."""
         digest = None if key in self._verified else unit.checksum
         return self._copies.read_extents(unit.extents, target, digest=digest, after=after)
 
     def get(self, key: str) -> dict[str, Tensor]:
-        """The bound tensors of a group, for what is computed from now on; waits for its load if it streams."""
+        """The bound tensors of a group, for later computes; waits for its load."""
         if key in self._resident:
             return self._resident[key]
         index, ticket = self._loading[key]
@@ -166,8 +165,7 @@ class WeightStore:
         except StorageError as error:
             raise self._distrust(key, error) from error
         if self._verify == "first":
-            # Not before: of a load that failed, or was never waited for, nothing is known. What a GPU is given has
-            # been read and checked when the wait ends, even if it is still being copied.
+            # After the wait, which ends when the bytes have been read and checked, even if a GPU still copies them.
             self._verified.add(key)
         if key not in self._first:
             return bind(views(self._layout(key), self._at(self._buffer, key, index)))
@@ -176,7 +174,7 @@ class WeightStore:
         return self._bound[index]
 
     def _distrust(self, key: str, error: StorageError) -> StorageError:
-        """A packed file of ours that is damaged or cannot be read is removed: the next run packs it anew."""
+        """Removes a damaged or unreadable packed file of ours: the next run packs it anew."""
         unit = self._locations[key].unit
         if unit is None or unit.checksum is None:
             return error
@@ -185,7 +183,7 @@ class WeightStore:
         return StorageError(error.found, error.needed, "the damaged file was removed; run again to have it packed anew")
 
     def free(self, key: str) -> None:
-        """Gives a streamed group's place back. Waits for a load that was never used, whether it fails or not."""
+        """Frees a streamed group's place. Waits for a load that was never used, whether it fails or not."""
         index, ticket = self._loading.pop(key)
         if key not in self._first:
             self._free.append(index)
@@ -198,7 +196,7 @@ class WeightStore:
             self._keep(key, index)
 
     def _keep(self, key: str, index: int) -> None:
-        """Where a resident expert of the layer has been used less often, and is not wanted now, they change places."""
+        """Swaps a streamed expert with the least used resident one of the layer, if that is not needed now."""
         layer = key.rpartition(".")[0]
         others = (each for each in self._held if each.rpartition(".")[0] == layer and each not in self._chosen)
         least = min(others, key=lambda each: self._uses[each], default=None)
@@ -211,7 +209,7 @@ class WeightStore:
         self._resident[key] = bind(views(self._layout(key), memory))
 
     def reset(self) -> None:
-        """Forgets loads that an interrupted block left behind. No copy may be under way."""
+        """Drops loads that an interrupted block has left. No copy may be under way."""
         self._free.extend(index for key, (index, _) in self._loading.items() if key not in self._first)
         self._loading.clear()
         self._staged.clear()
