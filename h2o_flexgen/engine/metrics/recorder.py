@@ -35,6 +35,9 @@ from h2o_flexgen.schedule.traffic import io_lower_bound, links
 from h2o_flexgen.schedule.work import CountedWork, rooflines
 from h2o_flexgen.units import format_bytes
 
+_BY_TORCH = "attention on the GPU was computed by torch, which takes longer"
+_NOT_RECORDED = "decode steps could not be recorded as CUDA graphs, and were launched one by one, which is slower"
+
 
 @dataclass
 class BlockTotals:
@@ -154,14 +157,8 @@ def make_record(
     said = [
         *(*spec_warnings(model.spec, config.eviction), *warnings, *_unrealised(config, plan, achieved)),
         _above_cap(plan, peaks["rss"]),
-        _because(
-            "attention on the GPU was computed by torch, which takes longer",
-            triton_available.why_not("cuda") if _device(plan, config) == "cuda" else None,
-        ),
-        _because(
-            "decode steps could not be recorded as CUDA graphs, and were launched one by one, which is slower",
-            totals.not_recorded,
-        ),
+        _because(_BY_TORCH, triton_available.why_not("cuda") if _device(plan, config) == "cuda" else None),
+        _because(_NOT_RECORDED, totals.not_recorded),
         sharing_warning(metrics.cores.shared),
         spin_warning() if _device(plan, config) == "cpu" else None,
     ]
