@@ -18,10 +18,8 @@ _Made = TypeVar("_Made")
 
 
 class Occupied(NamedTuple):
-    """The slots that attention reads: the first `width` slots, of which the first `length` have been used by some row.
-
-    All of them hold tokens that the query sees unless `valid` (b, 1, width) says less.
-    """
+    """The slots that attention reads: the first `width`, of which the first `length` have been used by some row; valid:
+    (b, 1, width) bool, which of them hold tokens that the query sees, None: all."""
 
     length: int
     width: int
@@ -29,12 +27,12 @@ class Occupied(NamedTuple):
 
 
 def slots_needed(budgets: Sequence[Budget]) -> int:
-    """Slots per (row, head): the largest budget, and one slot for the newest token unless that row is full."""
+    """Slots per (row, head): the largest budget, plus one for the newest token unless that row is full."""
     return max(_limit(budget) for budget in budgets)
 
 
 def chooses(budgets: Sequence[Budget]) -> bool:
-    """Whether scores decide in any row what stays: else everything does, or the order of arrival says what goes."""
+    """Whether scores decide in any row what is kept."""
     return any(budget.scored for budget in budgets)
 
 
@@ -43,49 +41,46 @@ def _limit(budget: Budget) -> int:
 
 
 class _Milestones(NamedTuple):
-    """Steps at which something changes for good, known once the prompts are in."""
+    """Steps at which something changes for good, known once the prompts are in.
+
+    first_eviction  no row evicts before
+    first_alone     no row evicts a single token before
+    all_evict       every row evicts from then on
+    saturated       no row occupies another slot, and no sink leaves the window, from then on
+    end             every row is beyond its length
+    leaving         by row (sinks out of the window at step 0, may be negative; sinks); empty if none leave
+    growth          by row (slots occupied before step 0, slots occupied at most)
+    """
 
     first_eviction: int
-    """No row evicts before this step."""
     first_alone: int
-    """No row lets a single token go before this step."""
     all_evict: int
-    """Every row evicts from this step on."""
     saturated: int
-    """From this step on no row occupies one more slot, and no sink leaves the window."""
     end: int
-    """The step in which every row is beyond its length."""
     leaving: list[tuple[int, int]]
-    """By row (sinks out of the window at step 0, or less; sinks); empty where none leave."""
     growth: list[tuple[int, int]]
-    """By row (slots occupied before step 0, slots occupied at most)."""
 
 
 @dataclass(eq=False)
 class _SharedMetadata:
-    """Metadata that the caches of the same rows share in all layers with one window, made by whichever is first."""
+    """Metadata that the caches of the same rows share in all layers with one window: results of `CacheLengths.once` by
+    name, the last ones of `at_step` with their steps, and the last change of rows by its key."""
 
     milestones: _Milestones | None = None
     once: dict[str, Any] = field(default_factory=dict)
-    """By name what `CacheLengths.once` was asked for."""
     at_step: dict[str, tuple[int, Any]] = field(default_factory=dict)
-    """By name what `CacheLengths.at_step` was asked for last: in which step, and the answer."""
     joined: tuple[list[Any], CacheLengths] | None = None
-    """The last that was joined of these and others: of which, and the outcome."""
 
 
 class CacheLengths:
     """How many tokens each row of a cache has seen and holds, now and at every later step.
 
-    A row starts with what it kept of its prompt and takes one more slot per step, in order, until it occupies `limit`
-    slots: the occupied slots are always a prefix. A full row never evicts; one that is fed beyond its length (it has
-    finished, its GPU batch goes on) keeps overwriting its last slot. Per-row numbers live on the host, so that nothing
-    waits for a device. Rows may go on in another cache, see `joined`. The lengths of the same rows in other layers, see
-    `for_another_layer`, share what is worked out from them.
+    A row starts with the kept tokens of its prompt and takes one more slot per step, in order, until it occupies
+    `limit` slots. A full row never evicts; beyond its length (it has finished, its GPU batch goes on) it overwrites its
+    last slot. Per-row numbers live on the host, so that nothing waits for a device.
 
     In a layer with a `window` the query at position p sees tokens after p - window. Budgets are within the window, so
-    that only sinks are ever held unseen: everything else goes by the time it leaves the window. Sinks stay in the first
-    slots, and those that have left are no longer valid.
+    that only sinks are ever held unseen; they stay in the first slots, and are no longer valid then.
     """
 
     def __init__(
@@ -118,8 +113,7 @@ class CacheLengths:
     def joined(cls, parts: Sequence[tuple[CacheLengths, Sequence[int]]]) -> CacheLengths:
         """The given rows of these caches go on in one cache, in this order, each where it is.
 
-        All have the same capacity, device and window. Layers that join the same rows in the same step share metadata
-        again: the rows of a GPU batch change in all layers alike, and there may be many.
+        All have the same capacity, device and window.
         """
         others = [(lengths._shared, lengths.step, tuple(rows)) for lengths, rows in parts[1:]]
         key = [parts[0][0].step, tuple(parts[0][1]), *others]

@@ -1,7 +1,6 @@
-"""Keys and values of fewer bits, as caches keep them: packed when they come in, expanded when attention reads them.
+"""Packed keys and values of caches, and the scales of keys: the reference for kernels that pack and expand themselves.
 
-The layout is `CachePacking`'s, the numbers are those of `quant.groupwise` of a Hadamard transform, bit for bit: the
-reference for what kernels pack and expand themselves. And the scales of keys before that.
+The layout is `CachePacking`'s; the numbers are bit for bit those of `quant.groupwise` after a Hadamard transform.
 """
 
 from __future__ import annotations

@@ -75,10 +75,8 @@ class CacheSlots(ABC):
 
     @abstractmethod
     def ranks(self, width: int) -> Tensor:
-        """How many older tokens are held beside the one in each of the first `width` slots, from `allocate` to `evict`.
-
-        Whole numbers that broadcast to (b, kv_heads, width); anything from 0 to capacity - 1 where no token is.
-        """
+        """The number of older tokens held, for each of the first `width` slots, from `allocate` to `evict`: integers
+        that broadcast to (b, kv_heads, width), any from 0 to capacity - 1 for an empty slot."""
 
     @abstractmethod
     def evict(self, row: Tensor | None, length: int, held: Held, asked: Asked | None = None) -> None:
@@ -100,8 +98,8 @@ class CacheSlots(ABC):
         """Several tokens were evicted; `lengths` are those of the remaining ones. `start` follows."""
 
     def seen(self, width: int) -> Tensor | None:
-        """Whether the newest query sees the token in each slot, (b, kv_heads, width) bool, where more than the count
-        of tokens decides that; from `allocate` to `evict`."""
+        """Whether the newest query sees each slot's token, (b, kv_heads, width) bool, from `allocate` to `evict`; None:
+        the count of tokens decides."""
         return None
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The extent of a cache's keys and values."""
+"""The shape of a cache's keys and values."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from h2o_flexgen.config.model.packing import CacheBits, CachePacking, CacheRotat
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Extent of K and of V: (batch, kv_heads, capacity, head_dim). `capacity` counts slots, see `slots_needed`.
+    """The shape of K and V: (batch, kv_heads, capacity, head_dim), with `capacity` slots, see `slots_needed`.
 
-    With `bits` of 8 or 4 keys and values are packed, see `CachePacking`: tensors of K and V are then uint8, and their
-    last dimension is the bytes of one. `joint`: values are the keys, in one tensor for both.
+    Packed K and V (`bits` below 16, see `CachePacking`) are uint8, and their last dimension is bytes. joint: values are
+    the keys, in one tensor. newest: tokens of a packed cache whose rounding errors are stored, too.
     """
 
     batch: int
@@ -30,7 +30,6 @@ class CacheShape:
     joint: bool = False
     rotation: CacheRotation = "rotate"
     newest: int = 0
-    """Of packed ones, how many tokens are known exactly, too."""
 
     @classmethod
     def of(
@@ -47,7 +46,7 @@ class CacheShape:
 
     @property
     def packings(self) -> tuple[CachePacking, CachePacking] | None:
-        """How a key and a value are kept; None: as their numbers."""
+        """The packings of keys and values; None: not packed."""
         packings = cache_packings(self.bits, self.head_dim, self.rotation)
         return (packings[0], packings[0]) if packings is not None and self.joint else packings
 
@@ -58,17 +57,17 @@ class CacheShape:
 
     @property
     def sizes(self) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
-        """Of K's tensor, and of V's."""
+        """The sizes of K's and V's tensors."""
         packings, slots = self.packings, (self.batch, self.kv_heads, self.capacity)
         keys, values = (self.head_dim,) * 2 if packings is None else (packing.nbytes for packing in packings)
         return (*slots, keys), (*slots, values)
 
     def kept(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of K and V, where `dtype` is the computation's."""
+        """The dtype of K and V in a computation in `dtype`."""
         return dtype if self.packings is None else torch.uint8
 
     def computed(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that K and V of `dtype` are computed in; packed ones may be with any."""
+        """The dtype that K and V of `dtype` are computed in; float32 for packed ones."""
         return dtype if self.packings is None else torch.float32
 
     def nbytes(self, dtype: torch.dtype) -> int:

@@ -51,17 +51,14 @@ ON_ERROR = ("fail", "skip")
 
 
 class CallGuard:
-    """One call of an engine at a time: calls share the weights that stream, and a plan may place all of them anew.
-
-    Not thread safe, as the engine is not.
-    """
+    """One call of an engine at a time, as calls share the streamed weights, and a plan may place all weights anew."""
 
     def __init__(self) -> None:
         self._holder: object | None = None
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Within, the engine belongs to this call: another one gets a UsageError, and changes nothing."""
+        """Within, the engine belongs to this call: another one gets a UsageError."""
         if self._holder is not None:
             raise UsageError(
                 "a stream of this engine is still under way",
@@ -71,17 +68,17 @@ class CallGuard:
         try:
             yield
         finally:
-            # Of a stream that outlived `end`, another call may have the turn by now.
+            # After `end` another call may hold it.
             if self._holder is mine:
                 self._holder = None
 
     def end(self) -> None:
-        """The engine is closed: it belongs to no call any more, whatever is under way."""
+        """The engine is closed: it belongs to no call any more."""
         self._holder = None
 
 
 class _CallWork(NamedTuple):
-    """Tokens of prompts, and steps, of all sequences of a call together."""
+    """The sums of prompt tokens and of steps over a call's sequences."""
 
     prompts: int
     steps: int
@@ -92,7 +89,7 @@ def _work_of(rows: Collection[Sequence]) -> _CallWork:
 
 
 def _and_turns(every: _CallWork, rows: Iterable[Sequence]) -> _CallWork:
-    """Readies those of `rows` that are paused to be run again, and adds what that takes to the work of `every` row."""
+    """Readies the paused ones of `rows` to be run again, and adds their work to `every`."""
     again = [row for row in rows if row.paused]
     for row in again:
         row.take_turn()
@@ -103,9 +100,8 @@ def _and_turns(every: _CallWork, rows: Iterable[Sequence]) -> _CallWork:
 class Engine:
     """An offline engine. A context manager: `close` stops its threads and removes its files.
 
-    `settings` are the fields of EngineConfig by name; `planner` decides what the policy leaves open. Weights are placed
-    by the first call that needs them, when its lengths are known, and stay; a later call whose plan differs places them
-    anew. Not thread safe.
+    `settings` are the fields of EngineConfig by name; `planner` decides what the policy leaves open. The first call
+    places the weights; a later call whose plan differs places them anew. Not thread safe.
     """
 
     def __init__(self, model: str = "demo", *, planner: Planner = by_rule, **settings: Any) -> None:
@@ -125,16 +121,14 @@ class Engine:
         self.last_record: RunRecord | None = None
         self.last_plan: Plan | None = None
         self.last_work = CountedWork()
-        """The work of the last call: computed, read and moved."""
         self.on_progress: Progress = lambda what, done, total: None
-        """Called as a call proceeds: "compiling kernels" (the first on a machine), "measuring inputs", "loading
-        weights" and "packing weights" in bytes, "prefill" in tokens of its prompts, after each unit, and "generating"
-        in new tokens, before each step."""
+        """Called with "compiling kernels", "measuring inputs", "loading weights" and "packing weights" (bytes),
+        "prefill" (prompt tokens, after each unit), "generating" (new tokens, before each step)."""
         self.planner = planner
         self.on_plan: Callable[[Plan], None] = lambda plan: None
-        """Called with each plan before anything is done for it."""
+        """Called with each plan before it is carried out."""
         self.late: LateRows | None = None
-        """Where sequences come from while `run` is under way."""
+        """The source of sequences that arrive during `run`."""
         self._loaded: Loaded | None = None
         self._grammars = Grammars(self.model.codec, self.model.spec.vocab_size)
         self._retry, self._guard = OomRetry(), CallGuard()
@@ -142,10 +136,10 @@ class Engine:
         self._pins = devices.open_gpu(self._devices)
         self._trace = Trace(self.config.trace, () if self._pins is None else self._pins.devices)
         self.score_log = ScoreLog(self.model.spec) if self.config.record_scores else None
-        """Of the last call: what tokens scored and which were kept, if the engine was made with record_scores=True."""
+        """Scores and kept tokens of the last call, with record_scores=True."""
         self.prefixes = self._open_prefixes()
-        """Keys and values of prefixes that came before, if the engine was made with prefix_mem or prefix_dir."""
-        # Less what other engines hold: that is counted when a plan is made, since it comes and goes.
+        """Stored keys and values of prefixes, with prefix_mem or prefix_dir."""
+        # Memory of other engines is counted when a plan is made, since it changes.
         self._baseline = max(0, devices.before_placement() - held_bytes())
 
     def generate(
@@ -156,12 +150,11 @@ class Engine:
         on_error: str = "fail",
         **settings: Any,
     ) -> list[RequestOutput]:
-        """Completes `prompts` (strings or lists of token ids, or a Prompt of either with spans).
+        """Completes `prompts` (strings or lists of token ids, or a Prompt of either with spans), in order, with
+        num_return_sequences outputs each.
 
-        Order is kept, with num_return_sequences outputs per prompt.
-
-        `settings` are SamplingParams fields for callers that have no object. UsageError before any work for a prompt
-        that cannot be run; with `on_error` "skip" its outputs carry the `error`, and the others are run.
+        settings: fields of SamplingParams, instead of `params`. UsageError before any work for a prompt that cannot be
+        run; with `on_error` "skip" its outputs carry the `error`, and the others are run.
         """
         outputs = list(self.stream(prompts, params, on_error=on_error, **settings))
         return sorted(outputs, key=lambda output: (output.index, output.sample))
@@ -174,11 +167,8 @@ class Engine:
         on_error: str = "fail",
         **settings: Any,
     ) -> Iterator[RequestOutput]:
-        """As `generate`, but yields each sequence as soon as it is finished, in the order in which that happens, after
-        those of prompts that are skipped.
-
-        Until the last one is out, or the stream is closed, other calls are refused with a UsageError.
-        """
+        """As `generate`, but yields each sequence as soon as it is finished, after those of skipped prompts. Until the
+        stream ends or is closed, other calls raise UsageError."""
         if params is None:
             params = SamplingParams.from_kwargs(**settings)
         elif settings:
@@ -199,16 +189,13 @@ class Engine:
             yield self._output(row)
 
     def read(self, request: Request) -> list[Sequence]:
-        """The sequences of a request, for `run`; none where there is nothing to compute. UsageError where it cannot be
-        run, a ContextLengthError if that is for its length."""
+        """The sequences of a request, for `run`; none if there is nothing to compute. UsageError if it cannot be run, a
+        ContextLengthError for its length."""
         return self._reader().read_one(request)
 
     def run(self, rows: list[Sequence]) -> Iterator[tuple[Sequence, RequestOutput]]:
-        """Runs what `read` gave, of one or more requests; each sequence as soon as it is finished, with its result.
-
-        As `stream`, but prompts are checked and tokenised one by one before, so that one that cannot be run does not
-        end a call. What `late` has takes places of finished ones meanwhile, and its results go there.
-        """
+        """Runs the sequences of one or more requests from `read`; yields each with its result as soon as it is
+        finished. Sequences of `late` take the places of finished ones meanwhile, and their results go there."""
         late = self.late
         try:
             for row in self._run(rows, late):
@@ -230,9 +217,9 @@ class Engine:
     ) -> list[RequestOutput]:
         """The model's answers, by its chat template: to strings, or lists of {"role": ..., "content": ...} messages.
 
-        An answer ends with the model's own end and with what the template closes a turn with, unless `eos_token_id`
-        says otherwise; `chat_template_kwargs` are arguments of the template (enable_thinking). Otherwise as `generate`.
-        UsageError for a model without a template, and for messages that do not suit it.
+        An answer ends with the model's and the template's end tokens, unless `eos_token_id` is given. Otherwise as
+        `generate`. chat_template_kwargs: arguments of the template (enable_thinking). UsageError for a model without a
+        template, and for messages that do not suit it.
         """
         skip = on_error == "skip"
         prompts = chat_prompts(self.model.codec, self.config.model, conversations, chat_template_kwargs, skip=skip)
@@ -262,10 +249,8 @@ class Engine:
         return Generator(self.model, self._reader().read, self._run)(input_ids, attention_mask, arguments)
 
     def plan(self, workload: Workload) -> Plan:
-        """How this engine would run `workload`; nothing is allocated. PlanError where it cannot.
-
-        Weights that are loaded already stay where they are if a block as large fits beside them.
-        """
+        """How this engine would run `workload`; nothing is allocated. PlanError if it cannot. Loaded weights stay where
+        they are if that is as good."""
         config, spec = self.config, self.model.spec
         tier, baseline = self._compute_tier(), self._baseline + held_bytes(self._loaded)
         dtype, caps = self.model.dtype, self._caps()
@@ -292,7 +277,7 @@ class Engine:
 
     @property
     def offload_folder(self) -> Path:
-        """Where packed weights and the disk tier go, if anything does; an empty name counts as none."""
+        """The folder of packed weights and the disk tier."""
         return devices.offload_folder(self.config.offload_dir)
 
     @property
@@ -301,7 +286,7 @@ class Engine:
         return self._trace.timeline()
 
     def close(self) -> None:
-        """Gives memory, threads and files back. A second call does nothing."""
+        """Releases memory, threads and files. A second call does nothing."""
         self._guard.end()
         self._grammars.close()
         loaded, self._loaded = self._loaded, None
@@ -320,10 +305,7 @@ class Engine:
         self.close()
 
     def _fitting(self, rows: list[Sequence], refused: list[RefusedPrompt]) -> list[Sequence]:
-        """Those of `rows` that can be planned; prompts so long that they cannot are added to `refused`.
-
-        PlanError where not even the shortest can.
-        """
+        """Those of `rows` that can be planned; longer ones are added to `refused`. PlanError if none can be planned."""
         ordered = sorted({row.index: row for row in rows}.values(), key=lambda row: row.prompt_tokens + row.steps)
         fit, none, why = 0, len(ordered) + 1, ""
         while none - fit > 1:
@@ -340,11 +322,8 @@ class Engine:
         return [row for row in rows if row.index in kept]
 
     def _run(self, rows: list[Sequence], late: LateRows | None = None) -> Iterator[Sequence]:
-        """Runs sequences in blocks whose places are filled again; yields them as they finish, leaves `last_record`.
-
-        Where memory runs out, those that are not finished are planned and run anew: see OomRetry. UsageError while
-        another call runs.
-        """
+        """Runs sequences in blocks; yields them as they finish, leaves `last_record`. After memory has run out,
+        unfinished ones are planned and run anew, see OomRetry. UsageError while another call runs."""
         with self._guard.taken():
             if not rows:
                 return
@@ -386,8 +365,8 @@ class Engine:
         self, plan: Plan, rows: Mapping[int, Sequence], every: _CallWork, meter: RunMetrics, sampler: Sampler,
         newcomers: Newcomers,
     ) -> Iterator[Sequence]:
-        """Runs the sequences of `rows` by `plan`, block by block, until all are finished or a newcomer needs another
-        plan; `every`: the work of the whole call."""
+        """Runs `rows` by `plan`, block by block, until all are finished or a newcomer needs another plan; every: the
+        work of the whole call."""
         before, loaded = self._loaded, self._load(plan)
         meter.load_seconds += 0.0 if loaded is before else loaded.seconds
         sampler.start()
@@ -418,7 +397,7 @@ class Engine:
         )
 
     def _open_prefixes(self) -> PrefixStore | None:
-        """None where there is none, or equal tokens of this model may have other keys."""
+        """None without one, or if equal tokens of this model may have different keys."""
         config = self.config
         if not config.keeps_prefixes or not self._shares:
             return None
@@ -428,7 +407,7 @@ class Engine:
         return PrefixStore(self._content(), self.model.spec.num_layers, memory, folder, disk, self._needs_sums)
 
     def _content(self) -> str:
-        """All that keys and values of a prefix depend on, beside its tokens."""
+        """Everything that keys and values of a prefix depend on, beside its tokens."""
         config, model = self.config, self.model
         weights = config.seed if model.dummy else None
         bits = [config.weight_bits, config.weight_group, config.weight_importance, config.dequantize]
@@ -445,7 +424,7 @@ class Engine:
         return self.config.share_prefixes and self.model.spec.shares_prefixes
 
     def _load(self, plan: Plan) -> Loaded:
-        """The weights where `plan` wants them; loaded anew only if they are elsewhere."""
+        """The weights as placed by `plan`; loaded anew only if they are elsewhere."""
         self.last_plan = plan
         if self._loaded is not None and self._loaded.serves(plan):
             self._loaded.recap(plan)
@@ -471,8 +450,7 @@ class Engine:
         self.on_progress(what, done, total)
 
     def _counting(self, what: str, before: int, total: int) -> Callable[[int], None]:
-        """A function that is told how many tokens were done after `before` others, and passes on how many of `total`
-        are."""
+        """A callback for the tokens done after `before` others, of `total`."""
         return lambda done: self._note(what, before + done, total)
 
     def _compute_tier(self) -> str:

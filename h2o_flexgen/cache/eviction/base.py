@@ -40,11 +40,12 @@ class Tokens(NamedTuple):
 class AttendedPrompts:
     """Prompts of one length S in one layer after attention: the inputs of a policy.
 
-    k, v and stored_k hold the last L tokens, (n, kv_heads, L, d). `past` holds K, V and stored K (kv_heads, S - L, d)
-    of the tokens before, which the n rows share. Queries saw k; a cache stores `stored_k`. The two differ, by the
-    rotation, only if positions roll. queries: the last m, (n, heads, m, d), as many as `RankedPolicy.queries` asks for.
-    column_sums: (n, kv_heads, S) float32. turn: how queries are rotated; None if they are not. sink_logits: float32
-    (heads,), an extra logit per head that belongs to no token.
+    k, v, stored_k  the last L tokens, (n, kv_heads, L, d); stored_k as a cache stores it, unrotated if positions roll
+    past            K, V and stored K (kv_heads, S - L, d) of the tokens before, which the n rows share
+    queries         the last m, (n, heads, m, d), as many as `RankedPolicy.queries` asks for
+    column_sums     (n, kv_heads, S) float32
+    turn            the rotation of queries; None: they are not rotated
+    sink_logits     float32 (heads,), an extra logit per head
     """
 
     k: Tensor

@@ -1,9 +1,7 @@
-"""The ceiling of eviction: a policy that knows which attention is to come, as Belady's knows which pages.
+"""The ceiling of eviction: a policy with foresight, as Belady's algorithm, for measurements only.
 
-It reads every text twice. First as one prompt, under the exact attention of the full cache: what each query of the
-continuation pays each token is kept, per layer and KV head. Then as all policies do; what goes is the token to which
-the queries to come paid least. That is the most attention that any policy can keep with the same number of tokens, for
-the attention of the full run; it is offered to measurements alone.
+It reads every text twice: first as one prompt with the full cache, recording the attention of the continuation's
+queries, then evicting the token that gets least of it. No policy keeps more of the full run's attention.
 """
 
 from __future__ import annotations

@@ -6,11 +6,8 @@ from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptS
 
 
 class H2OPolicy(RankedPolicy):
-    """The score is the attention a token has received so far: the sum over all queries, never divided by its age.
-
-    Dividing by age made the paper's results worse (appendix B.2). Sums are float32: half precision would lose every
-    probability below an ulp of a grown sum.
-    """
+    """The score is the sum of the attention that a token has received from all queries, float32, never divided by its
+    age (appendix B.2 of the paper)."""
 
     name = "h2o"
     statistic = "column_sums"

@@ -19,13 +19,13 @@ from h2o_flexgen.config.budget import Budget, shares_of
 
 
 def queries(policy: RankedPolicy, length: int, budget: Budget) -> int:
-    """As `RankedPolicy.queries`. Within spans attention is taken anew, also where a kernel has summed that of all."""
+    """As `RankedPolicy.queries`; within fair spans attention is computed anew."""
     wanted = policy.queries(length, budget.inside or budget)
     return length if budget.fair and (wanted or policy.statistic == "column_sums") else wanted
 
 
 def prompt_scores(policy: RankedPolicy, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
-    """As `RankedPolicy.prompt_scores`: +inf for what spans keep of prompts, which steps leave alone then."""
+    """As `RankedPolicy.prompt_scores`, with +inf for tokens that spans keep, which are then never evicted."""
     budget = rows.budget
     if budget.fair:
         return _shared(policy, prompts, rows)
@@ -38,8 +38,7 @@ def prompt_scores(policy: RankedPolicy, prompts: AttendedPrompts, rows: PromptRo
 
 
 def _shared(policy: RankedPolicy, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
-    """Of each part of the prompts as many as its share, chosen as if the part were the prompt: its own queries look at
-    its own tokens."""
+    """Scores by fair shares: each part keeps its share, chosen as if the part were the prompt."""
     n, kv_heads = prompts.k.shape[:2]
     rank = torch.zeros(n, kv_heads, prompts.length, device=prompts.k.device)
     for (start, stop), share in shares_of(rows.budget, prompts.length, rows.window):
