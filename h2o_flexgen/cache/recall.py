@@ -1,9 +1,10 @@
 """Recall: what leaves a cache waits a tier lower, and comes back when a query looks for it.
 
 All keys and values of a row are written to a shelf when they come in, by position: what is evicted is there already. An
-index of its keys, rotated, in 4 bits, lies where attention is computed. In the first of every `EVERY` steps of a row,
-before its newest query attends, the index says what each token is worth to that query; the best of those that are away
-take the slots of the least of those that are kept. How many are kept never changes.
+index of its keys, rotated, in 4 bits, lies where attention is computed. In each of the first `FIRST` steps of a row,
+and in the first of every `EVERY` later ones, before its newest query attends, the index says what each token is worth
+to that query; the best of those that are away take the slots of the least of those that are kept. How many are kept
+never changes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from h2o_flexgen.cache.packing import expand, pack
 from h2o_flexgen.cache.ring_slots import Asked, CacheSlots
 from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.config.budget import Budget
-from h2o_flexgen.config.recall import NEAR, index_packing, most_moved
+from h2o_flexgen.config.recall import FIRST, NEAR, index_packing, looks, most_moved
 from h2o_flexgen.kernels.ranks import NativeRecall, Recalled, ShelvedKeys
 from h2o_flexgen.kernels.types import KeysValues, PackedPrompts
 
@@ -179,7 +180,7 @@ class Recall:
             row.shelf.write(now, k, v)
             row.index[:, now : now + 1] = pack(k, index_packing(k.shape[-1]))
             self._counts.written += 2 * k.nbytes
-            if (before + lengths.step) % self._every == 0:
+            if looks(before + lengths.step, self._every):
                 first = 0 if lengths.window is None else max(0, now + 1 - lengths.window)
                 worth = _worth(row.index[:, first : now + 1], asked[0][place], asked)
                 own = _HeldSlots(held.k[place], held.v[place], slots.score[place], slots.table[1][place], free[place])
@@ -196,7 +197,7 @@ class Recall:
                 how = row.recent, row.most, now - lengths.step, before
             shelved.append(None if row is None else ShelvedKeys(k, v, row.index, *how))
         block = index_packing(like.shape[-1]).block
-        return NativeRecall(shelved, every=self._every, near=NEAR, block=block, window=lengths.window)
+        return NativeRecall(shelved, first=FIRST, every=self._every, near=NEAR, block=block, window=lengths.window)
 
     def _look(self, row: _ShelvedRow, worth: Tensor, own: _HeldSlots, first: int, now: int) -> None:
         """Of the query at `now`, whose attention to the tokens from `first` on is `worth` (kv_heads, group, T)."""

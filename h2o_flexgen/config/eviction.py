@@ -94,7 +94,7 @@ class EvictionConfig:
         unset="they are lost",
     )
     recall_every: int = option(
-        EVERY, "--recall-every", help="steps from one look at what waits to the next", metavar="N"
+        EVERY, "--recall-every", help="steps from one look at what waits to the next, after the first 16", metavar="N"
     )
     seed: int = 0
     """Of the random policy."""

@@ -17,6 +17,9 @@ RecallTier = Literal["cpu", "disk"]
 RECALL_TIERS: tuple[RecallTier, ...] = ("cpu",)
 EVERY = 4
 """Steps of a row from one look through what is away to the next, unless asked for."""
+FIRST = 16
+"""A row's first steps, each of which looks: what a question asks for is away when it comes, and does not come back at
+one look."""
 STATIC = 4
 """First tokens that never leave, unless asked for."""
 INDEX_BITS = 4
@@ -36,6 +39,16 @@ def index_packing(dim: int) -> CachePacking:
     return CachePacking(INDEX_BITS, dim)
 
 
+def looks(taken: int, every: int) -> bool:
+    """Whether a row that has taken so many steps looks through what is away in its next."""
+    return taken < FIRST or taken % every == 0
+
+
+def share_of_looks(taken: int, every: int) -> float:
+    """Looks of that step, where those of later steps are spread evenly."""
+    return 1.0 if taken < FIRST else 1 / every
+
+
 def coming_back(budget: Budget, window: int | None, before: int) -> int:
     """Tokens that one look of a row and KV head brings back, as planned: as many as may, while so many are away.
 
@@ -49,7 +62,8 @@ def shelved_tokens(budget: Budget, window: int | None, prompt: int, new: int, ev
     from there, as planned. The last token goes nowhere."""
     if not budget.scored:
         return 0, 0
-    return prompt + new - 1, sum(coming_back(budget, window, prompt + step) for step in range(0, new - 1, every))
+    back = (coming_back(budget, window, prompt + step) for step in range(new - 1) if looks(step, every))
+    return prompt + new - 1, sum(back)
 
 
 def check_recall(spec: ModelSpec, tier: str | None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from h2o_flexgen.config.hardware.rates import ComputeRates
 from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.config.offload import Kernels
-from h2o_flexgen.config.recall import index_packing
+from h2o_flexgen.config.recall import index_packing, share_of_looks
 from h2o_flexgen.cost.inputs import CostInputs, Moves, PromptPart, chunks, prompt_parts
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY
 from h2o_flexgen.schedule.tasks import FIRST_REPLAYED, Task, TaskKind
@@ -257,8 +257,8 @@ class Compute:
         return parts
 
     def _recalling(self, layer: int, step: int, batch: int) -> Parts:
-        """What recall adds, evenly to all steps: bytes to its tier and back, and the index that a query looks through,
-        which is read as packed keys are."""
+        """What recall adds: bytes to its tier and back, and the index that a query looks through, which is read as
+        packed keys are."""
         block, (written, read) = self._block, self._moves.shelved(step, layer, batch)
         tier, spec, found = block.request.eviction.recall, block.spec, dict[str, float]()
         if tier is None or not written:
@@ -276,7 +276,7 @@ class Compute:
             seen = min(block.prompt_len + step, window or block.prompt_len + step)
             key = (index_packing(heads.dim).nbytes + heads.dim * block.itemsize) / 2
             seconds = self._rates.decode_attention["scored"].time_at(block.rows[batch] * seen * heads.keys * key)
-            found["attention"] = seconds / block.request.eviction.recall_every
+            found["attention"] = seconds * share_of_looks(step - 1, block.request.eviction.recall_every)
         return found
 
     def _arrival(self, unit: UnitSpec, task: Task) -> float:

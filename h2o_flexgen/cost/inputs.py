@@ -15,7 +15,7 @@ from h2o_flexgen.config.model.spec import ModelSpec, UnitSpec
 from h2o_flexgen.config.model.tensors import PAGE, dtype_bytes, round_up, states_bytes
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.placement import Placement
-from h2o_flexgen.config.recall import coming_back
+from h2o_flexgen.config.recall import coming_back, share_of_looks
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY
 from h2o_flexgen.schedule.request import PlanRequest
 from h2o_flexgen.schedule.tasks import NO_BATCH, ScheduleShape, Task, TaskKind, alone, recordable
@@ -349,8 +349,8 @@ class Moves:
         return [(f"{tier}->cpu", "prompts", count * length * token) for count in whole]
 
     def shelved(self, step: int, layer: int, batch: int) -> tuple[float, float]:
-        """Bytes that recall writes to its tier in `step`, and that it reads from there, as much in every one of a row's
-        decode steps from one look to the next."""
+        """Bytes that recall writes to its tier in `step`, and that it reads from there, those of looks in every Nth
+        step spread evenly."""
         block, request = self._block, self._block.request
         eviction, budget = request.eviction, request.budgets[layer]
         if eviction.recall is None or not budget.scored:
@@ -359,7 +359,7 @@ class Moves:
         if step == 0:
             return block.prompt_len * token, 0
         back = coming_back(budget, block.spec.arch.window_of(layer), block.prompt_len + step - 1)
-        return token, back * token / eviction.recall_every
+        return token, back * token * share_of_looks(step - 1, eviction.recall_every)
 
     def traffic(self, steps: range) -> dict[tuple[str, str], Traffic]:
         """The sum of all loads and stores that belong to `steps`, by link and by what is moved."""

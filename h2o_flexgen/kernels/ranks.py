@@ -99,9 +99,10 @@ class NativeRecall:
     no result depends on how many torch has."""
 
     def __init__(
-        self, rows: Sequence[ShelvedKeys | None], *, every: int, near: int, block: int, window: int | None
+        self, rows: Sequence[ShelvedKeys | None], *, first: int, every: int, near: int, block: int, window: int | None
     ) -> None:
-        """rows: None for those without a shelf. every: a row looks in the first of so many steps. near: a token is
+        """rows: None for those without a shelf. first, every: a row looks in each of its first so
+        many steps, then in the first of so many. near: a token is
         wanted as much as a neighbour no further away. block: numbers of an index key that are mixed before packing."""
         self._rows = rows
         table = [
@@ -111,7 +112,7 @@ class NativeRecall:
             for row in rows
         ]
         self._table = torch.tensor(table, dtype=torch.int64)
-        self._task = _Recall(rows=len(rows), every=every, near=near, block=block, window=window or 0)
+        self._task = _Recall(rows=len(rows), first=first, every=every, near=near, block=block, window=window or 0)
         self._task.row = self._table.data_ptr()
         self._pointer, self._call = ctypes.byref(self._task), function("recall_step", "P", "i")
 

@@ -160,22 +160,23 @@ def test_architectures(changes: dict[str, Any], unit: int, products_factor: floa
     assert found["elementwise"] - usual["elementwise"] == 3 * 2 * more_elementwise
 
 
-def test_recall_is_paid_evenly_in_all_steps() -> None:
-    """Of 20 tokens 8 are heavy, of which 2 change in every fourth step."""
+def test_recall_is_paid_in_its_first_steps_and_then_evenly() -> None:
+    """Of 20 tokens 8 are heavy, of which 2 change in each of 16 steps, then in every fourth."""
     curve = Curve(((1, 1.0), (1e9, 1e9)))
     machine = profile(replace(SLOW, decode_attention={"plain": curve, "scored": curve}))
     recalling, losing = EvictionConfig("h2o", budget=20, recall="cpu"), EvictionConfig("h2o", budget=20, sinks=4)
     here, usual = (model_of(OffloadPolicy(3), machine=machine, eviction=each) for each in (recalling, losing))
     token = 3 * 2 * 64 * 2
     assert counts(here, 1, 0)["elementwise"] - counts(usual, 1, 0)["elementwise"] == 2 * 24 * token
-    assert counts(here, 1, 1)["elementwise"] - counts(usual, 1, 1)["elementwise"] == 2 * 1.5 * token
     index = (16 // 2 + 4 + 2 * 16) / 2  # half-way between what is read of a key and what is computed with
-    more = parts(here, 1, 1)["attention"] - parts(usual, 1, 1)["attention"]
-    assert more == pytest.approx(3 * 25 * 4 * index / 4)
+    for step, moved, looks in ((1, 3, 1), (16, 3, 1), (17, 1.5, 1 / 4)):
+        assert counts(here, 1, step)["elementwise"] - counts(usual, 1, step)["elementwise"] == 2 * moved * token
+        more = parts(here, 1, step)["attention"] - parts(usual, 1, step)["attention"]
+        assert more == pytest.approx(3 * (24 + step) * 4 * index * looks)
     gpu = {"gpu": 1.0}
     away = model_of(OffloadPolicy(3, 1, gpu, gpu, gpu), machine=machine, eviction=recalling, tier="gpu")
-    assert parts(away, 1, 1)["moving state"] == pytest.approx(1.5 * token / 1e10)
-    assert dict(away.moves.bytes_moved()) == {"gpu->cpu": 2 * (24 + 7) * token, "cpu->gpu": 2 * 7 * token // 2}
+    assert parts(away, 1, 1)["moving state"] == pytest.approx(3 * token / 1e10)
+    assert dict(away.moves.bytes_moved()) == {"gpu->cpu": 2 * (24 + 7) * token, "cpu->gpu": 2 * 7 * 2 * token}
 
 
 def test_rolling_positions_turn_the_whole_cache() -> None:

@@ -404,7 +404,7 @@ def then_h2o(oracle: type[PromptOracle]) -> type[EvictionOracle]:
 
 
 class RecallOracle(H2OOracle):
-    """H2O, from which nothing is lost: in every fourth step, the first included, what the new query would pay most by
+    """H2O, from which nothing is lost: in each of 16 steps, then in every fourth, what the new query would pay most by
     keys of 4 bits comes back, at most a quarter as many as are heavy, in place of what it would pay least."""
 
     same_number_ties = True
@@ -420,7 +420,7 @@ class RecallOracle(H2OOracle):
 
     def step(self, queries: Sequence[Vector], key: Vector, value: Vector) -> list[list[float]]:
         self.shelf[self.length] = key, rounded([key], 4)[0], value
-        if self.taken % self.every == 0 and self.budget.scored:
+        if (self.taken < 16 or self.taken % self.every == 0) and self.budget.scored:
             self.look(queries, self.length)
         self.taken += 1
         return super().step(queries, key, value)

@@ -26,7 +26,7 @@ typedef struct {
 } Strided;
 
 typedef struct {
-    int64_t rows, kv_heads, group, capacity, dim, bf16, block, threads, step, every, window, near;
+    int64_t rows, kv_heads, group, capacity, dim, bf16, block, threads, step, first, every, window, near;
     double scale, cap; /* cap: that logits approach and never pass; 0: there is none */
     const Shelved *row;
     Strided q, new_k, new_v;
@@ -221,6 +221,12 @@ static void look(const Recall *r, const Shelved *row, int64_t task, int64_t now,
     *found = (Found){found->written, 1, moved, held, sum_of_largest(room->mean, n, kept)};
 }
 
+/* Whether the row looks in this step: see `looks` in config/recall.py. */
+INLINE int looks(const Recall *r, const Shelved *row) {
+    const int64_t taken = row->taken + r->step;
+    return taken < r->first || taken % r->every == 0;
+}
+
 /* The head's new token goes to the shelf and into the index; a look, if it is the row's turn. */
 static void step_of(const Recall *r, int64_t task, float *scratch, Found *found) {
     const int64_t place = task / r->kv_heads, head = task % r->kv_heads, bytes = r->dim * (r->bf16 ? 2 : 4);
@@ -234,7 +240,7 @@ static void step_of(const Recall *r, int64_t task, float *scratch, Found *found)
     memcpy(row->v + at * bytes, r->new_v.at + place * r->new_v.row + head * r->new_v.head, (size_t)bytes);
     keep_vector(&p, key, row->index + at * kept_bytes(&p));
     found->written = 1;
-    if ((row->taken + r->step) % r->every) return;
+    if (!looks(r, row)) return;
     const Room room = room_in(r, scratch, up(now + 1, LANES));
     look(r, row, task, now, &room, found);
 }
@@ -258,7 +264,7 @@ int recall_step(Recall *r) {
         const Shelved *row = r->row + i;
         const int64_t now = row->first + r->step;
         work += row->k ? r->kv_heads * TOKEN : 0; /* the new one */
-        if (!row->k || now >= row->length || (row->taken + r->step) % r->every) continue;
+        if (!row->k || now >= row->length || !looks(r, row)) continue;
         longest = most(longest, up(now + 1, LANES));
         work += (now + 1) * r->kv_heads;
     }
