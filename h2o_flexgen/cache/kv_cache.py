@@ -38,16 +38,15 @@ PromptWatch = Callable[[int, int, Tensor], None]
 
 
 class KVCache:
-    """K and V of the kept tokens, per row and KV head, and the record of which tokens these are.
+    """K and V of the kept tokens, per row and KV head, and their record: positions, scores, free slots.
 
-    The cache owns the record: positions, scores, free slots. It stays where attention is computed. K and V are buffers
-    of the caller, written in place; only they move between tiers, attached and detached on the way. Nothing grows.
-    A cache belongs to one (layer, GPU batch) of one block and to one thread, and ends with the block. There is no
-    padding: each row has its own prompt length and budget, and its decisions never depend on its neighbours. Rows
-    start together; when rows finish or come, the others go on in a new cache, see `joined`.
+    The record stays on the device that attends. K and V are buffers of the caller, written in place; they are attached
+    and detached when they move between tiers. Nothing grows. A cache belongs to one (layer, GPU batch) of one block and
+    to one thread. There is no padding: each row has its own prompt length and budget, and its decisions never depend on
+    its neighbours. When rows finish or come, the others go on in a new cache, see `joined`.
 
-    If no row's budget leaves a choice, slots are taken in order of arrival, without scores, under every policy. With
-    full budgets that is bit for bit the full cache.
+    If no row's budget leaves a choice, slots are taken in order of arrival, without scores, under every policy; full
+    budgets give bit for bit the full cache.
 
     In a layer with a `window` each budget must be `within` it (else ValueError). Tokens that leave the window are
     evicted first; sinks that have left it are kept but not attended to.

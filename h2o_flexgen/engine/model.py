@@ -40,11 +40,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Model:
-    """A model that `open_model` found. `stored`, and `source` with it, holds open files until it is closed.
+    """A model that `open_model` found, with open files until `source` is closed.
 
-    `stored` has the weights as they are in the checkpoint, `source` as `spec` has them; `choices` are the specs that a
-    planner may choose instead, by the bits of weights. `by_importance`: whether weights of 4 bits are rounded by which
-    inputs matter, see `weigh_inputs`.
+    stored         the checkpoint's weights; source: the weights as in `spec`
+    choices        specs that a planner may choose instead, by the bits of weights
+    by_importance  whether weights of 4 bits are rounded by the importance of inputs, see `weigh_inputs`
     """
 
     spec: ModelSpec
@@ -61,7 +61,7 @@ class Model:
         self.keep_as(self.spec)
 
     def keep_as(self, spec: ModelSpec) -> None:
-        """From now on the weights are to be had as `spec`, one of `choices`, has them."""
+        """From now on `source` gives the weights as in `spec`, one of `choices`."""
         plain = spec.arch.experts is None and not isinstance(spec, ModuleSpec)
         weighs = self.by_importance and not self.dummy and plain
         self.spec, self.source = spec, self.stored
@@ -69,7 +69,7 @@ class Model:
             self.source = QuantisingSource(self.stored, spec, by_importance=weighs)
 
     def weigh_inputs(self, offload: Path, device: torch.device, progress: Callable[[str, int, int], None]) -> None:
-        """Has measured which inputs matter, now or in an earlier run, before weights are packed that want it."""
+        """Measures the importance of inputs before weights are packed by it, or reads it from an earlier run."""
         source = self.source
         if isinstance(source, QuantisingSource) and source.by_importance and source.importance is None:
             note = partial(progress, "measuring inputs")
@@ -82,15 +82,14 @@ class Model:
         return self.stored.dummy
 
     def content(self) -> dict[str, str]:
-        """Digests of all that answers depend on in the model's files: equal for a copy of them anywhere. Reads some of
-        the weights; raises as reading them does."""
+        """Digests of the model's files, equal for every copy of them. Reads some of the weights, and raises as that
+        does. """
         return {} if self.found is None else model_content(self.found, self.stored)
 
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Garbage is not looked for meanwhile: among the texts and pairs of a vocabulary of 262,144 there is no cycle, and
-    the search for one would be a third of the time that they take to read."""
+    """Turns garbage collection off: for a vocabulary of 262,144 it would take a third of the time of reading."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -102,11 +101,8 @@ def _no_collections() -> Iterator[None]:
 
 @_no_collections()
 def open_model(config: EngineConfig, device: torch.device, make: Callable[..., object]) -> Model:
-    """Finds the model that `config` names and checks all of it that can be checked without reading weights. `make`: the
-    Engine, by which a tiny one of its kind is tried where it is not known how it runs.
-
-    ModelError saying what was looked for and where. With dummy weights only a config.json is needed.
-    """
+    """Finds the model that `config` names, and checks it without reading weights. make: the Engine, see `self_test`.
+    ModelError if it cannot be used. Dummy weights need only a config.json."""
     found = resolve_model(
         config.model,
         path=config.path,
@@ -122,7 +118,7 @@ def open_model(config: EngineConfig, device: torch.device, make: Callable[..., o
 
 
 def _opened(found: ResolvedModel, config: EngineConfig, device: torch.device, make: Callable[..., object]) -> Model:
-    """As `open_model`, of what was found. OwnHeadError where config.json says that an output head is none."""
+    """As `open_model`, of a found model. OwnHeadError if config.json denies the output head that the checkpoint has."""
     dummy = config.weights == "dummy"
     impl = found.impl(config.model_impl)
     if by_modules(found.config, found.name, impl):
@@ -156,12 +152,12 @@ def _opened(found: ResolvedModel, config: EngineConfig, device: torch.device, ma
 
 
 def make_decoder(model: Model, device: torch.device) -> Decoder:
-    """What computes the units of a model. ModelError where transformers' modules cannot in the model's dtype."""
+    """The decoder of a model. ModelError if transformers' modules cannot compute in the model's dtype."""
     return decoder_of(model.spec, model.stored, model.dtype, device)
 
 
 def decoder_of(spec: ModelSpec, weights: WeightSource, dtype: str, device: torch.device) -> Decoder:
-    """As `make_decoder`; what is float32 whatever the dtype is read from `weights`."""
+    """As `make_decoder`; tensors that stay float32 are read from `weights`."""
     if not isinstance(spec, ModuleSpec):
         return Decoder(spec)
     from h2o_flexgen.models.hf.decoder import ModuleDecoder  # imports transformers
@@ -175,7 +171,7 @@ def decoder_of(spec: ModelSpec, weights: WeightSource, dtype: str, device: torch
 
 
 def for_model(config: EngineConfig, spec: ModelSpec, compute_tier: str) -> EngineConfig:
-    """The settings as they are for a model that computes on this tier. UsageError for what it cannot do."""
+    """The settings for a model that computes on this tier. UsageError for those that it cannot have."""
     config = replace(config, eviction=counted_in_bytes(config.eviction, spec))
     if isinstance(spec, ModuleSpec):
         config = for_modules(config, spec, compute_tier)
@@ -189,8 +185,8 @@ def for_model(config: EngineConfig, spec: ModelSpec, compute_tier: str) -> Engin
 
 
 def for_modules(config: EngineConfig, spec: ModuleSpec, compute_tier: str) -> EngineConfig:
-    """The settings for a model of transformers' modules, which keep hidden states where they compute, and attend there.
-    UsageError for what they cannot do."""
+    """The settings for a model of transformers' modules, with hidden states and attention on the compute tier.
+    UsageError for those that it cannot have."""
     what = f"for {spec.name}, which is computed by transformers' own modules"
     if spec.alone:
         config = _for_rows(config, f"{what}, row by row", compute_tier)
@@ -221,8 +217,7 @@ def for_modules(config: EngineConfig, spec: ModuleSpec, compute_tier: str) -> En
 
 
 def _for_rows(config: EngineConfig, what: str, compute_tier: str) -> EngineConfig:
-    """The settings for sequences whose caches are made by modules, where these compute. UsageError for what concerns
-    other caches."""
+    """The settings for sequences with the modules' own caches. UsageError for settings of other caches."""
     eviction, places = config.eviction, config.fixed.get("cache", {compute_tier: 1.0})
     asked = {
         f"the eviction policy is {eviction.name}": eviction.name != "full",
@@ -240,7 +235,7 @@ def _for_rows(config: EngineConfig, what: str, compute_tier: str) -> EngineConfi
 
 
 def spec_warnings(spec: ModelSpec, eviction: EvictionConfig) -> list[str]:
-    """What is lost where the sequences of a model cannot be packed, and a budget where nothing has a cache."""
+    """Warnings for models that run row by row, and for a budget of models without attention."""
     found = list[str]()
     if isinstance(spec, ModuleSpec) and spec.alone:
         found.append(
@@ -257,7 +252,7 @@ def spec_warnings(spec: ModelSpec, eviction: EvictionConfig) -> list[str]:
 
 
 def _check_states(config: EngineConfig, what: str) -> None:
-    """UsageError for what cannot be had where layers keep states."""
+    """UsageError for settings that layers with states cannot have."""
     what = f"{what}, some of whose layers keep states"
     if config.fixed.get("cpu_cache_compute"):
         raise UsageError(f"cpu_cache_compute is on {what}", "needed off: states are computed with where weights are")

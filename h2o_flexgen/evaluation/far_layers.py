@@ -1,4 +1,4 @@
-"""Which layers of a model look far: what it loses where one layer alone forgets half of a text."""
+"""Finds the layers of a model that look far: its loss if one layer alone evicts half of a text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from h2o_flexgen.evaluation.settings import EvaluationSettings, read_text
 from h2o_flexgen.planning.llm import LLM
 
 OUTSTANDING = 5
-"""A layer looks far whose loss is more than so many times the median."""
+"""A layer looks far if its loss is more than this many times the median."""
 
 
 class LayerLosses(NamedTuple):

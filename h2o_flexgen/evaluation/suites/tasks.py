@@ -1,4 +1,4 @@
-"""What suites measure: cases in token ids, and a number for each case from an engine with an eviction policy."""
+"""The tasks of suites: cases in token ids, and a number for each case under an eviction policy."""
 
 from __future__ import annotations
 
