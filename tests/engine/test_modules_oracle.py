@@ -15,7 +15,7 @@ from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.models.families import spec_from_config
 from tests.engine.compare import CLOSE, History, assert_engine_equals_oracle, assert_outputs_equal
-from tests.engine.test_modules import tiny
+from tests.engine.test_modules import TYPES, tiny
 from tests.oracles.model import OracleRun, oracle_generate
 from tests.oracles.spans import with_spans
 from tests.policy_matrix import LATER, POLICIES, THEN_H2O
@@ -35,6 +35,11 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 """And what is changed from the sizes that other tests take."""
+SPARSE = {
+    "deepseek_v32": {**TYPES["deepseek_v3"], "index_topk": 64, "index_n_heads": 2, "index_head_dim": 16},
+    **{kind: KINDS[kind] for kind in ("gemma2", "gpt_oss")},
+}
+"""Layers with indexers, which choose more tokens than there are, and layers with windows."""
 ROWS = {row.name: row for row in (*POLICIES, *LATER, *THEN_H2O)}
 NAMES = ("h2o", "snapkv", "snapkv+h2o", "streaming")
 MODULES = {"model_impl": "transformers"}
@@ -44,7 +49,7 @@ MODULES = {"model_impl": "transformers"}
 def checkpoint_of(tmp_path_factory: pytest.TempPathFactory):
     @cache
     def make(kind: str) -> tuple[PreTrainedModel, str]:
-        model, folder = tiny(kind, **KINDS[kind]), tmp_path_factory.mktemp(kind)
+        model, folder = tiny(kind, **{**SPARSE, **KINDS}[kind]), tmp_path_factory.mktemp(kind)
         model.save_pretrained(folder)
         spec = spec_from_config(json.loads((folder / "config.json").read_text()), kind, "transformers")
         if isinstance(spec, ModuleSpec) and spec.alone:
@@ -59,6 +64,11 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory):
 def test_every_step_equals_the_oracle(kind: str, name: str, checkpoint_of, history: History) -> None:
     """In ragged GPU batches and alone."""
     assert_engine_equals_oracle(checkpoint_of(kind), ROWS[name], [17, 26, 9, 22], 7, history, places=MODULES)
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_a_fifth_of_sparse_layers_equals_the_oracle(kind: str, checkpoint_of, history: History) -> None:
+    assert_engine_equals_oracle(checkpoint_of(kind), ROWS["h2o"], [17, 26], 5, history, places=MODULES, ratio=0.2)
 
 
 SPANS = {23: ((2, 4), (9, 12)), 40: ((30, 33),), 12: ()}

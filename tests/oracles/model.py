@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from tests.oracles.eviction import EvictionOracle, FullOracle, LocalOracle, Vector
@@ -57,7 +57,9 @@ class OracleAttention:
     ) -> tuple[Tensor, None]:
         """query (1, heads, n, d), key (1, kv_heads, n, d) and value (1, kv_heads, n, e) of the new tokens to
         (1, n, heads, e)."""
-        assert mask is None, "transformers makes masks only for attention functions that it knows"
+        assert mask is None or mask.numel() == 1, "nobody may see other keys than these caches keep"
+        indices = settings.get("indices")  # of the new tokens alone: caches are the oracles'
+        assert indices is None or indices.shape[-1] == query.shape[2], "needed an indexer that leaves none out"
         if hasattr(module, "expand_kv"):  # all heads share the latents that their keys and values are made of
             return _one_head(partial(self._answer, module, settings), query, key, value), None
         return self._answer(module, settings, query, key, value), None
@@ -84,6 +86,11 @@ class OracleAttention:
         heads = zip(self.layers[layer], groups, key[0].tolist(), value[0].tolist(), strict=True)
         outputs = torch.tensor([_attend(*head) for head in heads])
         return outputs.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None].to(value.dtype)
+
+
+def _no_mask(*args: Any, allow_is_causal_skip: bool = True, **kwargs: Any) -> Tensor | None:
+    """Masks are made where attention is; an indexer wants one to add."""
+    return None if allow_is_causal_skip else torch.zeros(1, 1, 1, 1)
 
 
 def _read(caches: list[EvictionOracle], query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -155,6 +162,7 @@ def oracle_generate(
     attention = OracleAttention(make_cache)
     before = model.config._attn_implementation
     AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, _no_mask)
     model.set_attn_implementation(NAME)
     try:
         with rotations or in_sequence_of(model, len(prompt) + new_tokens - 1):
