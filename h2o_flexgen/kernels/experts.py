@@ -137,10 +137,10 @@ def add_experts(
     places = [place for place in (w.get(PLACE) for w in weights) if isinstance(place, ExpertPlace)]
     if x.dtype is torch.bfloat16 and x.is_cpu and len(places) == len(weights) and _in_c(gate):
         which = (ctypes.c_void_p * len(places))(*map(ctypes.addressof, places))
-        starts = torch.tensor(choices.starts[experts.start : experts.stop + 1])
+        starts = (ctypes.c_int64 * (len(experts) + 1))(*choices.starts[experts.start : experts.stop + 1])
         hidden, ffn = weights[0]["down.weight"].shape
         task = _Task(x=x.data_ptr(), out=out.data_ptr(), tokens=choices.tokens.data_ptr())
-        task.shares, task.starts = choices.shares.data_ptr(), starts.data_ptr()
+        task.shares, task.starts = choices.shares.data_ptr(), ctypes.addressof(starts)
         task.which, task.count, task.threads = ctypes.addressof(which), len(places), torch.get_num_threads()
         task.hidden, task.ffn, task.most = hidden, ffn, most
         task.interleaved, task.tanh_gelu = gate.clamp is not None, _NATIVE.get(gate.activation, False)
