@@ -333,36 +333,46 @@ INLINE int64_t seen_at(const Step *s, const Head *h, int64_t j) {
 /* Adds to the logits x (group, pitch) what packing has cost the newest. tanh(a + b) is (tanh a + tanh b) / (1 + tanh a
    tanh b). */
 static void mend_logits(const Step *s, const Head *h, const Pieces *keys, float *x) {
-    for (int64_t g = 0; g < s->group; g++, x += h->pitch) {
-        const char *q = s->new_q.at + h->row * s->new_q.row + (h->head * s->group + g) * s->new_q.head;
+    const int64_t bytes = vector_bytes(keys);
+    const int nv = (int)((bytes + VECTOR - 1) / VECTOR);
+    const char *k = s->lost_k + h->task * s->newest * bytes;
+    const char *q = s->new_q.at + h->row * s->new_q.row + h->head * s->group * s->new_q.head;
+    for (int64_t g = 0; g < s->group; g++, x += h->pitch, q += s->new_q.head)
         for (int64_t j = 0; j < s->newest; j++) {
+            float sums[LANES];
+            if (j % LANES == 0) {
+                const __m512 products = products_of(q, k + j * bytes, s->newest - j, s->dim, (int)s->bf16, nv);
+                _mm512_storeu_ps(sums, _mm512_mul_ps(products, _mm512_set1_ps((float)s->scale)));
+            }
             const int64_t i = seen_at(s, h, j);
-            if (i < 0) continue;
-            const char *k = s->lost_k + (h->task * s->newest + j) * vector_bytes(keys);
-            __m512 products = _mm512_setzero_ps();
-            for (int64_t d = 0; d < s->dim; d += LANES)
-                products = _mm512_fmadd_ps(numbers_at(keys, q, d), numbers_at(keys, k, d), products);
-            const float sum = _mm512_reduce_add_ps(products) * (float)s->scale;
-            if (s->cap > 0) {
+            const float sum = sums[j % LANES];
+            if (i >= 0 && s->cap > 0) {
                 const float cap = (float)s->cap, a = x[i] / cap, b = tanhf(sum / cap);
                 x[i] = cap * (a + b) / (1 + a * b);
-            } else {
+            } else if (i >= 0) {
                 x[i] += sum;
             }
         }
-    }
 }
 
 /* What packing has cost the newest values, by the weights x of all that are seen. There is room for whole vectors. */
 static void mend_values(const Step *s, const Head *h, const Pieces *values, const float *x, float *beside) {
+    const int64_t bytes = vector_bytes(values);
+    const char *lost = s->lost_v + h->task * s->newest * bytes;
     for (int64_t d = 0; d < s->dim; d += LANES) _mm512_storeu_ps(beside + d, _mm512_setzero_ps());
-    for (int64_t j = 0; j < s->newest; j++) {
-        const int64_t i = seen_at(s, h, j);
-        if (i < 0) continue;
-        const char *v = s->lost_v + (h->task * s->newest + j) * vector_bytes(values);
+    for (int64_t first = 0; first < s->newest; first += LANES) {
+        const char *v[LANES];
+        float weight[LANES];
+        int count = 0;
+        for (int64_t j = first; j < least(first + LANES, s->newest); j++) {
+            const int64_t i = seen_at(s, h, j);
+            if (i >= 0) v[count] = lost + j * bytes, weight[count++] = x[i];
+        }
         for (int64_t d = 0; d < s->dim; d += LANES) {
-            const __m512 sum = _mm512_loadu_ps(beside + d);
-            _mm512_storeu_ps(beside + d, _mm512_fmadd_ps(_mm512_set1_ps(x[i]), numbers_at(values, v, d), sum));
+            __m512 sum = _mm512_loadu_ps(beside + d);
+            for (int j = 0; j < count; j++)
+                sum = _mm512_fmadd_ps(_mm512_set1_ps(weight[j]), numbers_at(values, v[j], d), sum);
+            _mm512_storeu_ps(beside + d, sum);
         }
     }
 }
@@ -472,11 +482,11 @@ INLINE void mix_packed(const Order *order, float *mixed, const char *v, const fl
     const int vectors = heads * width_of(bits, units);
     __m512 sums[MOST_WIDTH];
     UNROLL for (int i = 0; i < vectors; i++) sums[i] = _mm512_loadu_ps(mixed + i * LANES);
-    for (; paired && n > 1; n -= 2, p += 2, v += 2 * order->piece) {
+    for (; paired && n > 0; n -= 2, p += 2, v += 2 * order->piece) {
         if (path) fetch(path, path->size + (v - path->values), 2 * order->piece);
-        pair_values(order, sums, (const uint8_t *)v, p, pitch, 1, heads);
+        const uint8_t *value = (const uint8_t *)v;
+        pair_values(order, sums, value, value + (n > 1 ? order->piece : 0), p, pitch, heads, bits);
     }
-    if (paired && n) pair_values(order, sums, (const uint8_t *)v, p, pitch, 0, heads);
     for (int64_t s = 0; !paired && s < n; s++, v += order->piece) {
         if (path && s % 4 == 0) fetch(path, path->size + (v - path->values), 4 * order->piece);
         packed_value(order, sums, (const uint8_t *)v, p + s, pitch, heads, bits, units);
@@ -507,22 +517,11 @@ INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scrat
         arrange(&keys, query, kf.bits, kf.units, q + g * wide);
     }
     for (int64_t i = 0; i < n; i += LANES) {
-        for (int64_t j = 0; kf.paired && j < least(LANES, n - i); j += 2) {
-            const char *key = k + (i + j) * k_piece;
-            fetch(&path, (i + j) * k_piece, 2 * k_piece);
-            if (i + j + 1 < n) pair_products(&k_order, q, group, (const uint8_t *)key, 1, lanes + j * LANES);
-            else pair_products(&k_order, q, group, (const uint8_t *)key, 0, lanes + j * LANES);
-        }
-        for (int64_t j = 0; !kf.paired && j < least(LANES, n - i); j++) {
-            const uint8_t *key = (const uint8_t *)k + (i + j) * k_piece;
-            if (j % 4 == 0) fetch(&path, (i + j) * k_piece, 4 * k_piece);
-            packed_products(&k_order, q, group, key, kf.bits, kf.units, lanes + j * LANES);
-        }
-        for (int64_t g = 0; g < group; g++) {
-            __m512 each[LANES];
-            UNROLL for (int j = 0; j < LANES; j++) each[j] = _mm512_loadu_ps(lanes + (g * LANES + j) * LANES);
-            _mm512_storeu_ps(x + g * pitch + i, logits_of(s, sums_of(each), n - i));
-        }
+        const int64_t left = least(LANES, n - i);
+        UNROLL for (int64_t j = 0; j < LANES; j += 4) fetch(&path, (i + j) * k_piece, 4 * k_piece);
+        products_with(&k_order, q, group, (const uint8_t *)k + i * k_piece, left, kf.bits, kf.units, kf.paired, lanes);
+        for (int64_t g = 0; g < group; g++)
+            _mm512_storeu_ps(x + g * pitch + i, logits_of(s, packed_sums(lanes + g * LANES * LANES, kf.paired), n - i));
     }
     if (s->newest) mend_logits(s, &h, &keys, x);
     if (s->masks) hide(s, &h, x);
@@ -579,15 +578,15 @@ static Attend *const ANY[2] = {attend_0, attend_1};
         const Form keys = {kb, ku ? ku : 1, !ku}, values = {vb, vu ? vu : 1, !vu}; \
         attend_packed(s, row, head, scratch, keys, values); \
     }
-PACKED(4, 0, 3, 1) PACKED(4, 1, 3, 2) PACKED(4, 2, 3, 4) PACKED(4, 0, 4, 0) PACKED(4, 1, 4, 1) PACKED(4, 2, 4, 2)
-PACKED(4, 0, 8, 1) PACKED(4, 1, 8, 2) PACKED(4, 2, 8, 4) PACKED(8, 1, 3, 1) PACKED(8, 2, 3, 2) PACKED(8, 4, 3, 4)
+PACKED(4, 0, 3, 0) PACKED(4, 1, 3, 1) PACKED(4, 2, 3, 2) PACKED(4, 0, 4, 0) PACKED(4, 1, 4, 1) PACKED(4, 2, 4, 2)
+PACKED(4, 0, 8, 1) PACKED(4, 1, 8, 2) PACKED(4, 2, 8, 4) PACKED(8, 1, 3, 0) PACKED(8, 2, 3, 1) PACKED(8, 4, 3, 2)
 PACKED(8, 1, 4, 0) PACKED(8, 2, 4, 1) PACKED(8, 4, 4, 2) PACKED(8, 1, 8, 1) PACKED(8, 2, 8, 2) PACKED(8, 4, 8, 4)
 
 /* By the bits of keys, 4 and 8, and of values, 3, 4 and 8, and by the numbers of a head: up to 64, 128 and 256. */
 static Attend *const PACKED_KINDS[2][3][3] = {
-    {{packed_4_0_3_1, packed_4_1_3_2, packed_4_2_3_4}, {packed_4_0_4_0, packed_4_1_4_1, packed_4_2_4_2},
+    {{packed_4_0_3_0, packed_4_1_3_1, packed_4_2_3_2}, {packed_4_0_4_0, packed_4_1_4_1, packed_4_2_4_2},
      {packed_4_0_8_1, packed_4_1_8_2, packed_4_2_8_4}},
-    {{packed_8_1_3_1, packed_8_2_3_2, packed_8_4_3_4}, {packed_8_1_4_0, packed_8_2_4_1, packed_8_4_4_2},
+    {{packed_8_1_3_0, packed_8_2_3_1, packed_8_4_3_2}, {packed_8_1_4_0, packed_8_2_4_1, packed_8_4_4_2},
      {packed_8_1_8_1, packed_8_2_8_2, packed_8_4_8_4}},
 };
 

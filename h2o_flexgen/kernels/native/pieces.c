@@ -52,10 +52,14 @@ static void pack(const Pieces *p, float *x, uint8_t *to) {
     } else if (p->bits == 4) {
         for (int64_t i = 0; i < p->dim / 2; i++) to[i] = (uint8_t)(codes[2 * i] | codes[2 * i + 1] << 4);
     } else {
-        memset(to, 0, (size_t)lines);
-        for (int64_t i = 0; i < p->dim; i++) {
-            to[i / 4] |= (uint8_t)((codes[i] & 3) << 2 * (i % 4));
-            to[p->dim / 4 + i / 8] |= (uint8_t)((codes[i] >> 2) << i % 8);
+        for (int64_t i = 0; i < p->dim / 4; i++) {
+            const int32_t *c = codes + 4 * i;
+            to[i] = (uint8_t)((c[0] & 3) | (c[1] & 3) << 2 | (c[2] & 3) << 4 | (c[3] & 3) << 6);
+        }
+        for (int64_t i = 0; i < p->dim / 8; i++) {
+            int32_t tops = 0;
+            UNROLL for (int j = 0; j < 8; j++) tops |= (codes[8 * i + j] >> 2) << j;
+            to[p->dim / 4 + i] = (uint8_t)tops;
         }
     }
     memcpy(to + lines, scale, (size_t)groups * sizeof *scale);
@@ -63,8 +67,8 @@ static void pack(const Pieces *p, float *x, uint8_t *to) {
 }
 
 /* Sums and differences of numbers `apart` from each other within two vectors: 1 to 8. */
-INLINE void mix_lanes(float *x, const int apart) {
-    const __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + LANES);
+INLINE void mix_lanes(__m512 *x, const int apart) {
+    const __m512 a = x[0], b = x[1];
     __m512 first, second, sum, less;
     if (apart == 1) first = _mm512_shuffle_ps(a, b, 0x88), second = _mm512_shuffle_ps(a, b, 0xDD);
     else if (apart == 2) first = _mm512_shuffle_ps(a, b, 0x44), second = _mm512_shuffle_ps(a, b, 0xEE);
@@ -75,17 +79,19 @@ INLINE void mix_lanes(float *x, const int apart) {
     else if (apart == 2) first = _mm512_shuffle_ps(sum, less, 0x44), second = _mm512_shuffle_ps(sum, less, 0xEE);
     else first = _mm512_shuffle_f32x4(sum, less, 0x44), second = _mm512_shuffle_f32x4(sum, less, 0xEE);
     if (apart == 4) first = _mm512_shuffle_f32x4(first, first, 0xD8), second = _mm512_shuffle_f32x4(second, second, 0xD8);
-    _mm512_storeu_ps(x, first), _mm512_storeu_ps(x + LANES, second);
+    x[0] = first, x[1] = second;
 }
 
 void transform(const Pieces *p, float *x) {
     const int64_t block = p->block;
     if (block < 2) return;
     for (int64_t i = 0; i < p->dim; i += 2 * LANES) {
-        mix_lanes(x + i, 1);
-        if (block > 2) mix_lanes(x + i, 2);
-        if (block > 4) mix_lanes(x + i, 4);
-        if (block > 8) mix_lanes(x + i, 8);
+        __m512 two[2] = {_mm512_loadu_ps(x + i), _mm512_loadu_ps(x + i + LANES)};
+        mix_lanes(two, 1);
+        if (block > 2) mix_lanes(two, 2);
+        if (block > 4) mix_lanes(two, 4);
+        if (block > 8) mix_lanes(two, 8);
+        _mm512_storeu_ps(x + i, two[0]), _mm512_storeu_ps(x + i + LANES, two[1]);
     }
     for (int64_t apart = LANES; apart < block; apart *= 2)
         for (int64_t i = 0; i < p->dim; i += i % (2 * apart) == apart - LANES ? apart + LANES : LANES) {

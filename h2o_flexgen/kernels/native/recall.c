@@ -76,17 +76,11 @@ INLINE void logits(const Recall *r, const Order *o, const uint8_t *keys, int64_t
                    const int units, const int paired) {
     for (int64_t i = 0; i < n; i += LANES) {
         const int64_t left = least(LANES, n - i);
-        for (int64_t j = 0; paired && j < left; j += 2) {
-            const uint8_t *key = keys + (i + j) * o->piece;
-            if (j + 1 < left) pair_products(o, room->query, r->group, key, 1, room->lanes + j * LANES);
-            else pair_products(o, room->query, r->group, key, 0, room->lanes + j * LANES);
-        }
-        for (int64_t j = 0; !paired && j < left; j++)
-            packed_products(o, room->query, r->group, keys + (i + j) * o->piece, BITS, units, room->lanes + j * LANES);
+        const uint8_t *some = keys + i * o->piece;
+        products_with(o, room->query, r->group, some, left, BITS, units, paired, room->lanes);
         for (int64_t g = 0; g < r->group; g++) {
-            __m512 each[LANES];
-            UNROLL for (int j = 0; j < LANES; j++) each[j] = _mm512_loadu_ps(room->lanes + (g * LANES + j) * LANES);
-            __m512 found = _mm512_mul_ps(sums_of(each), _mm512_set1_ps((float)r->scale));
+            const __m512 products = packed_sums(room->lanes + g * LANES * LANES, paired);
+            __m512 found = _mm512_mul_ps(products, _mm512_set1_ps((float)r->scale));
             if (r->cap > 0) found = soft_capped(found, (float)r->cap);
             found = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), first_lanes(left), found);
             _mm512_storeu_ps(room->x + g * pitch + i, found);

@@ -17,19 +17,30 @@ INLINE __m512i load(const char *at, int bf16, uint64_t mask) {
     return bf16 ? _mm512_maskz_loadu_epi16((__mmask32)mask, at) : _mm512_maskz_loadu_epi32((__mmask16)mask, at);
 }
 
-/* The sums of 16 vectors, one per lane: the same tree of additions for each. Overwrites x. */
-INLINE __m512 sums_of(__m512 *x) {
-    UNROLL for (int i = 0; i < 8; i++)
+/* The sums of each four vectors' lanes, by fours. Overwrites x. */
+INLINE void sums_by_fours(__m512 *x, const int count) {
+    UNROLL for (int i = 0; i < count / 2; i++)
         x[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
-    UNROLL for (int i = 0; i < 4; i++) {
+    UNROLL for (int i = 0; i < count / 4; i++) {
         __m512d a = _mm512_castps_pd(x[2 * i]), b = _mm512_castps_pd(x[2 * i + 1]);
         x[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
     }
-    for (int count = 2; count; count /= 2)
-        UNROLL for (int i = 0; i < count; i++)
-            x[i] = _mm512_add_ps(_mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0x88),
-                                 _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0xDD));
-    return x[0];
+}
+
+INLINE __m512 sum_of_lanes(__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+}
+
+/* The sums of 16 vectors, one per lane: the same tree of additions for each. Overwrites x. */
+INLINE __m512 sums_of(__m512 *x) {
+    sums_by_fours(x, LANES);
+    return sum_of_lanes(sum_of_lanes(x[0], x[1]), sum_of_lanes(x[2], x[3]));
+}
+
+/* The sums of the halves of 8 vectors: the lower ones of four, their upper ones, then those of the last four. */
+INLINE __m512 sums_of_pairs(__m512 *x) {
+    sums_by_fours(x, 8);
+    return sum_of_lanes(x[0], x[1]);
 }
 
 /* Logits become the exponentials of their distance to the largest; returns the sum, that of `sink` included, if there
