@@ -48,7 +48,7 @@ typedef struct {
 } Fours;
 
 static Fours fours_of(const Whole *all, int64_t row) {
-    if (!all->woven) return (Fours){all->x + row * all->padded, 4};
+    if (all->p.rows <= FEW_ROWS) return (Fours){all->x + row * all->padded, 4};
     const int64_t from = row / MOST_ROWS * MOST_ROWS, within = row - from;
     const Cut c = cut(least(MOST_ROWS, all->p.rows - from));
     const int64_t behind = within - c.taller * (c.height + 1), height = c.height + (behind < 0);
@@ -258,7 +258,7 @@ INLINE void tile(const Whole *all, const Panel *panel, int64_t row, int64_t in, 
             UNROLL for (int v = 0; v < VECTORS_OUT; v++)
                 whole[r][v] = _mm512_set1_epi32(all->start[(row + r) * all->spans + span]);
         for (int64_t u = 0; u < units; u++, unit++) {
-            const int8_t *at = x + (nibbles ? unit / UNITS * 128 + unit % UNITS * 16 : unit * 16);
+            const int8_t *at = x + rows * (nibbles ? unit / UNITS * 128 + unit % UNITS * 16 : unit * 16);
             UNROLL for (int s = 0; s < steps; s++, codes += COLS * 4) {
                 UNROLL for (int i = nibbles; asks && i < 2; i++, ahead += LINE)
                     _mm_prefetch((const char *)ahead, _MM_HINT_T1);
@@ -266,7 +266,7 @@ INLINE void tile(const Whole *all, const Panel *panel, int64_t row, int64_t in, 
                 UNROLL for (int v = 0; v < VECTORS_OUT; v++) w[v] = _mm512_load_si512(codes + v * 64);
                 UNROLL for (int r = 0; r < rows; r++) {
                     int32_t four;
-                    memcpy(&four, at + r * all->padded + s / 4 * 64 + s % 4 * 4, sizeof four);
+                    memcpy(&four, at + rows * (s / 4 * 64 + s % 4 * 4) + 4 * r, sizeof four);
                     UNROLL for (int v = 0; v < VECTORS_OUT; v++)
                         whole[r][v] = _mm512_dpbusd_epi32(whole[r][v], w[v], _mm512_set1_epi32(four));
                 }
@@ -375,9 +375,6 @@ static void describe(Whole *all) {
     all->each = w->group ? w->group / all->span : all->spans;
     all->offset = whole_offset(w);
     all->lows = w->low_kind != NONE && w->low_kind != MIDDLE;
-#if !IS_WIDE
-    all->woven = all->p.rows > FEW_ROWS;
-#endif
 }
 
 int whole(const Product *p, int threads) {

@@ -18,11 +18,11 @@ typedef struct {
     int64_t block, unit, span; /* inputs: of a vector of codes, of a quarter of it, that share a scale of x */
     int64_t padded, spans;     /* inputs up to whole vectors, and how many spans those have */
     int64_t each;              /* spans of a group */
-    int8_t *x;                 /* (rows, padded): of 4 bits first the even inputs of each block, then the odd ones; or, where
-                                  rows are `woven`, by fours of a tile's first row, of its second, and so on */
+    int8_t *x;                 /* (rows, padded): of 4 bits first the even inputs of each block, then the odd ones; or, of more
+                                  than FEW_ROWS, by fours of a tile's first row, of its second, and so on */
     float *scale, *sum;        /* (rows, spans) of x */
     int32_t *start;
-    int offset, lows, woven;   /* what codes are too large by; whether there are other lows */
+    int offset, lows;          /* what codes are too large by; whether there are other lows */
     int64_t next; /* output that no thread has taken */
     int failed;
 } Whole;
