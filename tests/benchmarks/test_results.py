@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks import overnight, peaks
+from benchmarks import overnight, peaks, processors
 from h2o_flexgen.baselines.store import RecordFile, Store
 
 RESULTS = Path(__file__).parents[2] / "results"
 TABLES: dict[str, Callable[[list[dict[str, Any]]], Iterable[str]]] = {
     "overnight": overnight.table,
     "peaks": peaks.table,
+    "processors": processors.table,
 }
 """What makes table.md of the records in a folder, by its name without the date."""
 
