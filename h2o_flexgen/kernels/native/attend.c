@@ -296,32 +296,17 @@ INLINE Head begin(const Step *s, int64_t row, int64_t head, const Pieces *keys, 
     s->used[h.task] = h.slot;
     uint8_t *k = (uint8_t *)s->k + (h.base + h.slot) * kept_bytes(keys);
     uint8_t *v = (uint8_t *)s->v + (h.base + h.slot) * kept_bytes(values);
-    keep_vector(keys, s->new_k.at + row * s->new_k.row + head * s->new_k.head, k);
-    keep_vector(values, s->new_v.at + row * s->new_v.row + head * s->new_v.head, v);
+    const int64_t lost = (h.task * s->newest + s->newest_at) * vector_bytes(keys);
+    keep_vector(keys, s->new_k.at + row * s->new_k.row + head * s->new_k.head, k, s->newest ? s->lost_k + lost : NULL);
+    keep_vector(values, s->new_v.at + row * s->new_v.row + head * s->new_v.head, v, s->newest ? s->lost_v + lost : NULL);
     return h;
 }
 
-/* What packing has cost a vector. */
-static void lost(const Pieces *p, const char *from, const uint8_t *piece, char *to) {
-    const Pieces exact = {p->dim, p->bits, 1, 0};
-    float x[MOST_DIM + 2 * LANES] = {0}, y[MOST_DIM + 2 * LANES] = {0};
-    load_numbers(p, from, x);
-    expand_pieces(&exact, piece, 1, y);
-    transform(p, y);
-    for (int64_t d = 0; d < p->dim; d++) x[d] -= y[d];
-    store_numbers(p, x, to);
-}
-
 /* The new token is among the newest; others of them that lay in its slot are gone. */
-static void remember(const Step *s, const Head *h, const Pieces *keys, const Pieces *values) {
+static void remember(const Step *s, const Head *h) {
     int32_t *slots = s->lost_slots + h->task * s->newest;
     for (int64_t j = 0; j < s->newest; j++) slots[j] = slots[j] == h->slot ? -1 : slots[j];
     slots[s->newest_at] = (int32_t)h->slot;
-    const int64_t at = (h->task * s->newest + s->newest_at) * vector_bytes(keys), slot = h->base + h->slot;
-    lost(keys, s->new_k.at + h->row * s->new_k.row + h->head * s->new_k.head,
-         (const uint8_t *)s->k + slot * kept_bytes(keys), s->lost_k + at);
-    lost(values, s->new_v.at + h->row * s->new_v.row + h->head * s->new_v.head,
-         (const uint8_t *)s->v + slot * kept_bytes(values), s->lost_v + at);
 }
 
 /* Where the newest token j is among those that are seen; -1: nowhere. */
@@ -504,7 +489,7 @@ INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scrat
     const Pieces keys = {s->dim, kf.bits, !s->bf16, s->block}, values = {s->dim, vf.bits, !s->bf16, s->block};
     const Order k_order = order_of(&keys, kf.bits, kf.units), v_order = order_of(&values, vf.bits, vf.units);
     const Head h = begin(s, row, head, &keys, &values);
-    if (s->newest) remember(s, &h, &keys, &values);
+    if (s->newest) remember(s, &h);
     const int accs = vf.units * vectors_of(vf.bits), together = accs > 8 ? 1 : 8 / accs * 2;
     const int64_t wide = width_of(kf.bits, kf.units) * LANES, width = width_of(vf.bits, vf.units) * LANES;
     const int64_t n = h.n, pitch = h.pitch, group = s->group, k_piece = k_order.piece, v_piece = v_order.piece;

@@ -80,8 +80,8 @@ static void keep(const Keep *p, const PackedRow *row, int64_t head, int32_t *kep
     const Pieces keys = {p->dim, p->k_bits, (int)p->wide, p->block};
     const Pieces values = {p->dim, p->v_bits, (int)p->wide, p->block};
     const int64_t k_bytes = kept_bytes(&keys), v_bytes = kept_bytes(&values);
-    for (int64_t i = 0; i < held; i++) keep_vector(&keys, k + kept[i] * p->k_token, p->to_k + (base + i) * k_bytes);
-    for (int64_t i = 0; i < held; i++) keep_vector(&values, v + kept[i] * p->v_token, p->to_v + (base + i) * v_bytes);
+    for (int64_t i = 0; i < held; i++) keep_vector(&keys, k + kept[i] * p->k_token, p->to_k + (base + i) * k_bytes, NULL);
+    for (int64_t i = 0; i < held; i++) keep_vector(&values, v + kept[i] * p->v_token, p->to_v + (base + i) * v_bytes, NULL);
     if (!sums) return;
     for (int64_t i = 0; i < p->capacity; i++) {
         p->pos[base + i] = i < held ? kept[i] : -1;

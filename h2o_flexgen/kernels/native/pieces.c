@@ -37,7 +37,7 @@ static void codes_of(const float *x, int64_t n, float top, int32_t *codes, bf16 
     }
 }
 
-/* x has room for whole vectors. */
+/* x has room for whole vectors; it becomes what packing has cost it. */
 static void pack(const Pieces *p, float *x, uint8_t *to) {
     const int64_t groups = piece_groups(p), lines = p->dim * p->bits / 8, padded = up(p->dim, LANES);
     bf16 scale[MOST_DIM / PIECE_GROUP], low[MOST_DIM / PIECE_GROUP];
@@ -46,6 +46,11 @@ static void pack(const Pieces *p, float *x, uint8_t *to) {
     for (int64_t g = 0; g < groups; g++) {
         const int64_t first = g * PIECE_GROUP, n = least(PIECE_GROUP, padded - first);
         codes_of(x + first, n, (float)((1 << p->bits) - 1), codes + first, scale + g, low + g);
+        const __m512 by = _mm512_set1_ps(wide_number(scale[g])), from = _mm512_set1_ps(wide_number(low[g]));
+        for (int64_t i = first; i < first + n; i += LANES) {
+            const __m512 code = _mm512_cvtepi32_ps(_mm512_loadu_si512(codes + i));
+            _mm512_storeu_ps(x + i, _mm512_sub_ps(_mm512_loadu_ps(x + i), _mm512_fmadd_ps(code, by, from)));
+        }
     }
     if (p->bits == 8) {
         for (int64_t i = 0; i < p->dim; i++) to[i] = (uint8_t)codes[i];
@@ -103,7 +108,7 @@ void transform(const Pieces *p, float *x) {
     for (int64_t i = 0; i < p->dim; i += LANES) _mm512_storeu_ps(x + i, _mm512_mul_ps(_mm512_loadu_ps(x + i), by));
 }
 
-void keep_vector(const Pieces *p, const void *from, uint8_t *to) {
+void keep_vector(const Pieces *p, const void *from, uint8_t *to, char *lost) {
     float x[MOST_DIM + 2 * LANES];
     if (!p->bits) {
         memcpy(to, from, (size_t)vector_bytes(p));
@@ -112,6 +117,9 @@ void keep_vector(const Pieces *p, const void *from, uint8_t *to) {
     load_numbers(p, from, x);
     transform(p, x);
     pack(p, x, to);
+    if (!lost) return;
+    transform(p, x);
+    store_numbers(p, x, lost);
 }
 
 /* Numbers of a vector in steps of 32, and the rest one by one. Of 4 bits the values of a group are computed, and codes pick
@@ -190,7 +198,7 @@ static void some_vectors(void *task, int64_t first, int64_t last, void *room) {
     for (int64_t i = first; !all->packs && p->block && i < last; i++)
         bring_back(p, (const uint8_t *)all->from + i * piece, all->to + i * bytes);
     for (int64_t i = first; all->packs && i < last; i++)
-        keep_vector(p, all->from + i * bytes, (uint8_t *)all->to + i * piece);
+        keep_vector(p, all->from + i * bytes, (uint8_t *)all->to + i * piece, NULL);
 }
 
 /* `count` vectors, all contiguous: packed, or expanded to what they were. */

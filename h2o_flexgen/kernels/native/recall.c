@@ -232,7 +232,7 @@ static void step_of(const Recall *r, int64_t task, float *scratch, Found *found)
     const char *key = r->new_k.at + place * r->new_k.row + head * r->new_k.head;
     memcpy(row->k + at * bytes, key, (size_t)bytes);
     memcpy(row->v + at * bytes, r->new_v.at + place * r->new_v.row + head * r->new_v.head, (size_t)bytes);
-    keep_vector(&p, key, row->index + at * kept_bytes(&p));
+    keep_vector(&p, key, row->index + at * kept_bytes(&p), NULL);
     found->written = 1;
     if (!looks(r, row)) return;
     const Room room = room_in(r, scratch, up(now + 1, LANES));
@@ -298,7 +298,7 @@ static void some_tokens(void *task, int64_t first, int64_t last, void *room) {
         const char *key = f->new_k + head * f->k_head + token * f->k_token;
         memcpy(f->k + at * bytes, key, (size_t)bytes);
         memcpy(f->v + at * bytes, f->new_v + head * f->v_head + token * f->v_token, (size_t)bytes);
-        keep_vector(&p, key, f->index + at * kept_bytes(&p));
+        keep_vector(&p, key, f->index + at * kept_bytes(&p), NULL);
     }
 }
 
