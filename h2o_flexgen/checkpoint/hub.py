@@ -12,12 +12,13 @@ import socket
 import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from h2o_flexgen.checkpoint.files import Problems
+from h2o_flexgen.checkpoint.gguf.architectures import ARCHITECTURES
 from h2o_flexgen.checkpoint.gguf.config import MODULES, config_of, not_a_model
 from h2o_flexgen.checkpoint.gguf.header import GgufHeader, part_number, read_header
 from h2o_flexgen.checkpoint.gguf.names import packings_of
@@ -79,16 +80,17 @@ class ResolvedModel:
         return spec if self.gguf is None else replace(spec, packings=packings_of(self.gguf, spec))
 
     def impl(self, wanted: str) -> str:
-        """`wanted` of `config.engine.MODEL_IMPLS`; of a GGUF file the one that its architecture has, and ModelError
-        where that is not wanted."""
+        """`wanted` of `config.engine.MODEL_IMPLS`; of a GGUF file one that its architecture has, the native one before
+        the other, and ModelError where that is not wanted."""
         if self.gguf is None:
             return wanted
         architecture = self.gguf.metadata.get("general.architecture")
-        only = "transformers" if architecture in MODULES else "native"
-        if wanted not in ("auto", only):
+        tables: dict[str, Mapping[str, object]] = {"native": ARCHITECTURES, "transformers": MODULES}
+        ways = [way for way, table in tables.items() if architecture in table]
+        if wanted not in ("auto", *ways):
             needed = f"needed safetensors for --model-impl {wanted}"
             raise ModelError(f"{self.name} is a GGUF file of {architecture}", needed, "use --model-impl auto")
-        return only
+        return ways[0] if wanted == "auto" else wanted
 
 
 def resolve_model(

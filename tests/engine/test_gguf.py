@@ -13,10 +13,22 @@ import torch
 from transformers import PreTrainedModel
 
 from h2o_flexgen.checkpoint.gguf.header import read_header
+from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import ModelError, UsageError
-from tests.checkpoint.gguf_files import FLOATS, MIXTURES, ROWS, Kind, by_transformers, in_kind, tiny_model, write_gguf
+from tests.checkpoint import gguf_files
+from tests.checkpoint.gguf_files import (
+    FLOATS,
+    MIXTURES,
+    ROWS,
+    Kind,
+    by_transformers,
+    in_kind,
+    stored_tensors,
+    tiny_model,
+    write_gguf,
+)
 from tests.engine.test_gguf_tokenizer import sentencepiece
 from tests.engine.test_packed import PLACES
 from tests.tiny import prompts_of
@@ -59,6 +71,32 @@ def test_floats_of_a_family_that_transformers_does_not_read(row: str, place: str
     model = tiny_model(row)
     llm = check(write_gguf(tmp_path / "tiny.gguf", model), model, place)
     assert llm.last_record.quantization is None
+
+
+def joint(model: PreTrainedModel, path: Path) -> Path:
+    """The model's file with gates and ups of all experts of a layer in one tensor, for each its gate before its up."""
+    values = stored_tensors(model)
+    for name in [name for name in values if "_gate_exps" in name]:
+        pair = values.pop(name), values.pop(name.replace("_gate_", "_up_"))
+        values[name.replace("_gate_", "_gate_up_")] = np.concatenate(pair, axis=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf_files, "stored_tensors", lambda model: values)
+        return write_gguf(path, model)
+
+
+JOINT = [(row, impl, False) for row in ("qwen3moe", "glm4moe", "gpt-oss") for impl in ("native", "transformers")]
+APART = [("qwen3moe", "transformers", True), ("glm4moe", "transformers", True)]
+
+
+@pytest.mark.parametrize(("row", "impl", "apart"), [*JOINT[:-1], *APART])
+def test_mixtures_by_either_way_in_with_gates_and_ups_apart_or_joint(
+    row: str, impl: str, apart: bool, tmp_path: Path
+) -> None:
+    """gpt-oss has the native way only, and rows of gates and ups in turns."""
+    model = tiny_model(row)
+    path = write_gguf(tmp_path / "tiny.gguf", model) if apart else joint(model, tmp_path / "tiny.gguf")
+    llm = check(path, model, "disk" if apart else "cpu", model_impl=impl)
+    assert isinstance(llm.model.spec, ModuleSpec) == (impl == "transformers")
 
 
 @pytest.mark.parametrize("place", ["cpu", "disk"])

@@ -29,7 +29,7 @@ _OTHER_FILES = {
 
 
 class ModuleArchitecture(NamedTuple):
-    """An architecture that has no family here, and is computed by transformers' modules: `read` adds to the keys of
+    """An architecture that transformers' modules compute, and most that have no family here: `read` adds to the keys of
     their config.json that all have.
 
     Keys are those of llama.cpp's converter, which also changes some values: it adds 1 to norms, turns rows of q and k,
@@ -335,10 +335,12 @@ MODULES = {
     "qwen3next": ModuleArchitecture(_qwen3_next, offset=1.0, names=_QWEN),
     "qwen35": ModuleArchitecture(_qwen35, offset=1.0, names=_QWEN),
     "qwen35moe": ModuleArchitecture(_qwen35, offset=1.0, names=_QWEN),
+    "qwen3moe": ModuleArchitecture(ARCHITECTURES["qwen3moe"].read),
+    "glm4moe": ModuleArchitecture(ARCHITECTURES["glm4moe"].read, names=_QWEN),
     "mamba": ModuleArchitecture(_mamba, attends=False),
     "falcon-h1": ModuleArchitecture(_falcon_h1, turned=True),
 }
-"""By GGUF's word."""
+"""By GGUF's word; those that have a family as well are read as that reads them."""
 
 
 def config_of(header: GgufHeader) -> dict[str, Any]:
@@ -350,7 +352,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     if not isinstance(architecture, str) or architecture not in {**ARCHITECTURES, **MODULES}:
         raise ModelError(
             f"{header.path} is of the architecture {str(architecture)[:80]!r}, which is not supported",
-            f"needed one of {', '.join([*ARCHITECTURES, *MODULES])}",
+            f"needed one of {', '.join({**ARCHITECTURES, **MODULES})}",
             "the model may run from its checkpoint in safetensors",
         )
     if header.metadata.get("general.quantization_version", 2) != 2:

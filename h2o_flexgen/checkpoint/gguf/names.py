@@ -107,6 +107,8 @@ def bind(header: GgufHeader, spec: ModelSpec) -> dict[str, tuple[StoredTensor, .
         bare = first.name.removesuffix(".weight")  # as Falcon-H1's files have one
         if not rest and first.name not in header.tensors and bare in header.tensors:
             places[name] = (first._replace(name=bare),)
+    count = spec.arch.experts.count if spec.arch.experts else 1
+    places = {name: tuple(_joint(header, place, count) for place in those) for name, those in places.items()}
     for name, those in places.items():
         parts = [_bound(header, name, place, shapes[name], problems) for place in those]
         found[name] = tuple(part for part in parts if part is not None)
@@ -118,6 +120,15 @@ def bind(header: GgufHeader, spec: ModelSpec) -> dict[str, tuple[StoredTensor, .
             problems.add(f"tensor {name!r} is not part of this model")
     problems.raise_any(header.path, NEEDED.replace("GGUF file", "GGUF file of a model whose weights fit its metadata"))
     return found
+
+
+def _joint(header: GgufHeader, place: StoredRows, count: int) -> StoredRows:
+    """An expert's gate or up where a file has both of them in one tensor: all of its gate, then all of its up."""
+    found = re.fullmatch(r"(blk\.\d+\.ffn_)(gate|up)(_exps\.\w+)", place.name)
+    if found is None or place.name in header.tensors or f"{found[1]}gate_up{found[3]}" not in header.tensors:
+        return place
+    start = 2 * place.start + place.rows // count * (found[2] == "up")
+    return place._replace(name=f"{found[1]}gate_up{found[3]}", start=start, rows=2 * place.rows)
 
 
 def _bound(
