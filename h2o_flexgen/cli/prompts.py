@@ -179,7 +179,7 @@ def _completion(entry: dict[str, Any]) -> PromptLike:
     prompt: Any = entry.get("prompt")
     ids = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
     if not ids and not isinstance(prompt, str):
-        raise UsageError("has no prompt")
+        raise UsageError("has no prompt that is text or token ids")
     found = prompt if ids else _whole_text(prompt)
     spans = entry.get("spans")
     return _spans(found, spans) if spans else found
@@ -197,6 +197,8 @@ def _messages(entry: dict[str, Any]) -> Messages:
         raise UsageError("has both a prompt and messages")
     if not isinstance(entry["messages"], list):
         raise UsageError("has messages that are not a list")
+    if not entry["messages"]:
+        raise UsageError("has no messages")
     messages = checked_messages(entry["messages"], "it")
     _whole_text(json.dumps(messages, ensure_ascii=False))
     talk = Messages(messages)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
+from os import PathLike
 from typing import Any
 
 from h2o_flexgen.config.checks import known_keys, one_of, whole
@@ -226,6 +227,8 @@ class EngineConfig:
                         f"needed {', '.join(sorted(POLICY_FIELDS))}",
                         suggestion(key, POLICY_FIELDS),
                     )
+        if not isinstance(self.model, str | PathLike):
+            raise UsageError(f"model is {self.model!r}", "needed a name, a folder or a file")
         if not isinstance(self.eviction, EvictionConfig):
             raise UsageError(f"eviction is {self.eviction!r}", 'needed EvictionConfig(name="h2o", ratio=0.2)')
 

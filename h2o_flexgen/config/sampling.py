@@ -102,8 +102,10 @@ class SamplingParams:
         self._check_shares()
         self._check_tokens()
         self._check_form()
-        if not all(self.stop_strings):
-            raise UsageError("stop_strings holds an empty string", "needed strings of one character or more")
+        for stop in self.stop_strings:
+            if not isinstance(stop, str) or not stop:
+                found = "an empty string" if stop == "" else repr(stop)
+                raise UsageError(f"stop_strings holds {found}", "needed strings of one character or more")
         if self.num_return_sequences > 1 and not self.do_sample:
             raise UsageError(
                 f"num_return_sequences={self.num_return_sequences} with greedy search gives equal sequences",

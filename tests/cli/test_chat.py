@@ -97,7 +97,7 @@ def test_on_a_terminal_the_last_message_stands_before_its_answer(talker: Path, r
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"messages": []}', "line 1 it has no messages"),
+        ('{"messages": []}', "line 1 has no messages"),
         ('{"messages": "Hi"}', "line 1 has messages that are not a list"),
         ('{"messages": [{"role": "user"}]}', "line 1 message 0 of it has no content that is text"),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "line 1 holds half a surrogate pair"),

@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from h2o_flexgen import LLM
+from h2o_flexgen.errors import UsageError
 from tests.programs import Run, answers, tensors, token
 
 
@@ -203,3 +205,23 @@ def test_row_29_a_budget_of_one(model: Path, run: Run) -> None:
     ran = run("--model", model, "--prompt", "some prompt", "-n", 5, "--kv-budget", 1)
     assert ran.code == 0
     assert ran.record["eviction"]["budget"] == 1
+
+
+def test_arguments_of_another_kind_are_refused_in_words(model: Path) -> None:
+    """Two pairs of two letters would else be scored as four texts, and the rest end in Python's own words."""
+    with LLM(str(model), dtype="float32") as llm:
+        for pairs, words in (
+            (("ab", "cd"), "pair 0 is 'ab'"),
+            (["abc"], "pair 0 is 'abc'"),
+            ([("a", "b"), ("a", "b", "c")], "pair 1 is"),
+            ([7], "pair 0 is 7"),
+        ):
+            with pytest.raises(UsageError, match=words):
+                llm.score(pairs)  # type: ignore[arg-type]
+        for prompts, kind in ((None, "NoneType"), (5, "int"), ((text for text in "ab"), "generator")):
+            with pytest.raises(UsageError, match=f"prompts is {kind}, not a list"):
+                llm.generate(prompts, max_new_tokens=2)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="stop_strings holds b'x'"):
+            llm.generate(["a"], stop_strings=[b"x"])
+    with pytest.raises(UsageError, match="model is None"):
+        LLM(None)  # type: ignore[arg-type]

@@ -77,6 +77,8 @@ class RequestReader:
         is raised as its own."""
         if isinstance(prompts, str):
             raise UsageError("prompts is one string", "needed a list of prompts", "wrap it: [prompt]")
+        if not hasattr(prompts, "__len__"):
+            raise UsageError(f"prompts is {type(prompts).__name__}, not a list", "needed a list of prompts")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise UsageError(f"{len(each)} SamplingParams for {len(prompts)} prompts", "needed one, or one per prompt")
@@ -133,7 +135,11 @@ class RequestReader:
     def read_scored(self, pairs: Iterable[tuple[PromptLike, PromptLike]]) -> list[Sequence]:
         """One sequence per (context, continuation), which is forced; its length counts as gen_len."""
         sequences = []
-        for index, (context, continuation) in enumerate(pairs):
+        for index, pair in enumerate(pairs):
+            # A string of two letters would unpack too, and be scored without a word.
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise UsageError(f"pair {index} is {pair!r}", "needed a list of (context, continuation)")
+            context, continuation = pair
             ids, forced = self._split(_content(context), continuation, index)
             params, spans = SamplingParams(max_new_tokens=len(forced)), tuple[TokenSpan, ...]()
             if isinstance(context, Prompt) and context.spans:
