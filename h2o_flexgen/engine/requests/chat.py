@@ -84,7 +84,8 @@ def chat_text(
         raise UsageError(
             f"{model} has no chat template",
             "needed chat_template in its tokenizer_config.json, or a file chat_template.jinja beside that",
-            "take a model that was trained on conversations, or complete plain text: generate(), or run without --chat",
+            "take a model that was trained on conversations, or complete plain text: generate(), run without --chat, "
+            "/v1/completions",
         )
     return _rendered(tokenizer, messages, arguments, f"{where} does not suit the chat template of {model}")
 
