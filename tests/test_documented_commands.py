@@ -124,7 +124,7 @@ COMMANDS: dict[str, str] = {
     "pytest tests/engine/test_modules_neighbours.py": STARTED,
     "pytest tests/engine/test_placements.py tests/memory/test_tiers.py": STARTED,
     "pytest tests/jobs/test_kills.py tests/jobs/test_journal.py tests/serve/test_batches.py": STARTED,
-    "pytest tests/jobs/test_identity.py tests/jobs/test_idle.py": STARTED,
+    "pytest tests/jobs/test_identity.py tests/jobs/test_idle.py tests/jobs/test_batch.py": STARTED,
     "pytest -m gpu": STARTED,
     "pytest -m gpu tests/gpu/test_stages.py": STARTED,
     "BATCHES=8 scripts/compare_decode.sh --systems h2o,transformers,static --repetitions 3": SCRIPT,
