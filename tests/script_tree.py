@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 PYTHON = """#!/bin/sh
 # Notes what it is asked to do, and makes the environments that it is asked for: of programs that do the same.
-printf '%s\\0' "${0##*/}" "$@" >"$ASKED/$$"
+printf '%s\\0' "${0##*/}" "$@" >"$ASKED.$$" && mv "$ASKED.$$" "$ASKED/$$"  # whole or not at all: scripts kill some
 case "$*" in
   *"-m venv"*)
     for folder; do :; done
