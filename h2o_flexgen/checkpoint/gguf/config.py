@@ -29,7 +29,7 @@ _OTHER_FILES = {
 
 
 class ModuleArchitecture(NamedTuple):
-    """An architecture that transformers' modules compute, and most that have no family here: `read` adds to the keys of
+    """An architecture that transformers' modules compute; most have no family here. `read` adds to the keys of
     their config.json that all have.
 
     Keys are those of llama.cpp's converter, which also changes some values: it adds 1 to norms, turns rows of q and k,

@@ -171,8 +171,8 @@ class WeightStore:
         return self._bind(key, self._at(self._buffer, key, index))
 
     def _bind(self, key: str, memory: Tensor) -> dict[str, Tensor]:
-        """The bound tensors of a group over `memory`: the same ones again for experts that lie there alike, which takes
-        a tenth of the time. Not where inputs are permuted: their order is read from memory once."""
+        """The bound tensors of a group over `memory`: the same ones again for experts that lie there alike. Not
+        where inputs are permuted: their order is read from memory once."""
         if key not in self._alike:
             slots = [replace(slot, name=local_name(slot.name)) for slot in self._layout(key).slots]
             ordered = any(slot.packing is not None and slot.packing.ordered for slot in slots)
@@ -237,7 +237,7 @@ class WeightStore:
 
 
 def _layer_of(key: str) -> str:
-    """Of an expert's group."""
+    """The layer of an expert, by the key of its group."""
     return key.rpartition(".")[0]
 
 
