@@ -74,6 +74,10 @@ class CacheShape:
         """Bytes of K and V together."""
         return sum(map(prod, self.sizes[: 1 if self.joint else 2])) * self.kept(dtype).itemsize
 
+    def newest_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the rounding errors of the newest tokens, beside K and V."""
+        return 2 * self.batch * self.kv_heads * self.newest * self.head_dim * dtype.itemsize
+
     def buffers(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """A K and a V of this shape, zeros."""
         k, v = (torch.zeros(size, dtype=self.kept(dtype), device=device) for size in self.sizes)

@@ -163,6 +163,7 @@ class RunRecord(Throughput):
     """Matmul FLOPs of prefill and decode together."""
     peak_bytes: dict[str, int | None]
     kv_bytes: int
+    """Of keys and values in the largest block, with the newest tokens that packed caches also keep in 16 bits."""
     state_bytes: int = 0
     """What layers keep of each row besides keys and values: of short convolutions and recurrences."""
     computed_prompt_tokens: int | None = None

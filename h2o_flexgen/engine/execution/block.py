@@ -180,7 +180,8 @@ class BlockRunner:
                 heads = spec.heads_of(layer)
                 shape = CacheShape.of(budgets, heads.keys, heads.dim, spec.cache_bits, heads.joint, spec.cache_rotation)
                 slots = max(shape.capacity, later) if spec.attends(layer) else 0
-                shapes[layer, gpu_batch] = replace(shape, capacity=slots)
+                exact = spec.cache_newest if slots and not heads.joint and spec.arch.chunk_of(layer) is None else 0
+                shapes[layer, gpu_batch] = replace(shape, capacity=slots, newest=exact)
                 on_cpu = plan.policy.cpu_cache_compute and plan.placement.cache[layer, gpu_batch] == "cpu"
                 devices[layer, gpu_batch] = torch.device("cpu") if on_cpu else at[layer]
         watch = None if self.scores is None else self.scores.filled

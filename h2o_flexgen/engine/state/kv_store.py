@@ -120,16 +120,13 @@ class CacheMaker:
 
     def make(self, layer: int, gpu_batch: int, rows: SequenceOf[Sequence]) -> KVCache:
         """An empty cache for the prompts of `rows`."""
-        spec, window, chunk = self.spec, self.spec.arch.window_of(layer), self.spec.arch.chunk_of(layer)
+        window, chunk = self.spec.arch.window_of(layer), self.spec.arch.chunk_of(layer)
         slots, device = self.shapes[layer, gpu_batch].capacity, self.devices[layer, gpu_batch]
         own = tuple(self.budgets(layer, rows)) if rows and rows[0].by_layer else ()
         alike = gpu_batch, window, slots, device, own
         known, lengths = self._lengths.get(alike, (None, None))
         budgets = self.budgets(layer, rows) if lengths is None or known is not rows else lengths.for_another_layer()
-        heads = spec.heads_of(layer)
-        newest = 0 if heads.joint or chunk is not None else spec.cache_newest
-        how = heads.joint, spec.cache_rotation, newest
-        shape = CacheShape(len(rows), heads.keys, heads.dim, slots, spec.cache_bits, *how)
+        shape = replace(self.shapes[layer, gpu_batch], batch=len(rows))
         cache: KVCache
         made: dict[str, Any] = {"layer": layer, "row_ids": [row.row_id for row in rows], "device": device}
         if chunk is None:
@@ -324,7 +321,7 @@ class CacheStore:
         """The most rows of each (layer, GPU batch) whose cache is attended to in host memory beside a gpu."""
         self._used: list[_MovingCache] = []
         self.most_slots = max((shape.capacity for shape in shapes.values()), default=0)
-        self.nbytes = sum(shape.nbytes(dtype) for shape in shapes.values())  # K and V
+        self.nbytes = sum(shape.nbytes(dtype) + shape.newest_bytes(dtype) for shape in shapes.values())  # K and V
         self.state_bytes = sum(each.nbytes for each in states.values())
         with ExitStack() as stack:
             sizes = {place: (backing[place], cache.nbytes) for place, cache in self._caches.items() if place in moving}
