@@ -74,7 +74,7 @@ class KVCache:
             raise ValueError(f"{shape.capacity} slots are too few, these budgets need {max(limits)}")
         self.shape, self._kept = shape, Keeping(shape, self.device)
         self.statistic = policy.statistic if self._lengths.chooses else "none"
-        self._policy, self._layer, self._row_ids = policy, layer, list(row_ids)
+        self._policy, self._layer, self.row_ids = policy, layer, list(row_ids)
         self._slots: CacheSlots
         if isinstance(policy, RankedPolicy) and self._lengths.chooses:
             self._slots = ScoredSlots(self._lengths, policy, shape.kv_heads, shape.capacity, layer, row_ids)
@@ -108,7 +108,7 @@ class KVCache:
             lengths,
             first._policy,
             layer=first._layer,
-            row_ids=[cache._row_ids[row] for cache, rows in parts for row in rows],
+            row_ids=[cache.row_ids[row] for cache, rows in parts for row in rows],
             device=first.device,
         )
         occupied = [cache.occupied for cache, _ in parts]
@@ -175,7 +175,7 @@ class KVCache:
         """
         if self.watch is not None and scores is not None:
             for index, row in enumerate(rows):
-                self.watch(self._row_ids[row], self._layer, scores[index, 0] if scores.dim() == 4 else scores[index])
+                self.watch(self.row_ids[row], self._layer, scores[index, 0] if scores.dim() == 4 else scores[index])
         if self.recall is not None:
             self.recall.fill(rows, self._lengths.budgets, k, v, past)
         before = 0 if past is None else past[0].shape[1]
@@ -248,7 +248,7 @@ class KVCache:
             self._lengths.fill(row.place, row.length)
             if self.watch is not None and column_sums is not None:
                 sums = column_sums[row.first * heads : (row.first + row.length) * heads]
-                self.watch(self._row_ids[row.place], self._layer, sums.view(heads, row.length))
+                self.watch(self.row_ids[row.place], self._layer, sums.view(heads, row.length))
         if self.recall is not None:
             self.recall.fill_packed(prompts, self._lengths.budgets, k, v)
         scaled = k if self.scales is None else self.scales.packed(k, prompts)
@@ -340,8 +340,8 @@ class KVCache:
 
     def drop(self, row_id: int, ranges: Sequence[Range]) -> None:
         """Positions that the row of this id, a full one, has let go by its next step, all since its prompt in order."""
-        if row_id in self._row_ids:
-            row = self._row_ids.index(row_id)
+        if row_id in self.row_ids:
+            row = self.row_ids.index(row_id)
             if later := tuple(ranges[len(self._lengths.dropped[row]) :]):
                 self._dropping[row] = later
 
@@ -483,14 +483,14 @@ class KVCache:
 
     def kept_of(self, row_id: int) -> list[list[int]] | None:
         """Positions held by the row of this id, for each KV head; None where it is not here. For inspection."""
-        row = self._row_ids.index(row_id) if row_id in self._row_ids else None
+        row = self.row_ids.index(row_id) if row_id in self.row_ids else None
         return None if row is None else [self.kept(row, head) for head in range(self.shape.kv_heads)]
 
     def kept_in(self, row_id: int, ranges: Sequence[tuple[int, int]]) -> list[float] | None:
         """How many positions of each range the row of this id holds, the mean over KV heads; None: it is not here."""
-        if row_id not in self._row_ids:
+        if row_id not in self.row_ids:
             return None
-        pos = self.pos[self._row_ids.index(row_id)]
+        pos = self.pos[self.row_ids.index(row_id)]
         counts = [((pos >= start) & (pos < stop)).sum() for start, stop in ranges]
         return (torch.stack(counts) / len(pos)).tolist()
 

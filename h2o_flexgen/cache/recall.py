@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from h2o_flexgen.cache.packing import expand, pack
 from h2o_flexgen.cache.ring_slots import Asked, CacheSlots
 from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.config.budget import Budget
-from h2o_flexgen.config.recall import FIRST, NEAR, index_packing, looks, most_moved
+from h2o_flexgen.config.recall import FIRST, NEAR, RATED, index_packing, is_rated, looks, most_moved
 from h2o_flexgen.kernels.ranks import NativeRecall, Recalled, ShelvedKeys
 from h2o_flexgen.kernels.types import KeysValues, PackedPrompts
 
@@ -40,7 +40,8 @@ class RecallCounts:
     read: int = 0
     """And read from them."""
     held: float = 0.0
-    """Over all looks, the attention by the index that the kept tokens have once the best have come back."""
+    """Over the looks that are rated, one of `RATED`, the attention by the index that the kept tokens have once the best
+    have come back."""
     best: float = 0.0
     """And what as many tokens could have at most."""
 
@@ -82,6 +83,8 @@ class _ShelvedRow:
     """Last tokens that do not leave."""
     most: int
     """Tokens that come back at a look, at most."""
+    came: Tensor | None
+    """How often each has come back: (kv_heads, length) int32, where that is logged."""
 
 
 class _HeldSlots(NamedTuple):
@@ -106,9 +109,12 @@ class _HeldSlots(NamedTuple):
 class Recall:
     """The shelves of the rows of one cache, and what they are looked through by. Used by the cache's thread."""
 
-    def __init__(self, lengths: Sequence[int], every: int, counts: RecallCounts) -> None:
-        """lengths: tokens of each row, the last that may come included."""
-        self._lengths, self._every, self._counts = list(lengths), every, counts
+    rates: ClassVar[int] = RATED
+    """One look of so many is rated."""
+
+    def __init__(self, lengths: Sequence[int], every: int, counts: RecallCounts, logs: bool = False) -> None:
+        """lengths: tokens of each row, the last that may come included. logs: whether `returns` are remembered."""
+        self._lengths, self._every, self._counts, self._logs = list(lengths), every, counts, logs
         self._rows: list[_ShelvedRow | None] = [None] * len(lengths)
         self._native: NativeRecall | None = None
         self._begun: CacheLengths | None = None  # of the steps that `_native` is for
@@ -120,7 +126,7 @@ class Recall:
         if not found:
             return None
         first, lengths = found[0][0], [part._lengths[row] for part, rows in found for row in rows]
-        made = cls(lengths, first._every, first._counts)
+        made = cls(lengths, first._every, first._counts, first._logs)
         made._rows = [part._rows[row] for part, rows in found for row in rows]
         return made
 
@@ -158,7 +164,24 @@ class Recall:
                 shelf.write(start, *part)
                 index[:, start : start + part[0].shape[1]] = pack(part[0], packing)
         self._counts.written += 2 * heads * (before + count) * dim * own.k.itemsize
-        return _ShelvedRow(shelf, index, budget.recent, most_moved(budget))
+        came = torch.zeros(heads, length, dtype=torch.int32) if self._logs else None
+        return _ShelvedRow(shelf, index, budget.recent, most_moved(budget), came)
+
+    def returns(self, row: int) -> list[list[tuple[int, int]]] | None:
+        """(position, times) of what has come back to a row, by KV head; None without a log or a shelf."""
+        shelved = self._rows[row]
+        if shelved is None or shelved.came is None:
+            return None
+        return [[(int(at), int(head[at])) for at in head.nonzero()] for head in shelved.came]
+
+    def _log(self, before: Tensor, after: Tensor) -> None:
+        """Slots held the positions `before` a step, and hold those `after`, (b, kv_heads, capacity): what differs has
+        come back."""
+        rows, heads, slots = (before != after).nonzero(as_tuple=True)
+        for place, head, position in zip(*(x.tolist() for x in (rows, heads, after[rows, heads, slots])), strict=True):
+            row = self._rows[place]
+            if row is not None and row.came is not None:
+                row.came[head, position] += 1
 
     def step(self, asked: Asked, new: KeysValues, lengths: CacheLengths, slots: CacheSlots, held: KeysValues) -> None:
         """A step begins, with the tokens `new` (b, kv_heads, d): they go to the shelves, and the rows whose turn it is
@@ -167,6 +190,15 @@ class Recall:
             return
         if self._begun is not lengths:
             self._begun, self._native = lengths, self._native_of(lengths, held.k)
+        before = slots.table[1].clone() if self._logs else None
+        self._recall(asked, new, lengths, slots, held)
+        if before is not None:
+            self._log(before, slots.table[1])
+
+    def _recall(
+        self, asked: Asked, new: KeysValues, lengths: CacheLengths, slots: ScoredSlots, held: KeysValues
+    ) -> None:
+        """The step, by the kernel or in torch."""
         if self._native is not None:
             q, scale, soft_cap = asked
             found = self._native.step(lengths.step, (q, *new), scale, soft_cap, held, slots.ranking)
@@ -180,11 +212,15 @@ class Recall:
             row.shelf.write(now, k, v)
             row.index[:, now : now + 1] = pack(k, index_packing(k.shape[-1]))
             self._counts.written += 2 * k.nbytes
-            if looks(before + lengths.step, self._every):
+            taken = before + lengths.step
+            if looks(taken, self._every):
                 first = 0 if lengths.window is None else max(0, now + 1 - lengths.window)
                 worth = _worth(row.index[:, first : now + 1], asked[0][place], asked)
                 own = _HeldSlots(held.k[place], held.v[place], slots.score[place], slots.table[1][place], free[place])
-                self._look(row, worth, own, first, now)
+                kept, moved = self._look(row, worth, own, first, now)
+                rated = is_rated(taken, self._every, self.rates)
+                rating = _rating(worth.mean(1), kept) if rated else (0.0, 0.0)
+                self._counts.add(Recalled(0, len(worth), moved, *rating), k.shape[-1] * k.itemsize)
 
     def _native_of(self, lengths: CacheLengths, like: Tensor) -> NativeRecall | None:
         """For steps of these lengths and a cache as `like`; None where no kernel takes that."""
@@ -197,10 +233,12 @@ class Recall:
                 how = row.recent, row.most, now - lengths.step, before
             shelved.append(None if row is None else ShelvedKeys(k, v, row.index, *how))
         block = index_packing(like.shape[-1]).block
-        return NativeRecall(shelved, first=FIRST, every=self._every, near=NEAR, block=block, window=lengths.window)
+        numbers = {"first": FIRST, "every": self._every, "rates": self.rates, "near": NEAR, "block": block}
+        return NativeRecall(shelved, window=lengths.window, **numbers)
 
-    def _look(self, row: _ShelvedRow, worth: Tensor, own: _HeldSlots, first: int, now: int) -> None:
-        """Of the query at `now`, whose attention to the tokens from `first` on is `worth` (kv_heads, group, T)."""
+    def _look(self, row: _ShelvedRow, worth: Tensor, own: _HeldSlots, first: int, now: int) -> tuple[Tensor, int]:
+        """Of the query at `now`, whose attention to the tokens from `first` on is `worth` (kv_heads, group, T). Returns
+        which of them are kept after it, (kv_heads, T) bool, and how many have come back."""
         near = functional.max_pool1d(worth.amax(1), 2 * NEAR + 1, 1, NEAR)
         slot = own.slots(first, now + 1)
         kept = slot >= 0
@@ -219,12 +257,7 @@ class Recall:
             best = own.score.new_zeros(len(own.score)).scatter_reduce_(0, heads, own.score[heads, targets], "amax")
             own.score[heads, targets] = best[heads]
         kept[heads, gone], kept[heads, positions] = False, True
-        self._count(worth.mean(1), kept, len(heads), own.k)
-
-    def _count(self, worth: Tensor, kept: Tensor, moved: int, keys: Tensor) -> None:
-        best = worth.sort(-1, descending=True).values.cumsum(-1).gather(-1, kept.sum(-1, keepdim=True) - 1)
-        found = Recalled(0, len(worth), moved, float((worth * kept).sum()), float(best.sum()))
-        self._counts.add(found, keys.shape[-1] * keys.itemsize)
+        return kept, len(heads)
 
 
 def _worth(index: Tensor, q: Tensor, asked: Asked) -> Tensor:
@@ -236,6 +269,12 @@ def _worth(index: Tensor, q: Tensor, asked: Asked) -> Tensor:
     if soft_cap is not None:
         logits = (logits / soft_cap).tanh() * soft_cap
     return logits.softmax(-1)
+
+
+def _rating(worth: Tensor, kept: Tensor) -> tuple[float, float]:
+    """The worth (kv_heads, T) of what is kept, and the most that as many tokens have."""
+    best = worth.sort(-1, descending=True).values.cumsum(-1).gather(-1, kept.sum(-1, keepdim=True) - 1)
+    return float((worth * kept).sum()), float(best.sum())
 
 
 def _ordered(values: Tensor, count: int, late: bool = False) -> Tensor:

@@ -26,6 +26,8 @@ INDEX_BITS = 4
 """Of a number of a key in the index."""
 NEAR = 3
 """Tokens before and after one that is wanted which are wanted as much."""
+RATED = 8
+"""One look of so many is rated for the record's hit rate, as finding the most that could be had takes time."""
 _MOST = 64
 
 
@@ -42,6 +44,11 @@ def index_packing(dim: int) -> CachePacking:
 def looks(taken: int, every: int) -> bool:
     """Whether a row that has taken so many steps looks through what is away in its next."""
     return taken < FIRST or taken % every == 0
+
+
+def is_rated(taken: int, every: int, rates: int) -> bool:
+    """Whether the look of that step is rated: one of `rates` of a row's first ones, and of its later ones."""
+    return (taken if taken < FIRST else taken // every) % rates == 0
 
 
 def share_of_looks(taken: int, every: int) -> float:

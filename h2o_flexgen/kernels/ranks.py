@@ -85,7 +85,7 @@ class ShelvedKeys(NamedTuple):
 
 class Recalled(NamedTuple):
     """What recall has done in a step: tokens of each KV head that went to shelves, looks and tokens that came back; the
-    worth of what is kept after each look, and of as many tokens at most."""
+    worth of what is kept after each look that is rated, and of as many tokens at most."""
 
     written: int
     looks: int
@@ -99,11 +99,19 @@ class NativeRecall:
     no result depends on how many torch has."""
 
     def __init__(
-        self, rows: Sequence[ShelvedKeys | None], *, first: int, every: int, near: int, block: int, window: int | None
+        self,
+        rows: Sequence[ShelvedKeys | None],
+        *,
+        first: int,
+        every: int,
+        rates: int,
+        near: int,
+        block: int,
+        window: int | None,
     ) -> None:
-        """rows: None for those without a shelf. first, every: a row looks in each of its first so
-        many steps, then in the first of so many. near: a token is
-        wanted as much as a neighbour no further away. block: numbers of an index key that are mixed before packing."""
+        """rows: None for those without a shelf. first, every: a row looks in each of its first so many steps, then in
+        the first of so many. rates: of so many looks one is rated. near: a token is wanted as much as a neighbour no
+        further away. block: numbers of an index key that are mixed before packing."""
         self._rows = rows
         table = [
             [0] * 8
@@ -112,8 +120,8 @@ class NativeRecall:
             for row in rows
         ]
         self._table = torch.tensor(table, dtype=torch.int64)
-        self._task = _Recall(rows=len(rows), first=first, every=every, near=near, block=block, window=window or 0)
-        self._task.row = self._table.data_ptr()
+        self._task = _Recall(rows=len(rows), first=first, every=every, rates=rates, near=near, block=block)
+        self._task.row, self._task.window = self._table.data_ptr(), window or 0
         self._pointer, self._call = ctypes.byref(self._task), function("recall_step", "P", "i")
 
     @staticmethod

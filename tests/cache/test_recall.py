@@ -8,6 +8,7 @@ import torch
 from h2o_flexgen.cache import make_policy
 from h2o_flexgen.cache.recall import Recall, RecallCounts
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.recall import RATED, is_rated, looks
 from h2o_flexgen.kernels.ranks import NativeRecall
 from tests.cache.conftest import by_torch
 from tests.cache.harness import CLOSE, CacheRun, OracleRun, make_stream
@@ -15,8 +16,8 @@ from tests.oracles.policies import RecallOracle
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "d", "window", "sinks"),
-    [(2, 1, 4, None, 4), (1, 3, 8, None, 0), (1, 2, 64, 24, 2), (1, 2, 96, 24, 1), (1, 1, 136, None, 1)],
+    ("kv_heads", "group", "d", "window", "sinks", "rates"),
+    [(2, 1, 4, None, 4, 1), (1, 3, 8, None, 0, 8), (1, 2, 64, 24, 2, 1), (1, 2, 96, 24, 1, 8), (1, 1, 136, None, 1, 1)],
 )
 def test_recall_equals_the_oracle(
     kernel: str,
@@ -25,8 +26,10 @@ def test_recall_equals_the_oracle(
     d: int,
     window: int | None,
     sinks: int,
+    rates: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(Recall, "rates", rates)
     if kernel == "torch":
         monkeypatch.setattr(NativeRecall, "serves", lambda like: False)
     steps = 26
@@ -36,7 +39,7 @@ def test_recall_equals_the_oracle(
     budgets = [config.resolve(stream.prompt, steps).within(window) for stream in streams]
     budgets[1] = EvictionConfig().resolve(9, steps).within(window)
     counts = RecallCounts()
-    recall = Recall([stream.prompt + steps for stream in streams], 4, counts)
+    recall = Recall([stream.prompt + steps for stream in streams], 4, counts, logs=True)
     run = CacheRun(streams, budgets, make_policy(config), window=window, recall=recall)
     oracles = [
         OracleRun(stream, budget, RecallOracle, layer=0, row_id=row, seed=0, window=window)
@@ -57,11 +60,20 @@ def test_recall_equals_the_oracle(
     if compared == steps * 3 * kv_heads:
         assert counts.recalled == sum(moved for moved, *_ in looked) > 10
         assert counts.looks == len(looked)
-        assert counts.held == pytest.approx(sum(held for _, held, _ in looked), rel=1e-4)
-        assert counts.best == pytest.approx(sum(best for *_, best in looked), rel=1e-4)
+        looks = [oracle.looked for each in oracles for oracle in each.oracles if oracle.looked]
+        rated = looked if rates == 1 else [own[at] for own in looks for at in (0, 8)]
+        assert counts.held == pytest.approx(sum(held for _, held, _ in rated), rel=1e-4)
+        assert counts.best == pytest.approx(sum(best for *_, best in rated), rel=1e-4)
     tokens = sum(stream.prompt + steps for stream, budget in zip(streams, budgets, strict=True) if budget.scored)
     assert counts.written == tokens * kv_heads * 2 * d * 4
     assert counts.read == counts.recalled * 2 * d * 4
+    returns = [recall.returns(row) for row in range(3)]
+    assert [heads is None for heads in returns] == [not budget.scored for budget in budgets]
+    assert sum(times for heads in returns for head in heads or [] for _, times in head) == counts.recalled
+
+
+def test_one_look_of_eight_is_rated() -> None:
+    assert [taken for taken in range(80) if looks(taken, 4) and is_rated(taken, 4, RATED)] == [0, 8, 32, 64]
 
 
 @by_torch

@@ -67,6 +67,35 @@ def test_prompts_beyond_the_room_are_left_out(checkpoint, monkeypatch: pytest.Mo
         assert llm.score_log.to_json({}, None)["sequences"] == []
 
 
+def test_what_recall_brings_back_is_recorded(checkpoint) -> None:
+    """Fewer places than rows, so that rows move meanwhile."""
+    eviction = EvictionConfig("h2o", budget=10, sinks=1, recall="cpu", recall_every=2)
+    settings = {"dtype": "float32", "policy": {"gpu_batch_size": 2}, "record_scores": True}
+    with LLM(checkpoint("llama-gqa")[1], eviction=eviction, **settings) as llm:
+        llm.generate(PROMPTS, max_new_tokens=8, ignore_eos=True)
+        log, recall = llm.score_log.to_json({}, None), llm.last_record.recall
+    assert len(log["sequences"]) == len(PROMPTS)
+    returns = [
+        (at, times, len(entry["tokens"]))
+        for entry in log["sequences"]
+        for layer in entry["returns"]
+        for head in layer
+        for at, times in head
+    ]
+    assert sum(times for _, times, _ in returns) == recall["recalled"] > 0
+    assert all(1 <= at < length - 1 for at, _, length in returns), "the sink does not leave"
+    assert {"bits", "newest"}.isdisjoint(log)
+
+
+def test_bits_of_packed_caches_are_recorded(checkpoint) -> None:
+    with LLM(checkpoint("llama-gqa")[1], eviction=EvictionConfig("h2o", bytes=0.5), record_scores=True) as llm:
+        llm.generate([list(range(3, 90))], max_new_tokens=2, ignore_eos=True)
+        log = llm.score_log.to_json({}, None)
+    assert (log["bits"], log["newest"]) == ([4, 4], 16)
+    assert len(log["sequences"]) == 1
+    assert "returns" not in log["sequences"][0]
+
+
 def test_texts_of_tokens_add_up() -> None:
     def decode(tokens: list[int]) -> str:
         """As tokenizers do that begin words with a space: the first one of a text has none."""

@@ -45,7 +45,7 @@ def watched(kept: dict[int, dict[int, dict[int, list[Kept]]]]) -> Iterator[None]
     def noted(cache: KVCache, q: Tensor, *args: object, **options: object) -> Tensor:
         positions, score = cache.pos.tolist(), cache.score
         scores = None if score is None else score.tolist()
-        for row, (name, step) in enumerate(zip(cache._row_ids, cache.next_pos, strict=True)):
+        for row, (name, step) in enumerate(zip(cache.row_ids, cache.next_pos, strict=True)):
             heads = []
             for head, held in enumerate(positions[row]):
                 values = [0.0] * len(held) if scores is None else scores[row][head]

@@ -28,6 +28,8 @@ SCORES = {
     "model": EVIL,
     "eviction": {"name": "h2o"},
     "windows": [None, 5],
+    "bits": [4, 3],
+    "newest": 2,
     "sequences": [
         {
             "tokens": [EVIL, *(f" word{number}" for number in range(8)), " answer"],
@@ -35,6 +37,7 @@ SCORES = {
             "budget": {"heavy": 2, "recent": 2, "sinks": 0, "total": 4},
             "scores": [[[5, 0, 3, 0, 4, 4, 0, 0, 0]], [[9, 0, 0, 1, 0, 2, 7, 0, 0]]],
             "kept": [[[0, 4, 7, 8]], [[5, 6, 7, 8]]],
+            "returns": [[[[4, 1], [2, 3]]], []],
         }
     ],
 }
@@ -144,6 +147,25 @@ def test_tokens_react_to_layer_budget_and_keys(everything: Path, open_page: Open
     words.press("ArrowRight")
     words.press("ArrowRight")
     assert page.locator(".tokens .status").text_content().startswith("\u201c word0\u201d, position 1: score 0,")
+
+
+def test_what_came_back_is_shown_as_the_run_ended(everything: Path, open_page: Open) -> None:
+    page = open_page(everything)
+    page.get_by_role("combobox", name="Layer").select_option("0")
+    back = page.locator(".words span.back")
+    assert back.count() == 0
+    page.get_by_label("as the run ended").check()
+    assert back.all_text_contents() == [" word1", " word3"]
+    assert struck(page) == [1, 2, 3, 5, 6, 9]
+    said = page.locator(".tokens .status")
+    assert said.text_content() == "4 of 10 tokens stay, 2 came back."
+    page.locator(".words span").nth(2).click()
+    assert said.text_content().endswith("; let go; came back 3 times.")
+    page.locator(".words span").nth(4).click()
+    assert said.text_content().endswith("; kept, key in 4 bits, value in 3; came back once.")
+    page.locator(".words span").nth(8).click()
+    assert said.text_content().endswith("; kept as it came.")
+    assert page.locator(".words span.exact").all_text_contents() == [" word6", " word7"]
 
 
 def test_the_theme_can_be_changed(everything: Path, open_page: Open) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from h2o_flexgen.errors import UsageError
 from h2o_flexgen.pages.page import hashed
 from h2o_flexgen.pages.reading import Material, read
 from h2o_flexgen.pages.whole import page_of
@@ -105,6 +106,43 @@ def test_a_page_begins_with_the_run_and_ends_with_its_sources() -> None:
     material.add("run.json", RUN)
     sections = [attrs["id"] for tag, attrs in Reader(page_of(material)).elements if tag == "section"]
     assert (sections[0], sections[-1]) == ("overview", "sources")
+
+
+PROMPT = {
+    "tokens": ["a", "b", "c", "d"],
+    "prompt": 3,
+    "budget": {"heavy": 1, "recent": 1, "sinks": 0, "total": 2},
+    "scores": [[[1, 2, 3]], [[1, 2, 3]]],
+    "kept": [[[1, 2]], [[1, 2]]],
+    "returns": [[[[0, 2], [1, 1]]], []],
+}
+PROMPTS = {"heavy_hitters": 1, "eviction": {}, "windows": [None, 2], "bits": [4, 3], "newest": 1, "sequences": [PROMPT]}
+
+
+def test_recorded_prompts_say_what_came_back_and_what_is_kept_in_how_many_bits() -> None:
+    material = Material()
+    material.add("scores", PROMPTS)
+    said = "".join(Reader(page_of(material)).texts[""])
+    assert "Kept keys have 4 bits, values 3; the newest 1 tokens are seen as they came." in said
+    assert "underlined is what came back before the run ended" in said
+    assert re.search(r"times, over all caches\s*12\.01\.03\s", said)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"bits": 4}, "scores: bits is 4 and newest 1. needed two numbers and one"),
+        ({"sequences": [{**PROMPT, "returns": [[], [[[4, 1]]]]}]}, "recorded prompt 0 is not whole.* not of 4 tokens"),
+        ({"sequences": [{**PROMPT, "returns": [[[], []], []]}]}, "recorded prompt 0 is not whole.* other layers and"),
+        ({"sequences": [{**PROMPT, "returns": [[]]}]}, "recorded prompt 0 is not whole"),
+        ({"sequences": [{**PROMPT, "returns": 3}]}, "recorded prompt 0 is not whole"),
+    ],
+)
+def test_recorded_prompts_that_are_not_whole(changed: dict[str, Any], message: str) -> None:
+    material = Material()
+    material.add("scores", {**PROMPTS, **changed})
+    with pytest.raises(UsageError, match=message):
+        page_of(material)
 
 
 def test_figures_of_committed_records() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +26,7 @@ from h2o_flexgen.engine.metrics.trace import ScoreLog, Trace
 from h2o_flexgen.engine.metrics.work_counter import WorkCounter
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.sampling.sampler import Sampler
-from h2o_flexgen.engine.state.kv_store import CacheMaker, Place
+from h2o_flexgen.engine.state.kv_store import CacheMaker, CacheStore, Place
 from h2o_flexgen.engine.state.loader import LoadedStage
 from h2o_flexgen.models.decoder import Decoder
 from h2o_flexgen.schedule.footprint import recall_items
@@ -109,7 +110,7 @@ class BlockRunner:
                         self._count_row(row, totals, stages)
                         counter.finished(row)
                         if self.scores is not None and not row.paused:
-                            self.scores.ended(row, [stage.caches.kept_of(row.row_id) for stage in stages])
+                            _log(self.scores, row, [stage.caches for stage in stages])
                         yield row
             finally:
                 # Also for a block that failed: its work took time.
@@ -186,7 +187,8 @@ class BlockRunner:
                 devices[layer, gpu_batch] = torch.device("cpu") if on_cpu else at[layer]
         watch = None if self.scores is None else self.scores.filled
         asked = plan.request.eviction
-        recall = None if asked.recall is None else partial(Recall, every=asked.recall_every, counts=counts)
+        made = partial(Recall, every=asked.recall_every, counts=counts, logs=self.scores is not None)
+        recall = None if asked.recall is None else made
         return CacheMaker(spec, self.eviction, shapes, devices, watch, recall)
 
     def _open_stages(
@@ -274,3 +276,9 @@ def _count_spans(row: Sequence, when: str, stages: list[Stage]) -> None:
         layers = [counts for stage in stages for counts in stage.caches.kept_in(row.row_id, ranges)]
         layers = layers or [[float(stop - start) for start, stop in ranges]]  # caches that modules make evict nothing
         row.kept[when] = [sum(counts) / len(layers) for counts in zip(*layers, strict=True)]
+
+
+def _log(scores: ScoreLog, row: Sequence, stores: SequenceOf[CacheStore]) -> None:
+    """What a finished row's caches hold, and what came back to them."""
+    returns = [store.returns_of(row.row_id) for store in stores]
+    scores.ended(row, [store.kept_of(row.row_id) for store in stores], returns)

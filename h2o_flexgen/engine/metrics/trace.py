@@ -160,6 +160,7 @@ class ScoreLog:
         """Forgets earlier calls."""
         self._scores: dict[int, dict[int, list[list[float]]]] = {}
         self._ended: dict[int, tuple[Sequence, dict[int, list[list[int]]]]] = {}
+        self._returns: dict[int, dict[int, list[list[tuple[int, int]]]]] = {}
         self._numbers, self._left_out = 0, set[int]()
 
     def filled(self, row_id: int, layer: int, scores: Tensor) -> None:
@@ -173,18 +174,30 @@ class ScoreLog:
         if row_id not in self._left_out:
             self._scores.setdefault(row_id, {})[layer] = scores.tolist()
 
-    def ended(self, row: Sequence, kept: SequenceOf[Mapping[int, list[list[int]]]]) -> None:
-        """Takes a finished sequence; kept: by stage, positions that its caches hold, by layer and KV head."""
+    def ended(
+        self,
+        row: Sequence,
+        kept: SequenceOf[Mapping[int, list[list[int]]]],
+        returns: SequenceOf[Mapping[int, list[list[tuple[int, int]]]]],
+    ) -> None:
+        """Takes a finished sequence. By stage, layer and KV head, `kept` has the positions that its caches hold, and
+        `returns` those that recall has brought back, and how often."""
         if row.row_id in self._scores:
             self._ended[row.row_id] = row, {layer: heads for stage in kept for layer, heads in stage.items()}
+            self._returns[row.row_id] = {layer: heads for stage in returns for layer, heads in stage.items()}
 
     def to_json(self, eviction: Mapping[str, Any], decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
         """Everything recorded as plain JSON, by layer and KV head. eviction: of the run's record. decode: from token
-        ids to text, None if ids mean nothing."""
+        ids to text, None if ids mean nothing. Of packed caches there are `bits`, of keys and of values, and `newest`,
+        how many tokens at the end are seen as they came; with recall `returns`, [position, times] each."""
         windows = [self._spec.arch.window_of(layer) for layer in range(self._spec.num_layers)]
+        packings = self._spec.cache_packings
+        bits = [] if packings is None else [each.bits for each in packings]
+        packed = {"bits": bits, "newest": self._spec.cache_newest} if bits else {}
         return {
             "heavy_hitters": 1,
             "model": self._spec.name,
+            **packed,
             "eviction": dict(eviction),
             "windows": windows,
             "left_out": len(self._left_out),
@@ -198,12 +211,15 @@ class ScoreLog:
         # Layers whose window holds the whole budget have no scores.
         heads = [self._spec.heads_of(layer).keys for layer in range(self._spec.num_layers)]
         empty = [[[0.0] * len(row.prompt_ids)] * count for count in heads]
+        returns = self._returns[row.row_id]
+        back = {"returns": [returns.get(layer, []) for layer in range(self._spec.num_layers)]} if returns else {}
         return {
             "tokens": [str(each) for each in ids] if decode is None else texts_of(ids, decode),
             "prompt": len(row.prompt_ids),
             "budget": {"heavy": budget.heavy, "recent": budget.recent, "sinks": budget.sinks, "total": budget.total},
             "scores": [scores.get(layer, empty[layer]) for layer in range(self._spec.num_layers)],
             "kept": [kept.get(layer, []) for layer in range(self._spec.num_layers)],
+            **back,
         }
 
 

@@ -387,6 +387,16 @@ class CacheStore:
         }
         return {layer: heads for layer, heads in held.items() if heads is not None}
 
+    def returns_of(self, row_id: int) -> dict[int, list[list[tuple[int, int]]]]:
+        """`Recall.returns` of the row of this id, by layer; empty without recall, or if it is not here."""
+        caches = {layer: cache.rows for (layer, _), cache in self._caches.items() if cache.rows is not None}
+        found = {
+            layer: cache.recall.returns(cache.row_ids.index(row_id))
+            for layer, cache in caches.items()
+            if cache.recall is not None and row_id in cache.row_ids
+        }
+        return {layer: heads for layer, heads in found.items() if heads is not None}
+
     def kept_in(self, row_id: int, ranges: SequenceOf[tuple[int, int]]) -> list[list[float]]:
         """Positions of each range held by the row of this id, by layer, the mean over KV heads."""
         caches = (cache.settled().rows if cache.filling else cache.rows for cache in self._caches.values())

@@ -26,7 +26,7 @@ typedef struct {
 } Strided;
 
 typedef struct {
-    int64_t rows, kv_heads, group, capacity, dim, bf16, block, threads, step, first, every, window, near;
+    int64_t rows, kv_heads, group, capacity, dim, bf16, block, threads, step, first, every, rates, window, near;
     double scale, cap; /* cap: that logits approach and never pass; 0: there is none */
     const Shelved *row;
     Strided q, new_k, new_v;
@@ -36,7 +36,7 @@ typedef struct {
     const int64_t *next; /* (rows, kv_heads): the new tokens' slots, counted over all */
     /* What the step has done: */
     int64_t written, looks, recalled; /* tokens that went to shelves, looks, tokens that came back: of each head */
-    double held, best;                /* worth of what is kept after a look, and of as many at most */
+    double held, best; /* worth of what is kept after each look that is rated, and of as many at most */
 } Recall;
 
 /* What one head's step has done, as above. */
@@ -97,9 +97,10 @@ INLINE void ask(const Recall *r, const char *q, const uint8_t *keys, int64_t n, 
     logits(r, &order, keys, n, pitch, room, units, paired);
 }
 
-/* What n tokens are worth: the mean of the probabilities that the group's queries pay them, the largest, and the
-   largest of their neighbours. */
-static void weigh(const Recall *r, const char *q, const uint8_t *keys, int64_t n, int64_t pitch, const Room *room) {
+/* What n tokens are worth: the largest of the probabilities that the group's queries pay them, and the largest of their
+   neighbours; the mean, where the look is rated. */
+static void weigh(const Recall *r, const char *q, const uint8_t *keys, int64_t n, int64_t pitch, const Room *room,
+                  int rated) {
     const Pieces p = {r->dim, BITS, !r->bf16, r->block};
     if (is_paired(&p)) ask(r, q, keys, n, pitch, room, 1, 1);
     else if (r->dim <= 2 * UNIT) ask(r, q, keys, n, pitch, room, 1, 0);
@@ -113,7 +114,7 @@ static void weigh(const Recall *r, const char *q, const uint8_t *keys, int64_t n
             total = _mm512_add_ps(total, own);
             largest = _mm512_max_ps(largest, own);
         }
-        _mm512_storeu_ps(room->mean + i, _mm512_div_ps(total, _mm512_set1_ps((float)r->group)));
+        if (rated) _mm512_storeu_ps(room->mean + i, _mm512_div_ps(total, _mm512_set1_ps((float)r->group)));
         _mm512_storeu_ps(room->worth + i, largest);
     }
     for (int64_t i = 0; i < pitch; i += LANES) {
@@ -179,23 +180,25 @@ static double sum_of_largest(const float *x, int64_t n, int64_t count) {
     return sum + (double)(count - above) * bound;
 }
 
-/* The head's look: what comes back, and what that is worth. */
-static void look(const Recall *r, const Shelved *row, int64_t task, int64_t now, const Room *room, Found *found) {
+/* The head's look: what comes back, and what that is worth, if it is rated. */
+static void look(const Recall *r, const Shelved *row, int64_t task, int64_t now, const Room *room, int rated,
+                 Found *found) {
     const int64_t head = task % r->kv_heads, base = task * r->capacity, bytes = r->dim * (r->bf16 ? 2 : 4);
     const int64_t first = r->window ? most(0, now + 1 - r->window) : 0, n = now + 1 - first, pitch = up(n, LANES);
     const Pieces p = {r->dim, BITS, !r->bf16, r->block};
     const uint8_t *keys = row->index + (head * row->length + first) * kept_bytes(&p);
-    weigh(r, r->q.at + task / r->kv_heads * r->q.row + head * r->group * r->q.head, keys, n, pitch, room);
+    weigh(r, r->q.at + task / r->kv_heads * r->q.row + head * r->group * r->q.head, keys, n, pitch, room,
+          rated);
     int32_t *pos = r->pos + base;
     float *score = r->score + base;
     Choice back[MOST_MOVED], leaving[MOST_MOVED];
     int64_t kept = 1, going = 0, moved = 0; /* the newest is kept */
-    double held = room->mean[n - 1];
+    double held = rated ? room->mean[n - 1] : 0;
     room->near[n - 1] = -1;
     for (int64_t i = 0; i < r->capacity; i++) {
         const int32_t place = pos[i] - (int32_t)first;
         if (place < 0 || place >= n - 1 || i == r->next[task] - base) continue;
-        kept++, held += room->mean[place];
+        kept++, held += rated ? room->mean[place] : 0;
         if (place < n - row->recent && score[i] < INFINITY)
             going = put(leaving, going, row->most, (Choice){-room->near[place], place, (int32_t)i}, -1);
         room->near[place] = -1;
@@ -210,15 +213,21 @@ static void look(const Recall *r, const Shelved *row, int64_t task, int64_t now,
         memcpy(r->v + (base + slot) * bytes, row->v + from, (size_t)bytes);
         pos[slot] = (int32_t)(first + back[i].place);
         score[slot] = top;
-        held += room->mean[back[i].place] - room->mean[leaving[i].place];
+        if (rated) held += room->mean[back[i].place] - room->mean[leaving[i].place];
     }
-    *found = (Found){found->written, 1, moved, held, sum_of_largest(room->mean, n, kept)};
+    *found = (Found){found->written, 1, moved, held, rated ? sum_of_largest(room->mean, n, kept) : 0};
 }
 
 /* Whether the row looks in this step: see `looks` in config/recall.py. */
 INLINE int looks(const Recall *r, const Shelved *row) {
     const int64_t taken = row->taken + r->step;
     return taken < r->first || taken % r->every == 0;
+}
+
+/* Whether its look is rated, which takes time: see `is_rated` there. */
+INLINE int is_rated(const Recall *r, const Shelved *row) {
+    const int64_t taken = row->taken + r->step;
+    return (taken < r->first ? taken : taken / r->every) % r->rates == 0;
 }
 
 /* The head's new token goes to the shelf and into the index; a look, if it is the row's turn. */
@@ -236,7 +245,7 @@ static void step_of(const Recall *r, int64_t task, float *scratch, Found *found)
     found->written = 1;
     if (!looks(r, row)) return;
     const Room room = room_in(r, scratch, up(now + 1, LANES));
-    look(r, row, task, now, &room, found);
+    look(r, row, task, now, &room, is_rated(r, row), found);
 }
 
 typedef struct {

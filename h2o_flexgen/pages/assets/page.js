@@ -282,7 +282,10 @@
     ended.append(end, "as the run ended, with its answer");
     bar.append(ended);
     const key = element("p", undefined, { class: "note key" });
-    for (const [text, share, name] of [["low score", 0.05, ""], ["high score", 1, ""], ["let go", 0, "gone"]]) {
+    const marks = [["low score", 0.05, ""], ["high score", 1, ""], ["let go", 0, "gone"]];
+    if (figure.sequences.some((one) => one.returns)) marks.push(["came back", 0, "back"]);
+    if (figure.newest) marks.push(["as it came", 0, "exact"]);
+    for (const [text, share, name] of marks) {
       const shown = element("span", text, { class: name });
       shown.style.setProperty("--share", share);
       key.append(shown);
@@ -312,21 +315,27 @@
 
     function update() {
       const one = figure.sequences[+which.value + 1], chosen = pairs(), total = +slider.value, count = end.checked ? one.tokens.length : one.prompt;
-      const share = new Float64Array(count), stay = new Float64Array(count), sum = new Float64Array(count);
+      const [share, stay, sum, back, times] = Array.from({ length: 5 }, () => new Float64Array(count));
       for (const [l, h] of chosen) {
         const scores = one.scores[l][h], sorted = [...scores].sort((a, b) => a - b), top = sorted[Math.floor(0.98 * (sorted.length - 1))] || 1;
         const kept = end.checked ? new Uint8Array(count) : keeps(scores, total, one.budget, figure.windows[l]);
-        if (end.checked) for (const position of (one.kept[l] || [])[h] || []) if (position < count) kept[position] = 1;
+        if (end.checked) {
+          for (const position of (one.kept[l] || [])[h] || []) if (position < count) kept[position] = 1;
+          for (const [position, often] of ((one.returns || [])[l] || [])[h] || []) {
+            back[position] += 1 / chosen.length;
+            times[position] += often;
+          }
+        }
         for (let i = 0; i < count; i += 1) {
           share[i] += Math.sqrt(Math.min(1, (scores[i] || 0) / top)) / chosen.length;
           sum[i] += (scores[i] || 0) / chosen.length;
           stay[i] += kept[i] / chosen.length;
         }
       }
-      shown = { share, stay, sum, count, pairs: chosen.length };
+      shown = { share, stay, sum, back, times, count, pairs: chosen.length };
       spans.forEach((span, i) => {
         span.hidden = i >= count;
-        span.className = i < count && stay[i] < 0.5 ? "gone" : "";
+        span.className = i < count ? [stay[i] < 0.5 ? "gone" : exact(i) ? "exact" : "", back[i] >= 0.5 ? "back" : ""].join(" ").trim() : "";
         span.style.setProperty("--share", i < one.prompt && i < count ? share[i].toFixed(3) : 0);
       });
       slider.disabled = end.checked;
@@ -334,9 +343,17 @@
       said.textContent = ` ${total} tokens, ${percent(total / one.prompt)} of the prompt${own}`;
       slider.setAttribute("aria-valuetext", said.textContent);
       if (at >= 0) tell(at); else {
-        const kept = Array.from(stay).filter((part) => part >= 0.5).length;
-        status.textContent = `${kept} of ${count} tokens stay${chosen.length > 1 ? ` in at least half of the ${chosen.length} caches` : ""}.`;
+        const half = (parts) => Array.from(parts).filter((part) => part >= 0.5).length;
+        const came = end.checked && one.returns ? `, ${half(back)} came back` : "";
+        status.textContent = `${half(stay)} of ${count} tokens stay${came}${chosen.length > 1 ? ` in at least half of the ${chosen.length} caches` : ""}.`;
       }
+    }
+
+    // Of a packed cache at the end: whether a token that it holds is one of the newest, which are seen as they came. The
+    // answer's last token is in no cache.
+    function exact(position) {
+      const one = figure.sequences[+which.value + 1];
+      return end.checked && position >= one.tokens.length - 1 - (figure.newest || 0);
     }
 
     function tell(position) {
@@ -346,7 +363,10 @@
       spans[at].classList.add("over");
       const rank = 1 + Array.from(shown.sum).filter((score) => score > shown.sum[at]).length;
       status.textContent = `\u201c${spans[at].textContent}\u201d, position ${at}: score ${three(shown.sum[at])}, number ${rank} of ${shown.count}; ` +
-        (shown.pairs > 1 ? `kept in ${percent(shown.stay[at])} of the caches.` : shown.stay[at] ? "kept." : "let go.");
+        (shown.pairs > 1 ? `kept in ${percent(shown.stay[at])} of the caches` : shown.stay[at] ? "kept" : "let go") +
+        (!end.checked || !figure.bits || !shown.stay[at] ? "" : exact(at) ? " as it came" : `, key in ${figure.bits[0]} bits, value in ${figure.bits[1]}`) +
+        (shown.times[at] ? `; came back ${shown.times[at] > 1 ? `${shown.times[at]} times` : "once"}` : "") +
+        (shown.times[at] && shown.pairs > 1 ? ` in ${percent(shown.back[at])} of them.` : ".");
     }
 
     which.addEventListener("change", fresh);
