@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -19,7 +18,6 @@ from torch import Tensor
 from h2o_flexgen.memory.cuda import Device, Mark, Stream
 from h2o_flexgen.memory.transfers import LinkMeters, Operation, Ticket, TraceCallback, Workers
 
-_POLL = 0.0005  # seconds between looks at a copy that is waited for with a time limit
 BOUNCE_CHUNK = 4 << 20
 """Bytes of pageable memory that go through a locked buffer at once; there are two buffers per direction."""
 BOUNCE_BYTES = 4 * BOUNCE_CHUNK
@@ -41,26 +39,17 @@ class DeviceTicket(Ticket):
         self.end: Mark | None = None
         """Behind the copy on its stream, once it is queued."""
 
-    def wait(self, timeout: float | None = None) -> None:
-        """See Ticket."""
-        until = None if timeout is None else time.perf_counter() + timeout
-        super().wait(timeout)
-        if self.end is None:
-            return
-        while until is not None and not self._device.passed(self.end):
-            if time.perf_counter() >= until:
-                raise TimeoutError(f"{self.label} ({self.link}) is still under way after {timeout} s")
-            time.sleep(_POLL)
-        self._device.synchronize(self.end)
+    def wait(self) -> None:
+        super().wait()
+        if self.end is not None:
+            self._device.synchronize(self.end)
 
     def wait_on_device(self, device: Device | None = None) -> None:
-        """See Ticket."""
         super().wait()
         if self.end is not None:
             (device or self._device).wait(Stream.COMPUTE, self.end)
 
     def done(self) -> bool:
-        """See Ticket."""
         return self.issued() and (self.end is None or self._device.passed(self.end))
 
 

@@ -51,13 +51,9 @@ class Ticket:
         """The error; None when all went well."""
         self._finished = threading.Event()
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Return once all bytes are there; raise what went wrong, every time. A signal may interrupt the wait.
-
-        TimeoutError after `timeout` seconds; the transfer goes on.
-        """
-        if not self._finished.wait(timeout):
-            raise TimeoutError(f"{self.label} ({self.link}) is still under way after {timeout} s")
+    def wait(self) -> None:
+        """Return once all bytes are there; raise what went wrong, every time. A signal may interrupt the wait."""
+        self._finished.wait()
         if self.error is not None:
             raise self.error
 
@@ -76,7 +72,6 @@ class Ticket:
         self.wait()
 
     def wait_issued(self) -> None:
-        """Return once `issued`."""
         self._finished.wait()
 
     def issued(self) -> bool:
@@ -108,20 +103,17 @@ class LinkMeters:
         self._active, self._since = Counter[str](), dict[str, float]()
 
     def start(self, link: str, now: float) -> None:
-        """An operation starts."""
         with self._lock:
             if not self._active[link]:
                 self._since[link] = now
             self._active[link] += 1
 
     def stop(self, link: str, now: float, nbytes: int) -> None:
-        """An operation ends that moved `nbytes`."""
         with self._lock:
             self._active[link] -= 1
             self._add(link, nbytes, 0.0 if self._active[link] else now - self._since[link])
 
     def add(self, link: str, nbytes: int, seconds: float) -> None:
-        """Count a transfer that a device timed."""
         with self._lock:
             self._add(link, nbytes, seconds)
 

@@ -71,13 +71,11 @@ class Footprint:
         return "\n".join(lines)
 
 
-def footprint(
-    request: PlanRequest, policy: OffloadPolicy, placement: Placement, unit_bytes: Mapping[str, int] | None = None
-) -> Footprint:
+def footprint(request: PlanRequest, policy: OffloadPolicy, placement: Placement) -> Footprint:
     """Peak bytes of one block of `policy`'s shape, if all its sequences have the workload's lengths.
 
-    unit_bytes: known buffer sizes by weight group, see `weight_room.group_bytes`. Something streams or moves if it is
-    not on the compute tier. On one GPU the items are, on the compute tier unless another is named:
+    Something streams or moves if it is not on the compute tier. On one GPU the items are, on the compute tier unless
+    another is named:
 
     weights           every group's buffer, on its tier; all experts on disk if some are there and others in memory
     weight buffers    `weight_room.room_of`; the same again on cpu for staging from disk to a gpu
@@ -95,22 +93,22 @@ def footprint(
     prefix store      cpu: the cap of `--prefix-mem`
     """
     block = BlockShape(request, policy)
-    items = _items(block, placement, unit_bytes or {}) if request.num_gpus == 1 else _divided(block, placement)
+    items = _items(block, placement) if request.num_gpus == 1 else _divided(block, placement)
     found = (*items, Item("cpu", "process", request.baseline), Item("cpu", "prefix store", request.prefixes))
     return Footprint(tuple(item for item in found if item.nbytes))
 
 
-def _items(block: BlockShape, placement: Placement, unit_bytes: Mapping[str, int]) -> Iterator[Item]:
+def _items(block: BlockShape, placement: Placement) -> Iterator[Item]:
     """The items of one GPU or a CPU, without process and prefix store."""
-    yield from _block_items(block, placement, unit_bytes)
+    yield from _block_items(block, placement)
     moves = placement.tiers != {block.compute_tier} or block.spec.arch.experts is not None
     if block.request.kernels is Kernels.TRITON and recordable(moves=moves, elsewhere=False, rolling=block.rolling):
         yield Item(block.compute_tier, RECORDED, workspace.recorded(block))
 
 
-def _block_items(block: BlockShape, placement: Placement, unit_bytes: Mapping[str, int]) -> Iterator[Item]:
+def _block_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
     """As `_items`, without recorded steps; `placement` may be of a part of the model."""
-    yield from _weight_items(block, placement, unit_bytes)
+    yield from _weight_items(block, placement)
     yield from _cache_items(block, placement)
     yield from recall_items(block)
     yield from _hidden_items(block, placement)
@@ -120,26 +118,23 @@ def _block_items(block: BlockShape, placement: Placement, unit_bytes: Mapping[st
     yield Item(block.compute_tier, "workspace", workspace.workspace(block))
 
 
-def _weight_items(block: BlockShape, placement: Placement, unit_bytes: Mapping[str, int]) -> Iterator[Item]:
+def _weight_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
     totals, spec = dict.fromkeys(TIERS, 0), block.spec
     swap = experts_swap(spec, placement.weights, block.compute_tier)
     for key, tier in placement.weights.items():
         both = ("cpu", "disk") if swap and ".experts." in key else (tier,)
-        nbytes = group_bytes(spec.groups_by_key[key], block.dtype, both[-1], unit_bytes)
+        nbytes = group_bytes(spec.groups_by_key[key], block.dtype, both[-1])
         for each in {tier, both[-1]}:
             totals[each] += nbytes
     yield from (Item(tier, "weights", nbytes) for tier, nbytes in totals.items())
-    lookahead = block.policy.lookahead
-    sequences = block.policy.block_size
-    room = room_of(spec, placement.weights, block.dtype, block.compute_tier, lookahead, sequences, unit_bytes)
-    buffers = room.nbytes
+    lookahead, sequences = block.policy.lookahead, block.policy.block_size
+    buffers = room_of(spec, placement.weights, block.dtype, block.compute_tier, lookahead, sequences).nbytes
     yield Item(block.compute_tier, "weight buffers", buffers)
     away = {tier for tier in placement.weights.values() if tier != block.compute_tier}
     yield Item("cpu", "weight staging buffers", buffers if block.staged(away) else 0)
 
 
 def _cache_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
-    """Caches, their records and their buffers."""
     slots = block.request.slots
     tokens = [block.spec.kv_bytes_per_token_and_layer(block.dtype, layer) for layer in range(len(slots))]
     sizes = [round_up(block.rows * count * token, PAGE) for count, token in zip(slots, tokens, strict=True)]
@@ -242,7 +237,7 @@ def _divided(block: BlockShape, placement: Placement) -> Iterator[Item]:
     parts = [list(_stage_items(block, placement, number)) for number in range(block.request.num_gpus)]
     fullest = max(parts, key=lambda items: sum(item.nbytes for item in items if item.tier == tier))
     yield from (item for item in fullest if item.tier == tier)
-    yield from (item for item in _weight_items(block, placement, {}) if item.what == "weights" and item.tier != tier)
+    yield from (item for item in _weight_items(block, placement) if item.what == "weights" and item.tier != tier)
     apart = Counter[tuple[str, str]]()
     for item in (item for items in parts for item in items):
         if item.tier != tier and item.what != "weights":
@@ -267,7 +262,7 @@ def _stage_items(block: BlockShape, placement: Placement, number: int) -> Iterat
         cache={place: tier for place, tier in placement.cache.items() if place[0] in layers},
         hidden=dict(enumerate(_hidden_of_a_stage(block, placement, groups))),
     )
-    yield from _block_items(block, part, {})
+    yield from _block_items(block, part)
     hidden = round_up(block.spec.hidden_bytes(block.tokens, block.dtype), PAGE)
     buffers = (number < len(stages) - 1) * LEAVING + (number > 0) * most_arrivals(groups, stages[number])
     yield Item(block.compute_tier, "hidden states between GPUs", buffers * hidden)

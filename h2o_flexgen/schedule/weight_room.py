@@ -46,7 +46,6 @@ class WeightRoom:
 
     @property
     def slots(self) -> tuple[Place, ...]:
-        """The places of experts."""
         first = self._cycle_bytes
         count = self.count if self.experts else 0
         return tuple(Place("", first + number * self.experts, self.experts) for number in range(count))
@@ -106,22 +105,14 @@ def _gap(taken: Iterable[tuple[int, ...]], nbytes: int) -> int:
 
 
 def room_of(
-    spec: ModelSpec,
-    tiers: Mapping[str, str],
-    dtype: str,
-    compute_tier: str,
-    lookahead: int,
-    sequences: int,
-    known: Mapping[str, int] | None = None,
+    spec: ModelSpec, tiers: Mapping[str, str], dtype: str, compute_tier: str, lookahead: int, sequences: int
 ) -> WeightRoom:
-    """The room of the weight groups that stream, and of `expert_slots` experts.
-
-    tiers: of each group of a model or of a stage. sequences: of a block. known: see `group_bytes`.
-    """
+    """The room of the weight groups that stream, and of `expert_slots` experts. tiers: of each group of a model or of a
+    stage. sequences: of a block."""
 
     def streamed(keys: Iterable[str]) -> dict[str, int]:
         away = (key for key in keys if tiers.get(key, compute_tier) != compute_tier)
-        return {key: group_bytes(spec.groups_by_key[key], dtype, tiers[key], known) for key in away}
+        return {key: group_bytes(spec.groups_by_key[key], dtype, tiers[key]) for key in away}
 
     experts = streamed(key for unit in spec.units for key in unit.experts)
     largest, count = max(experts.values(), default=0), expert_slots(spec, tiers, compute_tier, sequences)
@@ -149,10 +140,8 @@ def experts_swap(spec: ModelSpec, tiers: Mapping[str, str], compute_tier: str) -
     return compute_tier == "cpu" and found == {"cpu", "disk"}
 
 
-def group_bytes(group: WeightGroup, dtype: str, tier: str, known: Mapping[str, int] | None = None) -> int:
-    """Buffer bytes of a group: as `known`, else the packed size; on disk two pages more per tensor for reading in
-    place, unless the group has a tensor of fewer bits."""
-    if known is not None and group.key in known:
-        return known[group.key]
+def group_bytes(group: WeightGroup, dtype: str, tier: str) -> int:
+    """Buffer bytes of a group: the packed size; on disk two pages more per tensor for reading in place, unless the
+    group has a tensor of fewer bits."""
     in_place = tier == "disk" and not group.fewer_bits
     return group.buffer_bytes(dtype) + (2 * PAGE * len(group.tensors) if in_place else 0)

@@ -53,8 +53,6 @@ def test_a_copy_is_queued_at_once_and_nobody_waits(device: FakeDevice, tiers: Ti
         assert ticket.issued()
         assert not ticket.done()
         assert int(up.sum()) == 0, "as late as it may"
-        with pytest.raises(TimeoutError, match="still under way"):
-            ticket.wait(0.002)
         assert engine.bytes_moved == {}, "what is under way is not counted"
         ticket.wait_on_device()
         assert device.host_waits == []

@@ -55,8 +55,6 @@ def test_a_blocked_ticket_does_not_hold_up_the_queue() -> None:
         blocked = engine.run(lambda: order.append("blocked"), "disk->cpu", after=slow)
         engine.run(lambda: order.append("free"), "disk->cpu").wait()
         assert not blocked.done()
-        with pytest.raises(TimeoutError, match="disk->cpu"):
-            blocked.wait(0.01)
         gate.set()
         blocked.wait()
     assert order == ["free", "blocked"]
@@ -92,8 +90,8 @@ def test_a_ticket_is_not_done_while_a_piece_of_it_runs(payload: tuple[str, bytes
     with CopyEngine(chunk=65536, syscalls=SlowSecond(lambda _: False)) as engine:
         ticket = engine.read_extents(whole(path, len(data)), padded(len(data)))
         inside.wait(10)
-        with pytest.raises(TimeoutError):
-            ticket.wait(0.1)
+        time.sleep(0.1)  # room for the error to end it too early
+        assert not ticket.done()
         gate.set()
         with pytest.raises(StorageError, match="refused"):
             ticket.wait()

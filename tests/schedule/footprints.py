@@ -26,11 +26,10 @@ def measure(
     workload: Workload = WORKLOAD,
     kernels: Kernels = Kernels.CPU,
     baseline: int = 0,
-    unit_bytes: dict[str, int] | None = None,
 ) -> Footprint:
     caps, triton = Caps(emulated=kernels is Kernels.CPU), kernels is Kernels.TRITON
     asked = PlanRequest(spec, workload, eviction or EvictionConfig(), "float16", caps, compute, triton=triton)
-    return footprint(replace(asked, baseline=baseline), policy, place(spec, policy, "float16"), unit_bytes)
+    return footprint(replace(asked, baseline=baseline), policy, place(spec, policy, "float16"))
 
 
 def amounts(foot: Footprint) -> dict[tuple[str, str], int]:
