@@ -228,7 +228,6 @@ class Keeping:
         return [None] if some >= shape.batch else [slice(row, row + some) for row in range(0, shape.batch, some)]
 
     def advance(self) -> None:
-        """A step begins."""
         if self.newest is not None:
             self.newest.at = (self.newest.at + 1) % self.newest.count
 

@@ -273,7 +273,6 @@ class PrefixStore:
         return True
 
     def take(self, new: NewPrefix) -> None:
-        """Keeps a finished entry."""
         layers = new.layers
         self._pending.pop(new.name, None)
         if new.name.digest in self._starts or (self.sums and any(layer.sums is None for layer in layers)):

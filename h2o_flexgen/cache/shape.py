@@ -57,7 +57,6 @@ class CacheShape:
 
     @property
     def sizes(self) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
-        """The sizes of K's and V's tensors."""
         packings, slots = self.packings, (self.batch, self.kv_heads, self.capacity)
         keys, values = (self.head_dim,) * 2 if packings is None else (packing.nbytes for packing in packings)
         return (*slots, keys), (*slots, values)
@@ -71,7 +70,6 @@ class CacheShape:
         return dtype if self.packings is None else torch.float32
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes of K and V together."""
         return sum(map(prod, self.sizes[: 1 if self.joint else 2])) * self.kept(dtype).itemsize
 
     def newest_bytes(self, dtype: torch.dtype) -> int:

@@ -130,7 +130,6 @@ class Bench:
         self._tile_over(self.arena.view(self.dtype))
 
     def close(self) -> None:
-        """Give the arena back."""
         del self.arena
         self._allocation.free()
 

@@ -158,7 +158,6 @@ class CalibrationRun:
         self._links: dict[str, LinkRate] = {}
 
     def profile(self) -> HardwareProfile:
-        """All of it."""
         main, *others = self._c.devices
         self._cores.start()
         with self._bench(main) as bench:
@@ -212,7 +211,7 @@ class CalibrationRun:
         self._compile(bench)
 
         def seconds(part: str) -> float:
-            return self._start(_on(bench.name, part))
+            return self._start(f"{bench.name}: {part}")
 
         shapes = compute.product_shapes(bench, seconds("products"))
         packed = packed_factors(bench, usual_packings(self._c.spec), seconds("packed products"))
@@ -312,10 +311,6 @@ def _fuses(bench: Bench) -> bool:
     return why_not() is None and bench.dtype is torch.bfloat16
 
 
-def _on(device: str, part: str) -> str:
-    return f"{device}: {part}"
-
-
 def _weights(calibration: Calibration) -> dict[str, float]:
     """Of all parts, in the order in which they are measured."""
     weights: dict[str, float] = {}
@@ -324,7 +319,7 @@ def _weights(calibration: Calibration) -> dict[str, float]:
         parts = COMPUTE_PARTS | ({RECORDED: _RECORDED_WEIGHT} if name == "gpu" else {})
         parts |= {EXPERTS: _EXPERTS_WEIGHT} if calibration.spec.arch.experts else {}
         parts |= {PROMPTS: _PROMPTS_WEIGHT} if isinstance(calibration.spec, ModuleSpec) else {}
-        weights |= {_on(name, part): weight for part, weight in parts.items()}
+        weights |= {f"{name}: {part}": weight for part, weight in parts.items()}
     weights |= DISK_PARTS
     if calibration.has_gpu:
         weights |= dict.fromkeys(_COPIES.values(), _COPIES_WEIGHT)

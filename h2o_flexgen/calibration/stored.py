@@ -91,5 +91,4 @@ def keep_profile(profile: HardwareProfile, key: str) -> Path | None:
 
 
 def profile_text(profile: HardwareProfile) -> str:
-    """The profile as a JSON file."""
     return json.dumps(profile.to_json(), indent=1, allow_nan=False) + "\n"

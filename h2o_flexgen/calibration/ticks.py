@@ -167,7 +167,6 @@ class ShortRun:
 
     @property
     def units(self) -> tuple[UnitSpec, ...]:
-        """The units of the short model."""
         return self.plan.request.spec.units
 
     def block(

@@ -85,11 +85,7 @@ def place(request: PlanRequest, policy: OffloadPolicy) -> Candidate:
     placement = request.place(policy)
     if policy.cpu_cache_compute and "cpu" not in placement.cache.values() and "cpu_cache_compute" not in request.fixed:
         policy = replace(policy, cpu_cache_compute=False)
-    held = {
-        "weights": set(placement.weights.values()),
-        "cache": set(placement.cache.values()),
-        "hidden": set(placement.hidden.values()),
-    }
+    held = {kind: set(getattr(placement, kind).values()) for kind in KINDS}
     clean = {
         kind: _without(getattr(policy, kind), held[kind])
         for kind in KINDS

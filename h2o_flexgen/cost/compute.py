@@ -53,7 +53,6 @@ class Compute:
         return parts
 
     def seconds(self, task: Task) -> float:
-        """The sum of `parts`."""
         return sum(self.parts(task).values())
 
     def host_seconds(self, task: Task) -> float:

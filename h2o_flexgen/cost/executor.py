@@ -70,7 +70,6 @@ class SimulatedClock:
 
     @property
     def busy(self) -> dict[str, float]:
-        """Seconds of each resource."""
         return {**{name: link.busy for name, link in self._links.items()}, "compute": self._computed}
 
     @property

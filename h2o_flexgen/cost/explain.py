@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from h2o_flexgen.config.placement import KINDS
 from h2o_flexgen.cost.candidate import Candidate
 from h2o_flexgen.cost.search import SearchResult
 from h2o_flexgen.cost.simulate import Prediction
@@ -21,6 +22,7 @@ _LINKS = {
 }
 
 _WORK = {"compute": "computing", HOST_ATTENTION: "attention on the CPU"}
+_FREE = "nothing: more memory would not make this faster"
 
 
 def explain(result: SearchResult) -> str:
@@ -83,7 +85,8 @@ def runner_up_text(result: SearchResult) -> str | None:
     if result.best.resident and not other.resident:
         why = "within 5 % what moves nothing is taken"
     faster = f"; faster, and {why}" if other.seconds < result.best.seconds else ""
-    return f"{_block(other)}, {format_speed(result.runner_up_throughput)}: {_placements(other)}{faster}"
+    placements = "; ".join(f"{kind} {_shares(getattr(other.policy, kind))}" for kind in KINDS)
+    return f"{_block(other)}, {format_speed(result.runner_up_throughput)}: {placements}{faster}"
 
 
 def least_traffic(result: SearchResult) -> dict[str, int]:
@@ -103,11 +106,12 @@ def _lines(result: SearchResult) -> Iterator[tuple[str, str]]:
     )
     if result.bits is not None:
         yield "bits", result.bits.text
-    work = f"{request.workload.prompt_len} + {request.workload.gen_len} tokens"
+    work, budget = f"{request.workload.prompt_len} + {request.workload.gen_len} tokens", _budget(result)
     amount = "one block of as many as there are" if request.endless else f"{request.workload.num_sequences} sequences"
-    yield "work", f"{amount}, {work}; {_eviction(result)}"
+    kept = "the full cache" if budget.full else f"{request.eviction.name} keeps {budget.total} tokens per head"
+    yield "work", f"{amount}, {work}; {kept}"
     yield "block", _block(result.best)
-    for kind in ("weights", "cache", "hidden"):
+    for kind in KINDS:
         yield kind, _shares(getattr(policy, kind))
     if policy.cpu_cache_compute:
         yield "attention", "of caches on the CPU is computed there"
@@ -117,7 +121,8 @@ def _lines(result: SearchResult) -> Iterator[tuple[str, str]]:
     yield "bound", bound_text(predicted)
     yield "traffic", _traffic(predicted.bytes_moved, least_traffic(result))
     yield "memory", "; ".join(_used(result, tier) for tier in request.tiers if result.footprint.total(tier))
-    yield "binding", _binding(result)
+    flag = "" if result.binding is None else request.caps.flag(result.binding)
+    yield "binding", f"{flag}, the {result.binding} tier's cap" if flag else _FREE
     if (second := runner_up_text(result)) is not None:
         yield "runner-up", second
     if result.more:
@@ -141,29 +146,14 @@ def _block(candidate: Candidate) -> str:
     return f"{policy.num_gpu_batches} GPU batch{'es' * (policy.num_gpu_batches > 1)} of {rows}"
 
 
-def _placements(candidate: Candidate) -> str:
-    return "; ".join(f"{kind} {_shares(getattr(candidate.policy, kind))}" for kind in ("weights", "cache", "hidden"))
-
-
 def _budget(result: SearchResult) -> Any:
     request = result.request
     return request.eviction.resolve(request.workload.prompt_len, request.workload.gen_len)
 
 
-def _eviction(result: SearchResult) -> str:
-    budget = _budget(result)
-    return "the full cache" if budget.full else f"{result.request.eviction.name} keeps {budget.total} tokens per head"
-
-
 def _used(result: SearchResult, tier: str) -> str:
     used, cap = result.footprint.total(tier), result.request.capped.get(tier)
     return f"{tier} {format_bytes(used)}" + (f" of {format_bytes(cap)}" if cap is not None else "")
-
-
-def _binding(result: SearchResult) -> str:
-    if result.binding is None:
-        return "nothing: more memory would not make this faster"
-    return f"{result.request.caps.flag(result.binding)}, the {result.binding} tier's cap"
 
 
 def _traffic(moved: Mapping[str, int], least: Mapping[str, int]) -> str:

@@ -44,17 +44,14 @@ class CostInputs:
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """The request's."""
         return self.request.spec
 
     @cached_property
     def machine(self) -> HardwareProfile:
-        """The request's."""
         return self.request.machine
 
     @cached_property
     def compute_tier(self) -> str:
-        """The request's."""
         return self.request.compute_tier
 
     @property
@@ -74,7 +71,6 @@ class CostInputs:
 
     @property
     def sequences(self) -> int:
-        """Sequences of the block."""
         return sum(self.rows)
 
     @cached_property
@@ -165,11 +161,6 @@ class CostInputs:
         """Where the attention over a cache is computed in decode steps."""
         on_cpu = self.policy.cpu_cache_compute and self.placement.cache[layer, batch] == "cpu"
         return "cpu" if on_cpu else self.compute_tier
-
-    @property
-    def attends_on_host(self) -> bool:
-        """Whether any attention may be computed elsewhere than all else, beside it."""
-        return self.policy.cpu_cache_compute and self.policy.overlap and self.compute_tier != "cpu"
 
     def sums_columns(self, layer: int) -> bool:
         """Whether the caches of `layer` are told how much attention the prompt's tokens received."""
@@ -326,7 +317,8 @@ class Moves:
             return tuple(Transfer(link, size, rate(link).seconds(size)) for link, _, size in self.exchanged(task))
         if task.kind is TaskKind.FREE_WEIGHTS:
             return ()
-        nbytes = self._bytes(task)
+        weights = task.kind is TaskKind.LOAD_WEIGHTS
+        nbytes = self.group_bytes[self.key(task)] if weights else self.state_bytes(task)
         inward = task.kind not in (TaskKind.STORE_CACHE, TaskKind.STORE_HIDDEN)
         path = links(self._tier_of(task), self._block.compute_tier, inward=inward) if nbytes else ()
         rate = self._block.machine.link
@@ -390,7 +382,8 @@ class Moves:
                 nbytes = self.state_bytes(Task(TaskKind.LOAD_HIDDEN, step, unit, batch))
                 tier, both = block.placement.hidden[batch], alike * times
                 self._add(found, "hidden", tier, nbytes, inward=both, outward=both)
-        for (unit, batch), alike in block.alike.items() if block.attends_on_host else ():
+        beside = block.policy.cpu_cache_compute and block.policy.overlap and block.compute_tier != "cpu"
+        for (unit, batch), alike in block.alike.items() if beside else ():
             for step, times in passes:
                 for link, what, nbytes in self.exchanged(Task(TaskKind.COMPUTE, step, unit, batch)) if times else ():
                     self._count(found, link, what, nbytes, alike * times)
@@ -426,9 +419,6 @@ class Moves:
         before = found.get((link, what), Traffic(0, 0.0))
         seconds = self._block.machine.link(link).seconds(nbytes)
         found[link, what] = Traffic(before.nbytes + times * nbytes, before.seconds + times * seconds)
-
-    def _bytes(self, task: Task) -> int:
-        return self.group_bytes[self.key(task)] if task.kind is TaskKind.LOAD_WEIGHTS else self.state_bytes(task)
 
     def _tier_of(self, task: Task) -> str:
         placement = self._block.placement

@@ -135,7 +135,9 @@ class Programs:
             chosen = self.request.spec.chosen_share(tokens)
             for (tier, link), (shared, experts) in self._weight_seconds.items():
                 slope["weights", tier][link] = shared + chosen * experts
-            if waits and policy.overlap and policy.lookahead == 1 and self._in_halves:
+            # Units are attention and MLP halves, by turns.
+            in_halves = len(self.request.spec.units) == 2 * self.request.spec.num_layers + 2
+            if waits and policy.overlap and policy.lookahead == 1 and in_halves:
                 price, size = self._priced(policy, True)[None], policy.block_size
                 halves = [count * price.half_seconds(kind, passes, size) for kind in ("attn", "mlp")]
                 self._ping_pong(base, slope, halves)
@@ -159,11 +161,6 @@ class Programs:
             for each in slope.values():
                 each[row] = each.get("compute", 0.0)
             slope["weights", tier][row] = late
-
-    @property
-    def _in_halves(self) -> bool:
-        """Whether units are attention and MLP halves by turns."""
-        return len(self.request.spec.units) == 2 * self.request.spec.num_layers + 2
 
     def _read_seconds(self, tier: str, kind: str) -> float:
         """Seconds to read one half of a layer from `tier` to the compute tier, link after link."""

@@ -45,7 +45,6 @@ class PassTimes:
     summed: bool = False
 
     def seconds(self, shares: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-        """Seconds of one pass by resource."""
         busy = dict(self.base)
         for (kind, tier), slope in self.slope.items():
             for resource, seconds in slope.items():
@@ -102,7 +101,6 @@ class Program:
     banned: frozenset[KindTier] = frozenset()
 
     def seconds(self, shares: Mapping[str, Mapping[str, float]]) -> float:
-        """Seconds of the whole block with these shares."""
         return sum(
             phase.times * (sum(busy.values()) if phase.summed else max(busy.values(), default=0.0))
             for phase in self.phases
@@ -204,7 +202,6 @@ class _PulpModel:
 
     @property
     def full(self) -> frozenset[str]:
-        """The tiers whose caps are reached."""
         caps = self._program.caps.items()
         return frozenset(tier for tier, cap in caps if self.value(self.held_on(tier)) > (1 - _FULL) * cap / _GB)
 
@@ -220,7 +217,6 @@ class _PulpModel:
         )
 
     def solve(self, solver: str) -> bool:
-        """Whether there is a solution."""
         return bool(self.problem.solve(_solver(self._pulp, solver)) == self._pulp.LpStatusOptimal)
 
     def value(self, expression: Any) -> float:

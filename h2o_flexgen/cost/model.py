@@ -61,7 +61,6 @@ class CostModel(CostInputs):
 
     @cached_property
     def moves(self) -> Moves:
-        """The bytes of loads and stores."""
         return Moves(self)
 
     def price(self, task: Task, step: int | None = None) -> Price:
@@ -76,7 +75,7 @@ class CostModel(CostInputs):
         return found
 
     @cached_property
-    def _prices(self) -> dict[tuple[TaskKind, int, int, int], Price]:
+    def _prices(self) -> dict[tuple[object, ...], Price]:
         return {}
 
     def _price_of_experts(self, task: Task, step: int) -> Price:
@@ -84,13 +83,9 @@ class CostModel(CostInputs):
         last = self.spec.units[task.unit].layer == self.spec.num_layers - 1
         tier = "" if task.kind is TaskKind.COMPUTE else self.placement.weights[self.moves.key(task)]
         key = (task.kind, step, last, tier, len(task.experts))
-        if key not in self._expert_prices:
-            self._expert_prices[key] = self._priced(replace(task, step=step))
-        return self._expert_prices[key]
-
-    @cached_property
-    def _expert_prices(self) -> dict[tuple[TaskKind, int, bool, str, int], Price]:
-        return {}
+        if key not in self._prices:
+            self._prices[key] = self._priced(replace(task, step=step))
+        return self._prices[key]
 
     def _priced(self, task: Task) -> Price:
         transfers, compute = self.moves.transfers(task), self.compute

@@ -69,7 +69,6 @@ class BitsChoice:
         return f"{self.bits} of {tried} (predicted); {quality(self.bits)}"
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
         rates = {str(bits): rate for bits, rate in self.throughputs.items()}
         return {"chosen": self.bits, "gen_throughput": rates, "quality": quality(self.bits), "text": self.text}
 
@@ -176,7 +175,6 @@ class _PlanSearch:
 
     @property
     def _fitting(self) -> dict[BlockChoice, float]:
-        """The shapes that fit, with their bounds."""
         return {shape: bound for shape, bound in self._bounds.items() if not math.isinf(bound)}
 
     def bound(self, shape: BlockChoice) -> float:
@@ -344,11 +342,9 @@ def _grade(seconds: float) -> int:
 def _relaxed(program: Program, shape: BlockChoice, solver: str) -> tuple[float, frozenset[str]]:
     """Seconds per sequence, infinite where nothing fits, and the tiers of which more might help."""
     solution = solve(program, solver, relaxed=True)
-    return (
-        (math.inf, frozenset(program.caps))
-        if solution is None
-        else (solution.seconds / shape.block_size, solution.full)
-    )
+    if solution is None:
+        return math.inf, frozenset(program.caps)
+    return solution.seconds / shape.block_size, solution.full
 
 
 def _shape(candidate: Candidate) -> BlockChoice:
@@ -393,16 +389,13 @@ def refuse(request: PlanRequest, shapes: Sequence[BlockChoice], solver: str) -> 
     tiers = " or the ".join(dict.fromkeys(tier for way in ways for tier in way))
     shape, work = min(shapes), request.workload
     have = ", ".join(f"{tier} {format_bytes(cap)}" for tier, cap in request.capped.items())
+    raised = [[f"{request.caps.flag(tier)} {size_at_least(nbytes)}" for tier, nbytes in way.items()] for way in ways]
     return PlanError(
         f"{request.spec.name}, {work.prompt_len} + {work.gen_len} tokens: even a block of {shape.gpu_batch_size} x "
         f"{shape.num_gpu_batches} sequences does not fit into {have}",
-        f"the {tiers} cap is too small; the smallest that works: " + ", or ".join(_way(request, way) for way in ways),
+        f"the {tiers} cap is too small; the smallest that works: " + ", or ".join(map(" and ".join, raised)),
         "or a smaller --hh-ratio, --prompt-len or --prefill-chunk, or fewer fixed placement flags",
     )
-
-
-def _way(request: PlanRequest, caps: Mapping[str, int]) -> str:
-    return " and ".join(f"{request.caps.flag(tier)} {size_at_least(nbytes)}" for tier, nbytes in caps.items())
 
 
 def _raised(

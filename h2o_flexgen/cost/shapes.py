@@ -45,9 +45,11 @@ class BlockChoices:
     def __init__(self, request: PlanRequest, bound: Bound) -> None:
         self._request, self._bound = request, bound
         self._count = None if request.endless else request.workload.num_sequences
-        choices = [False, True] if request.may_compute_on_cpu else [False]
-        fixed = "cpu_cache_compute" in request.fixed
-        self.computing = [request.policy.cpu_cache_compute] if fixed else choices
+        self.computing = [False]
+        if "cpu_cache_compute" in request.fixed:
+            self.computing = [request.policy.cpu_cache_compute]
+        elif request.compute_tier == "gpu" and "cpu" in request.machine.compute:
+            self.computing = [False, True]
 
     def coarse(self) -> Iterator[BlockChoice]:
         """Powers of two, up to what fits: more rows or GPU batches never need less."""

@@ -48,12 +48,10 @@ class _Expected(Throughput):
 
     @property
     def total_s(self) -> float:
-        """Prefill and decode."""
         return self.prefill_s + self.decode_s
 
     @property
     def bound(self) -> Bound:
-        """The resource that limits it."""
         resource = max(self.busy, key=lambda name: self.busy[name])
         return Bound("prefill" if self.prefill_s >= self.decode_s else "decode", resource, self.busy[resource])
 
@@ -80,10 +78,8 @@ class Simulation(_Expected):
         return Timeline(tuple(Row(self._label(task), start, end, where) for task, start, end, where in self.spans))
 
     def _label(self, task: Task) -> str:
-        unit, step = (
-            self.model.spec.units[task.unit],
-            self.steps[task.step] if task.step < len(self.steps) else task.step,
-        )
+        unit = self.model.spec.units[task.unit]
+        step = self.steps[task.step] if task.step < len(self.steps) else task.step
         if task.kind is TaskKind.COMPUTE:
             experts = f" expert {', '.join(map(str, task.experts))}" if task.experts else f" batch {task.batch}"
             return f"{unit.name} step {step}{experts}"
@@ -97,7 +93,7 @@ def simulate(model: CostModel, steps: int | None = None) -> Simulation:
 
     steps: simulate so many of its first and let the last of them stand for all later; None: see `_sample`.
     """
-    sample = _sample(model) if steps is None else _first_steps(model, steps)
+    sample = _sample(model) if steps is None else _all_of(min(max(steps, 2), model.steps) - 1)
     run = _executed(model, sample.steps, trace=False)
     weights = sample.weights(model.steps)
     times = [weights[step] for step in sample.steps]
@@ -157,11 +153,6 @@ def _for_all_bytes(busy: dict[str, float], moved: Mapping[str, float], model: Co
             busy[link] *= seconds / moved[link]
 
 
-def _first_steps(model: CostModel, steps: int) -> _SampledSteps:
-    last = min(max(steps, 2), model.steps) - 1
-    return _SampledSteps(tuple(range(1, last)), (last,) if last else ())
-
-
 class _SampledSteps(NamedTuple):
     """The steps that are simulated, and how the others follow from them.
 
@@ -210,6 +201,10 @@ class _SampledSteps(NamedTuple):
         weights[low] += times * (high - step) / (high - low)
 
 
+def _all_of(last: int) -> _SampledSteps:
+    return _SampledSteps(tuple(range(1, last)), (last,) if last else ())
+
+
 def _sample(model: CostModel) -> _SampledSteps:
     """Few steps from which all follow: the first decode step, which may find buffers that were filled while the prompt
     was computed, and a typical one. With growing attention there are three of these, from early to late.
@@ -224,7 +219,7 @@ def _sample(model: CostModel) -> _SampledSteps:
     if model.shape.streamed and model.policy.lookahead > 1:
         alone = max(alone, model.policy.lookahead + 1)
     if last <= max(5 if moves else 0, alone + 2):
-        return _SampledSteps(tuple(range(1, last)), (last,) if last else ())
+        return _all_of(last)
     closing = (last,) if model.shape.streamed else ()
     end = last - len(closing)
     usual = REWRITE_EVERY // 2 if moves else alone + 1

@@ -28,7 +28,7 @@ from h2o_flexgen.engine.limits.oom_retry import OomRetry, forget
 from h2o_flexgen.engine.limits.plan import Plan, Planner, by_rule, keeping
 from h2o_flexgen.engine.metrics.recorder import RunMetrics, make_record
 from h2o_flexgen.engine.metrics.trace import ScoreLog, Trace
-from h2o_flexgen.engine.model import Model, for_model, make_decoder, open_model
+from h2o_flexgen.engine.model import Model, decoder_of, for_model, open_model
 from h2o_flexgen.engine.requests.chat import Conversation, chat_prompts
 from h2o_flexgen.engine.requests.grammars import Grammars
 from h2o_flexgen.engine.requests.reader import PromptLike, RefusedPrompt, Request, RequestReader, workload_of
@@ -132,7 +132,7 @@ class Engine:
         self._loaded: Loaded | None = None
         self._grammars = Grammars(self.model.codec, self.model.spec.vocab_size)
         self._retry, self._guard = OomRetry(), CallGuard()
-        self._decoder = make_decoder(self.model, self.device)
+        self._decoder = decoder_of(self.model.spec, self.model.stored, self.model.dtype, self.device)
         self._pins = devices.open_gpu(self._devices)
         self._trace = Trace(self.config.trace, () if self._pins is None else self._pins.devices)
         self.score_log = ScoreLog(self.model.spec) if self.config.record_scores else None

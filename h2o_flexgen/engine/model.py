@@ -151,13 +151,9 @@ def _opened(found: ResolvedModel, config: EngineConfig, device: torch.device, ma
     return Model(kept, source, codec, dtype, folder, found.origin, choices, config.weight_importance, found)
 
 
-def make_decoder(model: Model, device: torch.device) -> Decoder:
-    """The decoder of a model. ModelError if transformers' modules cannot compute in the model's dtype."""
-    return decoder_of(model.spec, model.stored, model.dtype, device)
-
-
 def decoder_of(spec: ModelSpec, weights: WeightSource, dtype: str, device: torch.device) -> Decoder:
-    """As `make_decoder`; tensors that stay float32 are read from `weights`."""
+    """The decoder of a model; tensors that stay float32 are read from `weights`. ModelError if transformers' modules
+    cannot compute in the model's dtype."""
     if not isinstance(spec, ModuleSpec):
         return Decoder(spec)
     from h2o_flexgen.models.hf.decoder import ModuleDecoder  # imports transformers
@@ -252,7 +248,6 @@ def spec_warnings(spec: ModelSpec, eviction: EvictionConfig) -> list[str]:
 
 
 def _check_states(config: EngineConfig, what: str) -> None:
-    """UsageError for settings that layers with states cannot have."""
     what = f"{what}, some of whose layers keep states"
     if config.fixed.get("cpu_cache_compute"):
         raise UsageError(f"cpu_cache_compute is on {what}", "needed off: states are computed with where weights are")

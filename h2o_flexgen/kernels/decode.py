@@ -113,7 +113,6 @@ class NativeAttend:
         self._step.bf16 = dtype == torch.bfloat16
 
     def detach(self) -> None:
-        """See `DecodeStep`."""
         self._kv = None
 
     def step(

@@ -135,7 +135,8 @@ def add_experts(
     if serves(x.device) and _by_triton(x, out, choices, experts, weights, gate, most):
         return
     places = [place for place in (w.get(PLACE) for w in weights) if isinstance(place, ExpertPlace)]
-    if x.dtype is torch.bfloat16 and x.is_cpu and len(places) == len(weights) and _in_c(gate):
+    known = gate.clamp is not None or gate.activation in _NATIVE
+    if x.dtype is torch.bfloat16 and x.is_cpu and len(places) == len(weights) and known and library() is not None:
         which = (ctypes.c_void_p * len(places))(*map(ctypes.addressof, places))
         starts = (ctypes.c_int64 * (len(experts) + 1))(*choices.starts[experts.start : experts.stop + 1])
         hidden, ffn = weights[0]["down.weight"].shape
@@ -174,7 +175,3 @@ def _by_triton(
     chosen = choices.tokens, choices.shares, choices.places(len(x))
     triton_experts.add_experts(x, out, chosen, starts, places, gate.clamp, most)
     return True
-
-
-def _in_c(gate: Gate) -> bool:
-    return library() is not None and (gate.clamp is not None or gate.activation in _NATIVE)

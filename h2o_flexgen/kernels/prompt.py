@@ -133,7 +133,6 @@ def _run(task: Structure, scale: float, out: Tensor, sums: Tensor | None, tokens
 
 
 def _fits(q: Tensor, k: Tensor, v: Tensor, scale: float, past: KeysValues | None) -> bool:
-    """Whether prompt.c computes this."""
     tensors = (q, k, v, *(past or ()))
     return (
         all(t.dtype == torch.bfloat16 and t.device.type == "cpu" and t.stride(-1) == 1 for t in tensors)

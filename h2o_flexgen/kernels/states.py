@@ -52,12 +52,8 @@ class GatedNorm(NamedTuple):
         weight, out = weight.contiguous(), torch.empty(len(flat), n, dtype=x.dtype)
         bits = (each.dtype is torch.bfloat16 for each in (flat, gate, weight))
         task = _GatedNorm(len(flat), n // self.size, self.size, *bits, self.gate_first, self.sigmoid, self.rounds)
-        task.threads, task.x_row, task.gate_row, task.eps = (
-            torch.get_num_threads(),
-            flat.stride(0),
-            gate.stride(0),
-            self.eps,
-        )
+        task.threads, task.eps = torch.get_num_threads(), self.eps
+        task.x_row, task.gate_row = flat.stride(0), gate.stride(0)
         task.x, task.gate, task.weight, task.out = (each.data_ptr() for each in (flat, gate, weight, out))
         if function("gated_norm", "P", "i")(ctypes.byref(task)):
             raise MemoryError(f"no memory for {self.size} numbers")

@@ -126,7 +126,6 @@ class TritonAttend:
         return (0, 0, 0) if self._dtype is not None else self._packed
 
     def detach(self) -> None:
-        """See `DecodeStep`."""
         self._held = None
 
     def step(

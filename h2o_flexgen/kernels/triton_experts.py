@@ -103,7 +103,6 @@ def _matrix_form(w: Mapping[str, Any], name: str, first: int, step: int) -> tupl
 
 
 def _kind(dtype: torch.dtype) -> Any:
-    """What Triton calls a dtype."""
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 

@@ -79,7 +79,6 @@ class Quantised(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all three."""
         return self.codes.nbytes + self.scale.nbytes + self.low.nbytes
 
 

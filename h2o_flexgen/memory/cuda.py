@@ -54,7 +54,6 @@ class Device:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies on the device."""
         return tensor.device == self.torch_device
 
     def lock(self, tensor: Tensor) -> bool:
@@ -69,12 +68,10 @@ class Device:
         return False
 
     def unlock(self, tensor: Tensor) -> None:
-        """Undoes `lock`."""
         if tensor.numel():
             _cudart().cudaHostUnregister(tensor.data_ptr())
 
     def locked(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in page-locked host memory."""
         return tensor.is_pinned()
 
     def record(self, stream: Stream) -> Mark:
@@ -107,7 +104,6 @@ class Device:
             dst.copy_(src, non_blocking=True)
 
     def passed(self, mark: Mark) -> bool:
-        """Whether the device has come by."""
         return bool(mark.query())
 
     def synchronize(self, mark: Mark) -> None:

@@ -60,14 +60,14 @@ class PinnedPool:
         """Bytes that are locked, and bytes that wanted to be and are not."""
         self._kept = self._first = 0
         self._lock, self._said = threading.Lock(), False
-        self._unlock_bounce = _nothing if bounce is None else self.lock(bounce, Pin.FIRST).undo
+        self._unlock_bounce = (lambda: None) if bounce is None else self.lock(bounce, Pin.FIRST).undo
         self.bounce = bounce if self.locked else None
         """The memory that was locked first; None where that was refused, or not wanted."""
 
     def close(self) -> None:
         """Unlocks the memory that was locked first. A second call does nothing."""
         self._unlock_bounce()
-        self._unlock_bounce, self.bounce = _nothing, None
+        self._unlock_bounce, self.bounce = lambda: None, None
 
     def keep(self, nbytes: int) -> None:
         """Leave room for as much of what comes first."""
@@ -80,7 +80,7 @@ class PinnedPool:
         """
         nbytes, first = tensor.numel(), pin is Pin.FIRST
         if pin is Pin.NEVER or not nbytes:
-            return PageLock(pin, False, _nothing)
+            return PageLock(pin, False, lambda: None)
         done = self._locked(tensor, first) or (make_room() and self._locked(tensor, first))
         if not done:
             self._refused(nbytes, first)
@@ -156,7 +156,3 @@ def _may_lock_all() -> bool:
         return False
     capabilities = [int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")]
     return any(mask >> _CAP_IPC_LOCK & 1 for mask in capabilities)
-
-
-def _nothing() -> None:
-    """Undoes nothing."""

@@ -120,7 +120,6 @@ class Buffer(Lease):
         return self._allocation.tensor
 
     def release(self) -> None:
-        """See Lease."""
         allocation, self._allocation = self._allocation, None
         if allocation is not None:
             self.tier.give_back(self, allocation)
@@ -196,7 +195,6 @@ class Tier(Ledger):
             self._pool.close()
 
     def close(self) -> None:
-        """See Ledger."""
         super().close()
         self._pool.close()
 

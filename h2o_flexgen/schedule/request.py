@@ -34,7 +34,6 @@ class Caps:
         return {"gpu": self.gpu, "cpu": self.cpu, "disk": self.disk}[tier]
 
     def flag(self, tier: str) -> str:
-        """The flag that sets the cap of `tier`."""
         gpu = "--emulate-gpu" if self.emulated else "--gpu-mem"
         return {"gpu": gpu, "cpu": "--cpu-mem", "disk": "--nvme-mem"}[tier]
 
@@ -98,12 +97,10 @@ class PlanRequest:
 
     @property
     def kernels(self) -> Kernels:
-        """The kernels of the compute tier."""
         return Kernels.of(self.compute_tier, emulated=self.caps.emulated, triton=self.triton)
 
     @property
     def stages(self) -> tuple[range, ...]:
-        """The units of each GPU."""
         return stages_of(self.spec, self.num_gpus)
 
     @cached_property
@@ -136,11 +133,6 @@ class PlanRequest:
         asked = self.workload.prompt_len
         return asked if all(budget.full for budget in self.budgets) else self.eviction.computed(asked)
 
-    @property
-    def may_compute_on_cpu(self) -> bool:
-        """Whether attention beside a GPU can be priced, so that --cpu-cache-compute is a choice."""
-        return self.compute_tier == "gpu" and "cpu" in self.machine.compute
-
     def fixed_shares(self, policy: OffloadPolicy) -> dict[str, Mapping[str, float]]:
         """The placements that are fixed for a block of `policy`'s shape, by kind."""
         fixed: dict[str, Mapping[str, float]] = {k: getattr(self.policy, k) for k in KINDS if k in self.fixed}
@@ -149,7 +141,6 @@ class PlanRequest:
         return fixed
 
     def with_caps(self, **caps: int) -> PlanRequest:
-        """The same request under other caps."""
         changed: dict[str, Any] = dict(caps)
         return replace(self, caps=replace(self.caps, **changed))
 
@@ -222,7 +213,6 @@ class BlockShape:
 
     @property
     def evicts(self) -> bool:
-        """Whether any layer evicts."""
         return not all(budget.full for budget in self.request.budgets)
 
     @property

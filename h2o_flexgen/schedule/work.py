@@ -91,7 +91,6 @@ class CountedWork:
         return self.phases["decode"]
 
     def flops(self, spec: ModelSpec) -> int:
-        """FLOPs of products and attention in both phases."""
         return round(sum(work.product_flops(spec) + work.attention_flops(spec) for work in self.phases.values()))
 
 
@@ -132,7 +131,8 @@ class _Roofline:
             for name, (unit, parts) in self._amounts(work).items()
         }
         entry = {"steps": work.steps, "measured_s": measured, "resources": resources}
-        if self._profile is None or not resources or not self._knows_devices(work):
+        devices = {self._tier, *(device for _, device in work.cache_tokens)}
+        if self._profile is None or not resources or not devices <= self._profile.compute.keys():
             return {**entry, "kernels_s": None, "bound": None, "achieved": None}
         kinds, waits = dict.fromkeys(("products", "attention"), 0.0), dict[str, float]()
         for kind, resource, seconds in (*self._products(work), *self._caches(work), *self._prompts(work)):
@@ -184,10 +184,6 @@ class _Roofline:
         if rates is None or (name.startswith(READS) and name != self._reads_of(device)):
             return None
         return peak_flops(rates) if name == ARITHMETIC else rates.memory_bytes_per_s
-
-    def _knows_devices(self, work: PhaseWork) -> bool:
-        needed = {self._tier, *(device for _, device in work.cache_tokens)}
-        return self._profile is not None and needed <= set(self._profile.compute)
 
     def _products(self, work: PhaseWork) -> Iterator[_Spent]:
         rates = self._request.machine.rates(self._tier)
@@ -243,7 +239,6 @@ def _query_width(spec: ModelSpec) -> dict[Window, float]:
 
 
 def _flops(spec: ModelSpec, kind: str, rows: int) -> float:
-    """FLOPs of the products of one `kind`."""
     calls = spec.product_calls(kind, rows)
     return sum(2 * each * times * product.out_features * product.in_features for product, each, times in calls)
 

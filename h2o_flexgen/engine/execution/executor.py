@@ -430,7 +430,8 @@ class Executor:
         if rotary is not None:
             growth = gpu_batch.growth(rotary, dtype)
             if not self._rolling:
-                of_rows, of_prompts = _parted(gpu_batch.angles(rotary, dtype), rows)
+                angles = gpu_batch.angles(rotary, dtype)
+                of_rows, of_prompts = Angles(*(x[:rows] for x in angles)), Angles(*(x[rows:] for x in angles))
             else:
                 table = None if cache.rows is None else self._table(rotary, cache.rows.device, dtype)
                 of_prompts = None if prompts is None else gpu_batch.angles(rotary, dtype)
@@ -467,8 +468,3 @@ def _passes(decoder: Decoder) -> Passes | None:
 def _following_angles(rotary: Rotary, positions: Tensor) -> Angles:
     """Float32 angles of `positions`, in a sequence that ends at the first of them."""
     return rotary.angles(positions, positions[:1].expand_as(positions), torch.float32)
-
-
-def _parted(angles: Angles, rows: int) -> tuple[Angles, Angles]:
-    """The angles of the first `rows` tokens, and of the other tokens."""
-    return Angles(angles.cos[:rows], angles.sin[:rows]), Angles(angles.cos[rows:], angles.sin[rows:])

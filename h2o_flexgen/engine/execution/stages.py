@@ -118,18 +118,15 @@ class Stage:
             self.host.finish(gpu_batch)
 
     def load_hidden(self, gpu_batch: GpuBatch) -> None:
-        """Starts loading parked hidden states."""
         # Those that wait for host attention were not stored.
         if self.host is None or not self.host.pending(gpu_batch):
             self.hidden.load(gpu_batch)
 
     def store_hidden(self, gpu_batch: GpuBatch) -> None:
-        """Parks hidden states."""
         if self.host is None or not self.host.pending(gpu_batch):
             self.hidden.store(gpu_batch)
 
     def free_weights(self, key: str) -> None:
-        """Frees a streamed group's buffer."""
         if self.host is not None:
             self.host.keep(key)
         self.loaded.weights.free(key)

@@ -215,7 +215,6 @@ def _share_of(nbytes: int, what: str) -> Limit:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 natively."""
     return not cpu_flags().isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
 
 

@@ -44,7 +44,6 @@ class Plan:
 
     @property
     def expert_slots(self) -> int:
-        """Places for streamed experts."""
         request = self.request
         return expert_slots(request.spec, self.placement.weights, request.compute_tier, self.policy.block_size)
 
@@ -156,21 +155,15 @@ def _candidates(request: PlanRequest) -> Iterator[OffloadPolicy]:
 
 
 def _halvings(value: int) -> list[int]:
-    sizes = [max(1, value)]
-    while sizes[-1] > 1:
-        sizes.append(sizes[-1] // 2)
-    return sizes
+    return [value >> halvings for halvings in range(value.bit_length())] or [1]
 
 
 def _fill_weights(request: PlanRequest, policy: OffloadPolicy) -> Plan:
     """As many weights as fit on the fastest tier, then on the next: the largest shares, by bisection."""
-    tiers = request.tiers
-    shares: dict[str, float] = {}
-    left = 1.0
+    tiers, shares, left = request.tiers, dict[str, float](), 1.0
     for tier, rest in pairwise(tiers):
-        share = _largest_share(request, policy, shares, tier, rest, left)
-        shares[tier] = share
-        left = max(0.0, left - share)
+        shares[tier] = _largest_share(request, policy, shares, tier, rest, left)
+        left = max(0.0, left - shares[tier])
     shares[tiers[-1]] = left
     return make_plan(request, replace(policy, weights={t: s for t, s in shares.items() if s > 0} or {tiers[-1]: 1.0}))
 

@@ -85,7 +85,6 @@ class RowLengths(NamedTuple):
         return cls(row.prompt_tokens, row.max_new_tokens, len(row.token_ids), row.budget, row.by_layer)
 
     def budget_in(self, layer: int, window: int | None) -> Budget:
-        """As `Sequence.budget_in`."""
         return self.by_layer[layer] if self.by_layer else self.budget.within(window)
 
 
@@ -107,7 +106,6 @@ class RunMetrics:
         self._trace, self._computed = trace, sum(trace.compute_seconds.values())
 
     def finished(self, row: Sequence) -> None:
-        """Counts a finished row."""
         self.lengths[RowLengths.of(row)] += 1
         for name, counts in (kept_of_spans(row) or {}).items():
             self.kept.setdefault(name, []).append(counts)
@@ -206,7 +204,6 @@ def make_record(
 
 
 def _experts(model: Model, totals: BlockTotals) -> dict[str, int] | None:
-    """The `experts` of a record."""
     experts = model.spec.arch.experts
     if experts is None:
         return None
@@ -299,7 +296,6 @@ def _eviction(config: EngineConfig, rows: SequenceOf[RowLengths]) -> dict[str, A
 
 
 def _recall(request: PlanRequest, metrics: RunMetrics) -> dict[str, Any] | None:
-    """The `recall` of a record."""
     counts, asked, spec = metrics.totals.recall, request.eviction, request.spec
     if asked.recall is None:
         return None
@@ -332,7 +328,6 @@ def _moved(request: PlanRequest, metrics: RunMetrics) -> dict[str, int]:
 
 
 def _kept(found: Mapping[str, list[dict[str, float]]]) -> dict[str, dict[str, float]] | None:
-    """The `kept` of a record."""
     means = {name: {key: fmean(c.get(key, 0.0) for c in each) for key in each[0]} for name, each in found.items()}
     return means or None
 
@@ -376,5 +371,4 @@ def _above_cap(plan: Plan, peak: int) -> str | None:
 
 
 def _because(what: str, reason: str | None) -> str | None:
-    """A warning, if there is a reason for it."""
     return None if reason is None else f"{what}: {reason}"

@@ -50,7 +50,6 @@ class WorkCounter:
                 kind[link] += groups[key].nbytes(plan.request.dtype)
 
     def step(self, gpu_batches: SequenceOf[GpuBatch]) -> None:
-        """Counts a step of these GPU batches."""
         prompts = sum(gpu_batch.prompt_tokens for gpu_batch in gpu_batches)
         tokens = prompts + sum(gpu_batch.decoding for gpu_batch in gpu_batches)
         chosen = self._spec.chosen_share(tokens)

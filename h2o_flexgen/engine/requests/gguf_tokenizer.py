@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from h2o_flexgen.engine.requests.merges import merges_of
 from h2o_flexgen.engine.requests.vocabularies import ENDS_OF_TURNS, SPACED, VOCABULARIES
@@ -26,7 +26,7 @@ _UNSUPPORTED = {
 """Kinds for which only token ids work."""
 
 
-class GgufTokenizer:
+class GgufTokenizer(NamedTuple):
     """A `tokenizers.Tokenizer` of a file, and the file's chat settings.
 
     special     the texts of bos_token, eos_token, unk_token and pad_token, if there are any
@@ -34,16 +34,11 @@ class GgufTokenizer:
     refusal     why no text can be encoded, (found, needed); None if it can
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        special: dict[str, str],
-        chat_template: str | None,
-        ends: tuple[int, ...] = (),
-        refusal: tuple[str, str] | None = None,
-    ) -> None:
-        self.tokenizer, self.special, self.chat_template = tokenizer, special, chat_template
-        self.ends, self.refusal = ends, refusal
+    tokenizer: Any
+    special: dict[str, str]
+    chat_template: str | None
+    ends: tuple[int, ...]
+    refusal: tuple[str, str] | None
 
     def transformed(self) -> Any:
         """The same as transformers' tokenizer, which renders chat templates."""

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,12 +30,12 @@ _CONTROL = bytes({*range(0x20)} - {*b"\r\n"})
 """Bytes that JSON must escape, and that the library allows in bounded strings."""
 
 
-class Grammar:
+class Grammar(NamedTuple):
     """A form, compiled for a vocabulary: `compiled` is a future of xgrammar's CompiledGrammar; `beside` makes masks, in
     order, on a thread."""
 
-    def __init__(self, compiled: Future[Any], beside: ThreadPoolExecutor) -> None:
-        self.compiled, self.beside = compiled, beside
+    compiled: Future[Any]
+    beside: ThreadPoolExecutor
 
 
 class Grammars:
@@ -125,7 +125,6 @@ def token_bytes(tokenizer: Any, size: int, spelt: bool = False) -> list[bytes]:
 
 
 def _types_in(decoder: Any) -> set[str]:
-    """The types of a decoder and its parts."""
     found = {str(decoder.get("type"))}
     for part in decoder.get("decoders", ()):
         found |= _types_in(part)
@@ -195,7 +194,6 @@ class Guide:
         return True
 
     def take(self, token: int) -> None:
-        """Takes the row's new token."""
         if self._tried is not None:
             self._tried = None
         elif not self._accepts(token) and not self._error:

@@ -168,7 +168,6 @@ class RequestReader:
         return [*opening, *ids] or [self.spec.bos_token_id], forced
 
     def _marked(self, prompt: PromptLike, where: str) -> tuple[list[int], tuple[TokenSpan, ...]]:
-        """Ids and spans of one prompt."""
         ids = self.token_ids(_content(prompt), where)
         return ids, self._spans(prompt, len(ids), None, where) if isinstance(prompt, Prompt) else ()
 
@@ -231,12 +230,6 @@ class RequestReader:
                 raise UsageError(f"{where} holds token id {token}", f"needed 0 to {self.spec.vocab_size - 1}")
         return ids
 
-    def _by_layer(self, prompt_len: int, gen_len: int, ranges: tuple[Range, ...]) -> tuple[Budget, ...]:
-        """The budgets of all layers; none if they differ by windows only."""
-        if self.eviction.how_layers_share == "uniform":
-            return ()
-        return self.eviction.by_layer(self.spec.windows, prompt_len, gen_len, ranges)
-
     def _sequence(
         self,
         index: int,
@@ -262,6 +255,7 @@ class RequestReader:
         turn = 0 if self.eviction.rolling_positions else self.spec.turn(len(ids), params.max_new_tokens)
         if params.fold is not None:
             self._check_fold(budget, where or f"prompt {index}", turn)
+        uniform = self.eviction.how_layers_share == "uniform"  # budgets differ by windows only
         return Sequence(
             index=index,
             sample=sample,
@@ -270,7 +264,9 @@ class RequestReader:
             fed=ids[first:],
             params=params,
             budget=budget,
-            by_layer=self._by_layer(len(ids), params.max_new_tokens, ranges),
+            by_layer=()
+            if uniform
+            else self.eviction.by_layer(self.spec.windows, len(ids), params.max_new_tokens, ranges),
             spans=spans,
             turn=turn,
             replays=self.eviction.split.replays and not budget.full,

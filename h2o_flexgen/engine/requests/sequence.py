@@ -115,7 +115,6 @@ class Sequence:
         return len(self.forced) if self.forced is not None else self.params.max_new_tokens
 
     def budget_in(self, layer: int, window: int | None) -> Budget:
-        """The budget in a layer with this window."""
         return self.by_layer[layer] if self.by_layer else self.budget.within(window)
 
     @property
@@ -125,7 +124,6 @@ class Sequence:
 
     @property
     def given_ids(self) -> list[int]:
-        """The prompt as it was given."""
         return self.prompt_ids[: len(self.prompt_ids) - self.again] + self.fed
 
     @property
@@ -304,7 +302,6 @@ class RequestOutput:
 
     @classmethod
     def of(cls, row: Sequence, text: str | None) -> RequestOutput:
-        """Of a finished sequence with the new text `text`."""
         if row.finish_reason is None:
             raise RuntimeError(f"sequence {row.row_id} is not finished")
         return cls(
@@ -322,7 +319,6 @@ class RequestOutput:
 
     @classmethod
     def refused(cls, index: int, sample: int, error: str, text: str | None) -> RequestOutput:
-        """Of a prompt that cannot be run."""
         return cls(index, sample, [], [], text, "error", error=error)
 
 

@@ -344,21 +344,13 @@ def _warn_of_others(folder: Path, tokenizer: Any) -> None:
 
 
 def _transformed(folder: Path) -> Any:
-    """transformers' tokenizer, with the chat template in chat_template.json, which transformers reads for processors
-    only."""
-    tokenizer = _from_transformers(folder)
-    if tokenizer.chat_template is None:
-        tokenizer.chat_template = read_json(folder / "chat_template.json").get("chat_template")
-    return tokenizer
-
-
-def _from_transformers(folder: Path) -> Any:
-    """transformers' tokenizer; by tokenizer.json alone if the folder's own code would have to run."""
+    """transformers' tokenizer, by tokenizer.json alone if the folder's own code would have to run; with the chat
+    template in chat_template.json, which transformers reads for processors only."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     settings: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        return AutoTokenizer.from_pretrained(str(folder), **settings)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), **settings)
     except ValueError as error:
         if "auto_map" not in read_json(folder / "tokenizer_config.json"):
             raise
@@ -367,7 +359,10 @@ def _from_transformers(folder: Path) -> Any:
                 f"the tokenizer in {folder} is code of its own (auto_map), which is never run",
                 "needed a tokenizer.json beside it",
             ) from error
-        return PreTrainedTokenizerFast.from_pretrained(str(folder), **settings)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), **settings)
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = read_json(folder / "chat_template.json").get("chat_template")
+    return tokenizer
 
 
 def _closing(tokenizer: Any, encode: Callable[[str], list[int]]) -> int | None:

@@ -42,7 +42,6 @@ class Library:
         self._made: dict[tuple[Any, ...], LogitsStep] = {}
 
     def make(self, name: str, *args: Any, **options: Any) -> LogitsStep:
-        """A new one of class `name`."""
         from transformers.generation import logits_process
 
         return LogitsStep(name, getattr(logits_process, name)(*args, **options))

@@ -206,7 +206,6 @@ class HiddenStore:
         gpu_batch.hidden = None
 
     def load(self, gpu_batch: GpuBatch) -> None:
-        """Starts bringing parked hidden states back."""
         buffer, ready = self._parking.take()
         self._loading[gpu_batch.index] = buffer, self._store(gpu_batch).fetch(self._used(gpu_batch, buffer), ready)
 

@@ -142,7 +142,6 @@ class CacheMaker:
         return cache
 
     def budgets(self, layer: int, rows: SequenceOf[Sequence]) -> list[Budget]:
-        """The budget of each of `rows` in a layer."""
         window = self.spec.arch.window_of(layer)
         return [row.budget_in(layer, window) for row in rows]
 
@@ -348,7 +347,6 @@ class CacheStore:
         return frozenset(self._moving)
 
     def load(self, layer: int, gpu_batch: int) -> None:
-        """Starts loading a cache to the compute tier."""
         moving = self._moving[layer, gpu_batch]
         self._make_room()
         moving.buffer, ready = self._parking.take()

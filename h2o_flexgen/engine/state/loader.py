@@ -149,10 +149,7 @@ def load(
             folder.require_free(_state_on_disk(plan), "the KV cache of a block")
         loading = _Loading(plan, source, folder, progress)
         tiers = loading.open_tiers(config, devices, pins, stack)
-        engines = [
-            stack.enter_context(_copies(each, partial(_traced, trace, number), number))
-            for number, each in enumerate(tiers)
-        ]
+        engines = [stack.enter_context(_copies(each, trace, number)) for number, each in enumerate(tiers)]
         locations = loading.fill_memory(tiers, engines[0])
         loading.find_on_disk(locations)
         loading.verify(locations)
@@ -308,11 +305,11 @@ def _copies(tiers: Tiers, trace: TraceCallback, number: int) -> CopyEngine:
     """The copies of a stage, with its own locked buffers for pageable memory."""
     bounce = None if tiers.pins is None else tiers.pins.bounce
     own = None if bounce is None else bounce[number * BOUNCE_BYTES : (number + 1) * BOUNCE_BYTES]
-    return CopyEngine(trace=trace, device=tiers.accelerator, bounce=own)
 
+    def traced(task: str, start: float, end: float, resource: str) -> None:
+        trace(task, start, end, on_stage(resource, number))
 
-def _traced(trace: TraceCallback, stage: int, task: str, start: float, end: float, resource: str) -> None:
-    trace(task, start, end, on_stage(resource, stage))
+    return CopyEngine(trace=traced, device=tiers.accelerator, bounce=own)
 
 
 def bytes_on_disk(spec: ModelSpec, source: WeightSource, dtype: str, folder: Path) -> int:

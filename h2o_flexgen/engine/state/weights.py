@@ -134,12 +134,10 @@ class WeightStore:
         return buffer.tensor[start : start + layout.nbytes]
 
     def _layout(self, key: str) -> UnitLayout:
-        """The layout of a group in the buffer."""
         location = self._locations[key]
         return location.layout if location.unit is None else location.unit.layout
 
     def _slot(self, index: int) -> Tensor:
-        """The memory of a place for experts."""
         place = self._places[index]
         if self._buffer is None:
             raise RuntimeError("no weight group streams")
