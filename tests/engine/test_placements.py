@@ -11,7 +11,13 @@ import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.errors import PlanError
+from h2o_flexgen.memory.disk import Syscalls
+from h2o_flexgen.memory.pages import HostMemory
+from h2o_flexgen.memory.rundir import OffloadDir
+from h2o_flexgen.memory.tiers import Ledger
+from h2o_flexgen.reporting.run_report import run_report
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.tiny import prompts_of
 
@@ -181,12 +187,59 @@ def test_interrupted_run_leaves_nothing_behind_and_can_go_on(checkpoint, tmp_pat
     assert [path for path in offload.glob("run-*")] == []
 
 
-def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(checkpoint) -> None:
-    folder = checkpoint("opt")[1]
-    with Engine(folder, dtype="float32", policy={**ON_GPU["all-gpu"], "gpu_batch_size": 40}, emulate_gpu="1MiB") as llm:
-        with pytest.raises(PlanError, match="on the gpu tier, and its cap is 1 MiB") as caught:
+@pytest.mark.parametrize(
+    ("caps", "policy", "flag"),
+    [
+        ({"emulate_gpu": "1MiB"}, ON_GPU["all-gpu"], "--emulate-gpu 18MiB"),
+        ({"emulate_gpu": "1MiB"}, ON_GPU["three-tiers"], "--emulate-gpu "),
+        ({"cpu_mem": "1MiB"}, ON_CPU["all-cpu"], "--cpu-mem "),
+        ({"cpu_mem": "1MiB"}, {}, "--cpu-mem "),
+        ({"disk_mem": "1MiB"}, ON_CPU["all-disk"], "--nvme-mem "),
+    ],
+    ids=["gpu", "three-tiers", "cpu", "by-rule", "disk"],
+)
+def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(
+    caps: dict[str, Any], policy: dict[str, Any], flag: str, checkpoint, tmp_path: Path, monkeypatch
+) -> None:
+    """No byte is counted, allocated, read or written, no file reserved, no offload folder made. One that fits does all
+    of these."""
+    offload, done = tmp_path / "offload", set[str]()
+
+    def noting(owner: type, name: str) -> None:
+        whole = getattr(owner, name)
+
+        def noted(*given: Any, **named: Any) -> Any:
+            done.add(name)
+            return whole(*given, **named)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for name in ("preadv", "pwritev", "fallocate"):
+        noting(Syscalls, name)
+    for owner, name in ((Ledger, "charge"), (HostMemory, "allocate"), (OffloadDir, "__init__")):
+        noting(owner, name)
+    settings: dict[str, Any] = {"dtype": "float32", "offload_dir": str(offload)}
+    with Engine(checkpoint("opt")[1], **settings, **caps, policy=policy and {**policy, "gpu_batch_size": 40}) as llm:
+        done.clear()
+        with pytest.raises(PlanError, match=r"on the \w+ tier, and its cap is") as caught:
             llm.generate(prompts_of([100] * 40), **SETTINGS)
-        assert "--emulate-gpu 18MiB or more" in str(caught.value)
+        assert f"give {flag}" in str(caught.value)
+        assert (done, llm._loaded, offload.exists()) == (set(), None, False)
+    with Engine(checkpoint("opt")[1], **settings, policy=ON_CPU["all-disk"]) as llm:
+        llm.generate(prompts_of(LENGTHS[:2]), **SETTINGS)
+    assert done == {"preadv", "pwritev", "fallocate", "charge", "allocate", "__init__"}
+
+
+def test_a_peak_above_the_cap_is_told_with_both(checkpoint, monkeypatch) -> None:
+    """A warning of the record names what was measured and the cap; there is none at the cap."""
+    with Engine(checkpoint("opt")[1], dtype="float32", cpu_mem="16GiB") as llm:
+        for peak, told in ((16 << 30, []), (17 << 30, ["peak resident memory of 17 GiB is above the cap of 16 GiB"])):
+            monkeypatch.setattr(devices, "peak_rss", lambda peak=peak: peak)
+            llm.generate(prompts_of([5]), max_new_tokens=2)
+            record = llm.last_record
+            assert [text.partition(":")[0] for text in record.warnings if "resident" in text] == told
+            assert record.peak_bytes["rss"] == peak
+            assert all(text in run_report(record) for text in told)
 
 
 def test_weights_stay_where_they_are_while_caches_fit_beside_them(checkpoint) -> None:
