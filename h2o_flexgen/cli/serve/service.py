@@ -10,7 +10,7 @@ import shutil
 import socket
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
@@ -149,8 +149,7 @@ class Worker:
         jobs = self._models[model]
         llm = LLM(**engine_settings(jobs.engine), hardware=jobs.hardware)
         self._llm, self._loaded = llm, model
-        form = request_format(jobs, llm.model, "openai", frozenset(), {})
-        assert isinstance(form, OpenAIFormat), "the format that was asked for"
+        form = _form(jobs, llm, model)
         llm.on_progress, llm.late = self._look, self.live
         let_calibrate(llm, jobs.calibrate, jobs.quiet)
         self.live.use(model, llm, form)
@@ -269,7 +268,7 @@ class Worker:
         self, batch: Entry, jobs: BatchArguments, llm: LLM, source: Source, scan: Scan, results: JobResults
     ) -> None:
         """Answers what has no answer yet."""
-        form = request_format(jobs, llm.model, "openai", scan.doubled, results.header or {})
+        form = _form(jobs, llm, batch["model"], scan.doubled, results.header)
         before = results.state.count(OK), results.state.count(FAILED)
         outlook = expected(llm, source, form, scan.requests, results.state, jobs.at_risk, jobs.sample)
         forecast, said = outlook.forecast, {"expected": outlook.to_json()} if jobs.sample else {}
@@ -373,6 +372,19 @@ class Worker:
         except (Exception, MemoryError) as error:
             print_error(traceback.format_exc())
             self.live.fail(rows, f"{type(error).__name__}: {error}", "server_error")
+
+
+def _form(
+    jobs: BatchArguments,
+    llm: LLM,
+    model: str,
+    doubled: frozenset[int] = frozenset(),
+    header: Mapping[str, Any] | None = None,
+) -> OpenAIFormat:
+    """The format of requests, in whose answers and errors a model has its id: they tell no path of this machine."""
+    form = request_format(jobs, llm.model, "openai", doubled, header or {})
+    assert isinstance(form, OpenAIFormat), "the format that was asked for"
+    return replace(form, model=model, served=(form.model, *form.served))
 
 
 def _faults(source: Source) -> list[tuple[str, str, int | None]]:
