@@ -26,7 +26,8 @@ enum {
     LINE = 64,        /* bytes of a cache line: as many as a step has */
     MAX_SUMS = 24,    /* of a tile: 32 registers, less those of its operands */
     TILE_ROWS = 4,    /* of a tile at most, and */
-    TILE_OUTS = REGISTERS == 32 ? 6 : 3, /* its outputs, where there are several: sums fill three quarters of registers */
+    SEVERAL_ROWS = REGISTERS == 32 ? 4 : 2, /* where there are several; sums fill three quarters of registers, */
+    TILE_OUTS = 6,    /* then, of so many outputs */
     BLOCK_ROWS = 128, /* sums are collected for so many rows and */
     BLOCK_OUTS = 48,  /* outputs, then finished: a multiple of 16 and of the outputs of any tile */
     PIECE = 1 << 19,  /* bytes of weights that a thread takes at a time, less where it would take */
@@ -68,6 +69,15 @@ INLINE void step(reg *sums, const Place *at, long i, __mmask32 mask, const int r
         const float *x = at->x.at + i + REG * part;
         /* Compilers that keep weights from the even terms for the odd ones have no registers for sums. */
         __asm__ volatile("" : "+r"(from));
+        if (!IS_WIDE && rows == 2) { /* both rows stay in registers: compilers would load them for each output */
+            reg some[2] = {reg_load(x), reg_load(x + at->x.stride)};
+            __asm__ volatile("" : "+x"(some[0]), "+x"(some[1]));
+            UNROLL for (int o = 0; o < outs; o++) {
+                const reg w = reg_terms(_mm512_maskz_loadu_epi16(mask, from + o * at->ins), part);
+                UNROLL for (int r = 0; r < 2; r++) sums[r * outs + o] = reg_fma(w, some[r], sums[r * outs + o]);
+            }
+            continue;
+        }
         reg w[8];
         UNROLL for (int o = 0; o < outs; o++) w[o] = reg_terms(_mm512_maskz_loadu_epi16(mask, from + o * at->ins), part);
         UNROLL for (int r = 0; r < rows; r++) {
@@ -119,10 +129,10 @@ MAKE(1, 1, 0) MAKE(2, 1, 0) MAKE(3, 1, 0) MAKE(4, 1, 0)
    each step; and a single output, for those left over. */
 #if !IS_WIDE
 MAKE(1, 8, 8) MAKE(2, 6, 6) MAKE(3, 4, 4) MAKE(4, 3, 3)
-SEVERAL(2, 3) SEVERAL(3, 3) MAKE(4, 3, 0) MAKE(4, 3, 1) MAKE(4, 3, 2)
+SEVERAL(1, 6) MAKE(2, 6, 0) MAKE(2, 6, 1) MAKE(2, 6, 2) MAKE(2, 6, 3)
 static Tile *const only[TILE_ROWS] = {tile_1x8_8, tile_2x6_6, tile_3x4_4, tile_4x3_3};
 static const int only_outs[TILE_ROWS] = {8, 6, 4, 3};
-static Tile *const several[TILE_ROWS][4] = {{NULL}, NAMES(2, 3), NAMES(3, 3), NAMES(4, 3)};
+static Tile *const several[TILE_ROWS][4] = {NAMES(1, 6), NAMES(2, 6)};
 #else
 MAKE(1, 8, 8) MAKE(2, 8, 8) MAKE(3, 8, 8) MAKE(4, 6, 6)
 SEVERAL(2, 6) SEVERAL(3, 6) SEVERAL(4, 6)
@@ -161,7 +171,7 @@ static void sum_rows(Place at, Cut cut, int outs, int asks) {
    Packed weights are expanded into `room`, of a tile's outputs, and nothing is asked for. */
 static void stretch(const Product *p, Terms x, long row, long rows, long first, long last, long following, bf16 *room) {
     float sums[BLOCK_ROWS * BLOCK_OUTS] __attribute__((aligned(64)));
-    const int tiles = (int)((rows + TILE_ROWS - 1) / TILE_ROWS);
+    const int tiles = rows <= TILE_ROWS ? 1 : (int)((rows + SEVERAL_ROWS - 1) / SEVERAL_ROWS);
     const Cut cut = {tiles, (int)rows / tiles, (int)rows % tiles};
     const int outs = tiles == 1 ? only_outs[rows - 1] : TILE_OUTS;
     for (long block = first; block < last; block += BLOCK_OUTS) {

@@ -14,8 +14,8 @@ enum { FEW = 128, FEW_PACKED = 63 };
    48. Packed weights: not measured. */
 enum { FEW = 40, FEW_PACKED = 40 };
 #else
-/* The same with AVX2 alone, on two cores of a Zen 4: 165 to 183 beside 108 to 125 at 24 rows, 146 to 176 beside 134 to 157 at 32, as fast
-   at 48, slower from 128 on. Packed weights: 131 beside 122 at 32. */
+/* The same with AVX2 alone, on two cores of a Zen 3: 135 beside 106 at 24 rows, 129 beside 95 at 32, 124 beside 133 at 48; on
+   a Zen 4, with tiles of 4 x 3, as fast at 48, slower from 128 on. Packed weights: 131 beside 122 at 32. */
 enum { FEW = 48, FEW_PACKED = 32 };
 #endif
 
