@@ -10,7 +10,7 @@ from torch import Tensor
 
 from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.kernels.native import function, library, structure
-from h2o_flexgen.kernels.types import RULES, Newest, Ranking, RankRule, SlotRule
+from h2o_flexgen.kernels.types import RULES, Newest, Ranking, RankRule, SlotRule, fit
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 """Of keys, values and queries."""
@@ -132,7 +132,7 @@ class NativeAttend:
             raise TypeError("this kernel is told its step: it takes no tensor for it")
         if self._packings is not None and qkv[0].dtype is not self._dtype and qkv[0].dtype in DTYPES:
             self._compute_in(qkv[0].dtype)
-        q, k, v = (self._fit(x) for x in qkv)
+        q, k, v = (fit(x, self._dtype) for x in qkv)
         heads, step = q.shape[1], self._step
         if self._newest is not None:
             if self._newest.lost.k.dtype != self._dtype:
@@ -177,9 +177,3 @@ class NativeAttend:
         task.rule, task.rank = self._rules.data_ptr(), ranks.data_ptr()
         task.pos, task.next = pos.data_ptr(), free.data_ptr()
         self._pick(ctypes.byref(task))
-
-    def _fit(self, x: Tensor) -> Tensor:
-        """In K's dtype, with the numbers of a head side by side."""
-        if x.dtype is not self._dtype:
-            x = x.to(self._dtype)
-        return x if x.stride(-1) == 1 else x.contiguous()

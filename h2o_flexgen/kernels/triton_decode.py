@@ -42,7 +42,7 @@ from h2o_flexgen.kernels.triton_decode_kernels import (
     step_kernel,
 )
 from h2o_flexgen.kernels.triton_tune import Config, fastest
-from h2o_flexgen.kernels.types import Quantised
+from h2o_flexgen.kernels.types import Quantised, fit
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of queries and of new keys and values; K and V have the same one unless packed."""
@@ -93,7 +93,8 @@ class TritonAttend:
             score, pos, free = ranking
             self._slots = Slots(table, self.used, score, score, pos, free, free)
         self._held: Held | None = None
-        self._packed = 0, 0, 0
+        self.packed = 0, 0, 0
+        """Of what is attached: the bits of packed K and V, and how far the codes and lines of slots are apart."""
         self._dtype: torch.dtype | None = None  # of K and V; None: packed
 
     def attach(self, k: Tensor, v: Tensor) -> None:
@@ -101,7 +102,7 @@ class TritonAttend:
         for x in (k, v):
             if x.dtype not in DTYPES or x.dtype != k.dtype or x.shape != self.size or not x.is_contiguous():
                 raise ValueError(f"{x.dtype} {tuple(x.shape)}: needed contiguous {self.size}, of one of {DTYPES}")
-        self._held, self._dtype = Held(k, v), k.dtype
+        self._held, self._dtype, self.packed = Held(k, v), k.dtype, (0, 0, 0)
 
     def attach_packed(self, k: Quantised, v: Quantised) -> None:
         """As `attach`, of K and V in 4 or 8 bits and groups of 64: see `triton_quant`. Slots may lie apart, all alike.
@@ -118,12 +119,7 @@ class TritonAttend:
             if not fits or any(x.shape != groups for x in rest):
                 raise ValueError(f"codes {tuple(codes.shape)}: needed 4 or 8 bits for {self.size}, in groups of 64")
         self._held, self._dtype = Held(k.codes, v.codes, k.scale, k.low, v.scale, v.low), None
-        self._packed = bits, k.codes.stride(2), k.scale.stride(2)
-
-    @property
-    def packed(self) -> tuple[int, int, int]:
-        """Of what is attached: the bits of packed K and V, and how far the codes and lines of slots are apart."""
-        return (0, 0, 0) if self._dtype is not None else self._packed
+        self.packed = bits, k.codes.stride(2), k.scale.stride(2)
 
     def detach(self) -> None:
         self._held = None
@@ -175,7 +171,7 @@ class TritonAttend:
         """The arguments of `step`, checked."""
         if self._held is None:
             raise RuntimeError("no K and V are attached")
-        q, k, v = (self._fit(x) for x in qkv)
+        q, k, v = (fit(x, self._dtype) for x in qkv)
         rows, kv_heads, _, dim = self.size
         heads = q.shape[1]
         group = heads // kv_heads
@@ -183,26 +179,18 @@ class TritonAttend:
             raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} for a cache of {self.size}")
         if not 1 <= group <= MAX_GROUP or q.dtype not in DTYPES:
             raise ValueError(f"{group} query heads per KV head of {q.dtype}: needed at most {MAX_GROUP}, of {DTYPES}")
-        if probs is not None and probs.shape[-1] < (occupied := self._occupied(number)):
-            raise ValueError(f"probabilities of {probs.shape[-1]} slots: {occupied} are occupied")
+        if probs is not None:
+            occupied = self.most  # ever, where only the device knows the step
+            if not isinstance(number, Tensor):
+                occupied = max(min(held + number + 1, limit) for held, limit in self._growth)
+            if probs.shape[-1] < occupied:
+                raise ValueError(f"probabilities of {probs.shape[-1]} slots: {occupied} are occupied")
         new = New(q, k, v, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
         state = self._slots._replace(given=slots, fresh=fresh)
         if isinstance(number, Tensor):
             state, number = state._replace(now=number, now_out=number), 0
         in_base_2 = scale * math.log2(math.e), None if soft_cap is None else soft_cap * math.log2(math.e)
         return _Launch(self, self._held, new, state, probs, number, in_base_2)
-
-    def _occupied(self, number: int | Tensor) -> int:
-        """Slots from the first on: at this step, or where only the device knows that, ever."""
-        if isinstance(number, Tensor):
-            return self.most
-        return max(min(held + number + 1, limit) for held, limit in self._growth)
-
-    def _fit(self, x: Tensor) -> Tensor:
-        """In K's dtype, with the numbers of a head side by side."""
-        if self._dtype is not None and x.dtype is not self._dtype:
-            x = x.to(self._dtype)
-        return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class _Launch:

@@ -16,6 +16,13 @@ class KeysValues(NamedTuple):
     v: Tensor
 
 
+def fit(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """`x` as kernels of a decode step take it: in `dtype` (None: its own), with the numbers of a head side by side."""
+    if dtype is not None and x.dtype is not dtype:
+        x = x.to(dtype)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 class PrefillAttention(NamedTuple):
     """`out` (n, heads, S, d) in q's dtype; `column_sums` (n, kv_heads, P + S) float32, or None if not asked for."""
 

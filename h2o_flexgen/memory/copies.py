@@ -20,8 +20,6 @@ from h2o_flexgen.memory.handle import Extent
 from h2o_flexgen.memory.tiers import Region
 from h2o_flexgen.memory.transfers import LinkMeters, Operation, Ticket, TraceCallback, Workers
 
-__all__ = ["CopyEngine", "Ticket", "TraceCallback", "checksum"]
-
 # A cold 256 MiB file, O_DIRECT, NVMe behind virtio, two cores, GB/s (medians of 7):
 # 1 thread: 3.2 at 1 MiB, 3.6 at 4 MiB; 2 threads: 2.7 at 256 KiB, 3.5 at 1 MiB, 3.7 at 2 MiB, 3.8 at 4 MiB and 8 MiB.
 READ_THREADS = 2
