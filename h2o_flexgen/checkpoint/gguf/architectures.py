@@ -14,13 +14,90 @@ from h2o_flexgen.checkpoint.gguf.keys import GgufKeys, factors_of, scaling_of
 
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS, _EXAONE4_32B_LAYERS = 46, 62, 64
 
+Config = dict[str, Any]
+Part = Callable[[GgufKeys], Config]
 
-def _rms(keys: GgufKeys) -> dict[str, Any]:
+
+class Architecture(NamedTuple):
+    """One of GGUF's architectures: a row is all that the reading of its files has to know.
+
+    Keys are those of llama.cpp's converter, which also changes some values: it adds 1 to norms, turns rows of q and k,
+    stores rates of decay as what they stand for, and multiplies weights by what a config multiplies products by.
+
+    model_type  of config.json, if none of the parts says another
+    parts    what it adds to the keys of config.json that all have
+    turned   the layers in which pairs that are rotated lie side by side in the rows of q and k, see StoredRows.heads:
+             "all" where llama.cpp's converter turned them, "rotated" where the family has them so, "" for none
+    names    GGUF's names of canonical parts, where they are not the usual ones, by which those of modules stand; parts
+             of one name are one tensor, one after another
+    offset   of transformers' modules: what norms have too much
+    attends  of modules: whether layers attend at all, and have an MLP
+    """
+
+    model_type: str
+    parts: tuple[Part, ...]
+    turned: str = ""
+    names: Mapping[str, str] = {}
+    offset: float = 0.0
+    attends: bool = True
+
+    def read(self, keys: GgufKeys) -> Config:
+        """What it adds to the keys of config.json that all have."""
+        config: Config = {"model_type": self.model_type}
+        for part in self.parts:
+            config |= part(keys)
+        return config
+
+
+def wholes(**names: str) -> Part:
+    """Whole numbers, `numbers`, and whether parts are `biased`: by the config's names those of GGUF."""
+    return lambda keys: {name: keys.whole(key) for name, key in names.items()}
+
+
+def numbers(**names: str) -> Part:
+    return lambda keys: {name: keys.number(key) for name, key in names.items()}
+
+
+def biased(**names: str) -> Part:
+    return lambda keys: {name: keys.biased(part) for name, part in names.items()}
+
+
+def query_norm(keys: GgufKeys) -> Config:
+    return {"use_qk_norm": "blk.0.attn_q_norm.weight" in keys.header.tensors}
+
+
+def always(**values: Any) -> Part:
+    """What no key says."""
+    return lambda keys: values
+
+
+ROOT_MEAN_SQUARE = numbers(rms_norm_eps="attention.layer_norm_rms_epsilon")
+LAYER_NORM = numbers(layer_norm_eps="attention.layer_norm_epsilon")
+LOGIT_SCALE = numbers(logit_scale="logit_scale")
+QUERY_BIAS = biased(attention_bias="attn_q")
+BIASES = biased(attention_bias="attn_q", mlp_bias="ffn_up")
+EXPERTS = wholes(num_experts="expert_count", num_experts_per_tok="expert_used_count")
+EXPERT_SIZE = wholes(moe_intermediate_size="expert_feed_forward_length")
+SHARED_EXPERT = wholes(
+    num_experts="expert_count",
+    num_experts_per_tok="expert_used_count",
+    moe_intermediate_size="expert_feed_forward_length",
+    shared_expert_intermediate_size="expert_shared_feed_forward_length",
+)
+_GRANITE = numbers(
+    attention_multiplier="attention.scale",
+    embedding_multiplier="embedding_scale",
+    residual_multiplier="residual_scale",
+    logits_scaling="logit_scale",
+)
+
+
+def _rms(keys: GgufKeys) -> Config:
     """The fields of most architectures: RMS norms, KV heads, the size of a head."""
-    return {**heads_of(keys), "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon")}
+    return {**heads_of(keys), **ROOT_MEAN_SQUARE(keys)}
 
 
-def heads_of(keys: GgufKeys) -> dict[str, Any]:
+def heads_of(keys: GgufKeys) -> Config:
     """`_rms` without the norms."""
     heads, hidden = keys.whole("attention.head_count"), keys.whole("embedding_length")
     head_dim = keys.whole("attention.key_length", max(1, hidden // heads))
@@ -35,18 +112,18 @@ def heads_of(keys: GgufKeys) -> dict[str, Any]:
     }
 
 
-def _whole_heads(keys: GgufKeys) -> dict[str, Any]:
+def _whole_heads(keys: GgufKeys) -> Config:
     """`_rms` of a family whose heads turn whole, and the scaling of its rotary positions."""
     return _whole(keys, _rms(keys))
 
 
-def _whole(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
+def _whole(keys: GgufKeys, config: Config) -> Config:
     if keys.whole("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
         raise keys.error("rope.dimension_count", f"whole heads, of {config['head_dim']} dimensions")
     return {**config, "rope_scaling": scaling_of(keys, config["rope_theta"], config["head_dim"])}
 
 
-def _part_of_heads(keys: GgufKeys) -> dict[str, Any]:
+def _part_of_heads(keys: GgufKeys) -> Config:
     """`_rms` of a family of whose heads a part turns, without any scaling."""
     config = _rms(keys)
     turned = keys.whole("rope.dimension_count", config["head_dim"])
@@ -57,17 +134,11 @@ def _part_of_heads(keys: GgufKeys) -> dict[str, Any]:
     return {**config, "partial_rotary_factor": _share(turned, config["head_dim"])}
 
 
-def _llama(keys: GgufKeys) -> dict[str, Any]:
-    if keys.value("expert_count"):
-        return {"model_type": "mixtral", **_whole_heads(keys), **_experts(keys)}
-    return {"model_type": "llama", **_whole_heads(keys), **_biases(keys)}
+def _llama(keys: GgufKeys) -> Config:
+    return {"model_type": "mixtral", **EXPERTS(keys)} if keys.value("expert_count") else BIASES(keys)
 
 
-def _biases(keys: GgufKeys) -> dict[str, Any]:
-    return {"attention_bias": keys.biased("attn_q"), "mlp_bias": keys.biased("ffn_up")}
-
-
-def _mistral3(keys: GgufKeys) -> dict[str, Any]:
+def _mistral3(keys: GgufKeys) -> Config:
     """Ministral 3: the factor of YaRN's cosines and sines follows from a key of its own."""
     config = _whole_heads(keys)
     scaling = config["rope_scaling"] or {"rope_type": "default"}
@@ -75,68 +146,35 @@ def _mistral3(keys: GgufKeys) -> dict[str, Any]:
         scaling |= {"mscale": 1.0, "mscale_all_dim": keys.number("rope.scaling.yarn_log_multiplier")}
     if keys.value("attention.temperature_scale"):
         scaling |= {"llama_4_scaling_beta": keys.number("attention.temperature_scale")}
-    return {"model_type": "ministral3", **config, "rope_scaling": scaling}
+    return {**config, "rope_scaling": scaling}
 
 
-def _qwen2(keys: GgufKeys) -> dict[str, Any]:
-    return {"model_type": "qwen2", **_whole_heads(keys)}
-
-
-def _qwen3(keys: GgufKeys) -> dict[str, Any]:
-    return {"model_type": "qwen3", **_whole_heads(keys), "attention_bias": keys.biased("attn_q")}
-
-
-def _experts(keys: GgufKeys) -> dict[str, Any]:
-    return {"num_experts": keys.whole("expert_count"), "num_experts_per_tok": keys.whole("expert_used_count")}
-
-
-def _olmoe(keys: GgufKeys) -> dict[str, Any]:
-    keys.value("expert_feed_forward_length")
-    return {"model_type": "olmoe", **_whole_heads(keys), **_experts(keys)}
-
-
-def _qwen2_moe(keys: GgufKeys) -> dict[str, Any]:
-    sizes = {"moe_intermediate_size": keys.whole("expert_feed_forward_length")}
-    sizes["shared_expert_intermediate_size"] = keys.whole("expert_shared_feed_forward_length")
-    return {"model_type": "qwen2_moe", **_whole_heads(keys), **_experts(keys), **sizes}
-
-
-def _qwen3_moe(keys: GgufKeys) -> dict[str, Any]:
-    """All of its models divide the weights of the experts that a token chose by their sum: no key says so."""
-    size = {"moe_intermediate_size": keys.whole("expert_feed_forward_length"), "norm_topk_prob": True}
-    return {"model_type": "qwen3_moe", **_whole_heads(keys), **_experts(keys), **size}
-
-
-def _gpt_oss(keys: GgufKeys) -> dict[str, Any]:
+def _gpt_oss(keys: GgufKeys) -> Config:
     """Every second layer has a window, from the first on, and YaRN's bounds are not rounded: no keys say so."""
     config, size = _whole_heads(keys), keys.whole("expert_feed_forward_length")
     if size != keys.whole("feed_forward_length", size):
         raise keys.error("expert_feed_forward_length", "feed_forward_length")
     if config["rope_scaling"] is not None:
         config["rope_scaling"]["truncate"] = False
-    biased = keys.biased("attn_q")
-    return {"model_type": "gpt_oss", **config, **_experts(keys), **_window(keys, 2), "attention_bias": biased}
+    return {**config, **_window(keys, 2)}
 
 
-def _olmo2(keys: GgufKeys) -> dict[str, Any]:
+def _olmo2(keys: GgufKeys) -> Config:
     """OLMo 3 is known by its windows."""
-    if keys.value("attention.sliding_window"):
-        return {"model_type": "olmo3", **_whole_heads(keys), **_window(keys, 4)}
-    return {"model_type": "olmo2", **_whole_heads(keys)}
+    return {"model_type": "olmo3", **_window(keys, 4)} if keys.value("attention.sliding_window") else {}
 
 
-def _cohere2(keys: GgufKeys) -> dict[str, Any]:
-    config = {**_whole(keys, heads_of(keys)), "layer_norm_eps": keys.number("attention.layer_norm_epsilon")}
-    biased = keys.biased("attn_q")
-    scale = keys.number("logit_scale")
-    return {"model_type": "cohere2", **config, **_window(keys, 4), "logit_scale": scale, "attention_bias": biased}
+def _olmoe(keys: GgufKeys) -> Config:
+    """The size of an expert is that of an MLP: what the key says is not needed."""
+    keys.value("expert_feed_forward_length")
+    return {}
 
 
-def _glm4(keys: GgufKeys) -> dict[str, Any]:
-    return {"model_type": "glm4", **_part_of_heads(keys), "attention_bias": keys.biased("attn_q")}
+def _cohere2(keys: GgufKeys) -> Config:
+    return {**_whole(keys, heads_of(keys)), **_window(keys, 4)}
 
 
-def routed(keys: GgufKeys, function: int) -> dict[str, Any]:
+def routed(keys: GgufKeys, function: int) -> Config:
     """Experts by DeepSeek's router; `function`: how logits become weights, by GGUF's number (1 softmax, 2 sigmoid)."""
     if keys.whole("expert_gating_func", function) != function:
         raise keys.error("expert_gating_func", f"{function}: others are not supported for this architecture")
@@ -160,34 +198,23 @@ def layers_of(keys: GgufKeys) -> int:
     return layers
 
 
-def _glm4_moe(keys: GgufKeys) -> dict[str, Any]:
-    return {
-        "model_type": "glm4_moe",
-        **_part_of_heads(keys),
-        **routed(keys, 2),
-        "norm_topk_prob": keys.flag("expert_weights_norm", True),
-        "num_hidden_layers": layers_of(keys),
-        "attention_bias": keys.biased("attn_q"),
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.header.tensors,
-    }
+def _glm4_moe(keys: GgufKeys) -> Config:
+    norms = keys.flag("expert_weights_norm", True)
+    return {**routed(keys, 2), "norm_topk_prob": norms, "num_hidden_layers": layers_of(keys)}
 
 
-def _dots1(keys: GgufKeys) -> dict[str, Any]:
-    biased = keys.biased("attn_q")
-    norms = keys.flag("expert_weights_norm", False)
-    config = {"model_type": "dots1", **_whole_heads(keys), **routed(keys, 2), "norm_topk_prob": norms}
-    return {**config, "attention_bias": biased, "layer_types": ["full_attention"] * keys.whole("block_count")}
+def _dots1(keys: GgufKeys) -> Config:
+    norms, layers = keys.flag("expert_weights_norm", False), keys.whole("block_count")
+    return {**routed(keys, 2), "norm_topk_prob": norms, "layer_types": ["full_attention"] * layers}
 
 
-def _ernie_moe(keys: GgufKeys) -> dict[str, Any]:
+def _ernie_moe(keys: GgufKeys) -> Config:
     """The size of a shared expert is that of the others: what the key says is not needed."""
     keys.value("expert_shared_feed_forward_length")
     found = routed(keys, 1)
     if found["routed_scaling_factor"] != 1:
         raise keys.error("expert_weights_scale", "1: others are not supported for this architecture")
     return {
-        "model_type": "ernie4_5_moe",
-        **_whole_heads(keys),
         "moe_num_experts": found["n_routed_experts"],
         "moe_k": found["num_experts_per_tok"],
         "moe_intermediate_size": found["moe_intermediate_size"],
@@ -197,50 +224,23 @@ def _ernie_moe(keys: GgufKeys) -> dict[str, Any]:
     }
 
 
-def _minimax_m2(keys: GgufKeys) -> dict[str, Any]:
+def _minimax_m2(keys: GgufKeys) -> Config:
     if keys.whole("expert_gating_func", 2) != 2:
         raise keys.error("expert_gating_func", "2, a sigmoid")
     if keys.whole("expert_feed_forward_length", 1) != keys.whole("feed_forward_length"):
         raise keys.error("expert_feed_forward_length", "feed_forward_length")
-    return {"model_type": "minimax_m2", **_part_of_heads(keys), **_experts(keys)}
+    return {}
 
 
-def _smollm3(keys: GgufKeys) -> dict[str, Any]:
-    """In all of its models every fourth layer has no positions: no key says so."""
-    return {"model_type": "smollm3", **_whole_heads(keys), "no_rope_layer_interval": 4}
-
-
-def _exaone4(keys: GgufKeys) -> dict[str, Any]:
+def _exaone4(keys: GgufKeys) -> Config:
     """The large one has windows even where no key says so."""
-    config, layers = _whole_heads(keys), keys.whole("block_count")
+    layers = keys.whole("block_count")
     if keys.value("attention.sliding_window") is None and layers != _EXAONE4_32B_LAYERS:
-        return {"model_type": "exaone4", **config, "sliding_window": None, "layer_types": ["full_attention"] * layers}
-    return {"model_type": "exaone4", **config, **_window(keys, 4, 4096)}
+        return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
+    return _window(keys, 4, 4096)
 
 
-def _seed_oss(keys: GgufKeys) -> dict[str, Any]:
-    biases = {**_biases(keys), "attention_out_bias": keys.biased("attn_output")}
-    return {"model_type": "seed_oss", **_whole_heads(keys), **biases}
-
-
-def _granite(keys: GgufKeys) -> dict[str, Any]:
-    return {"model_type": "granite", **_whole_heads(keys), **_biases(keys), **_granite_scales(keys)}
-
-
-def _granite_scales(keys: GgufKeys) -> dict[str, Any]:
-    return {
-        "attention_multiplier": keys.number("attention.scale"),
-        "embedding_multiplier": keys.number("embedding_scale"),
-        "residual_multiplier": keys.number("residual_scale"),
-        "logits_scaling": keys.number("logit_scale"),
-    }
-
-
-def _granite_moe(keys: GgufKeys) -> dict[str, Any]:
-    return {"model_type": "granitemoe", **_whole_heads(keys), **_experts(keys), **_granite_scales(keys)}
-
-
-def _phi3(keys: GgufKeys) -> dict[str, Any]:
+def _phi3(keys: GgufKeys) -> Config:
     config, positions = _rms(keys), keys.whole("context_length")
     turned = keys.whole("rope.dimension_count", config["head_dim"])
     original = keys.whole("rope.scaling.original_context_length", positions)
@@ -251,7 +251,6 @@ def _phi3(keys: GgufKeys) -> dict[str, Any]:
     if short is not None and long is not None:
         scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long, "attention_factor": attention}
     return {
-        "model_type": "phi3",
         **config,
         "partial_rotary_factor": _share(turned, config["head_dim"]),
         "rope_scaling": scaling,
@@ -265,12 +264,11 @@ def _share(turned: int, head_dim: int) -> float:
     return 1.0 if turned == head_dim else (turned + 0.5) / head_dim
 
 
-def _gemma2(keys: GgufKeys) -> dict[str, Any]:
+def _gemma2(keys: GgufKeys) -> Config:
     """Every second layer has a window, from the first on, and old files leave out what is the same in all: the keys of
     caps and of the window."""
     config = _whole_heads(keys)
     return {
-        "model_type": "gemma2",
         **config,
         "query_pre_attn_scalar": _scalar(keys, config["head_dim"], _GEMMA2_27B_LAYERS),
         "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
@@ -285,10 +283,9 @@ def _scalar(keys: GgufKeys, head_dim: int, largest: int) -> int:
     return keys.whole("embedding_length") // keys.whole("attention.head_count") if by_hidden else head_dim
 
 
-def _gemma3(keys: GgufKeys) -> dict[str, Any]:
+def _gemma3(keys: GgufKeys) -> Config:
     config = _whole_heads(keys)
     return {
-        "model_type": "gemma3_text",
         **config,
         "rope_theta": keys.number("rope.freq_base", 1e6),
         "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0),
@@ -297,7 +294,7 @@ def _gemma3(keys: GgufKeys) -> dict[str, Any]:
     }
 
 
-def _window(keys: GgufKeys, usual: int, size: int | None = None) -> dict[str, Any]:
+def _window(keys: GgufKeys, usual: int, size: int | None = None) -> Config:
     """The window, and which layers have it: all but every n-th, or one flag for each; `usual`: n where nothing says it.
 
     size    of the window where no key has it; None: the key has to be there
@@ -312,59 +309,53 @@ def _window(keys: GgufKeys, usual: int, size: int | None = None) -> dict[str, An
     return {"sliding_window": keys.whole("attention.sliding_window", size), "layer_types": types}
 
 
-def _gptneox(keys: GgufKeys) -> dict[str, Any]:
+def _gptneox(keys: GgufKeys) -> Config:
     heads, hidden = keys.whole("attention.head_count"), keys.whole("embedding_length")
     turned = keys.whole("rope.dimension_count", max(1, hidden // heads))
     return {
-        "model_type": "gpt_neox",
-        "layer_norm_eps": keys.number("attention.layer_norm_epsilon"),
         "use_parallel_residual": keys.flag("use_parallel_residual", True),
         "rotary_pct": _share(turned, max(1, hidden // heads)),
         "rotary_emb_base": keys.number("rope.freq_base", 10000.0),
-        "attention_bias": keys.biased("attn_qkv"),
     }
-
-
-class Architecture(NamedTuple):
-    """One of GGUF's architectures: a row is all that the reading of its files has to know.
-
-    read    what it adds to the keys of config.json that all have
-    turned  the layers in which pairs that are rotated lie side by side in the rows of q and k, see StoredRows.heads:
-            "all" where llama.cpp's converter turned them, "rotated" where the family has them so, "" for none
-    names   GGUF's names of canonical parts, where they are not the usual ones; parts of one name are one tensor, one
-            after another
-    """
-
-    read: Callable[[GgufKeys], dict[str, Any]]
-    turned: str = ""
-    names: Mapping[str, str] = {}
 
 
 _QKV = dict.fromkeys(("attn.q", "attn.k", "attn.v"), "attn_qkv")
 ARCHITECTURES = {
-    "llama": Architecture(_llama, turned="all"),
-    "mistral3": Architecture(_mistral3, turned="all"),
-    "qwen2": Architecture(_qwen2),
-    "qwen3": Architecture(_qwen3),
-    "olmo2": Architecture(_olmo2),
-    "olmoe": Architecture(_olmoe),
-    "gpt-oss": Architecture(_gpt_oss, names={"mlp.norm": "post_attention_norm"}),
-    "qwen2moe": Architecture(_qwen2_moe),
-    "qwen3moe": Architecture(_qwen3_moe),
-    "granite": Architecture(_granite, turned="all"),
-    "granitemoe": Architecture(_granite_moe, turned="all"),
-    "smollm3": Architecture(_smollm3, turned="all"),
-    "exaone4": Architecture(_exaone4),
-    "cohere2": Architecture(_cohere2, turned="rotated", names={"mlp.norm": "attn_norm"}),
-    "glm4": Architecture(_glm4, turned="rotated", names={"mlp.gate": "ffn_up", "mlp.up": "ffn_up"}),
-    "glm4moe": Architecture(_glm4_moe, names={"mlp.norm": "post_attention_norm"}),
-    "dots1": Architecture(_dots1),
-    "ernie4_5-moe": Architecture(_ernie_moe, turned="rotated"),
-    "minimax-m2": Architecture(_minimax_m2),
-    "seed_oss": Architecture(_seed_oss, names={"mlp.norm": "post_attention_norm"}),
-    "phi3": Architecture(_phi3, names={**_QKV, "mlp.gate": "ffn_up", "mlp.up": "ffn_up"}),
-    "gemma2": Architecture(_gemma2),
-    "gemma3": Architecture(_gemma3),
-    "gptneox": Architecture(_gptneox, names=_QKV),
+    "llama": Architecture("llama", (_whole_heads, _llama), "all"),
+    "mistral3": Architecture("ministral3", (_mistral3,), "all"),
+    "qwen2": Architecture("qwen2", (_whole_heads,)),
+    "qwen3": Architecture("qwen3", (_whole_heads, QUERY_BIAS)),
+    "olmo2": Architecture("olmo2", (_whole_heads, _olmo2)),
+    "olmoe": Architecture("olmoe", (_whole_heads, EXPERTS, _olmoe)),
+    "gpt-oss": Architecture("gpt_oss", (_gpt_oss, EXPERTS, QUERY_BIAS), names={"mlp.norm": "post_attention_norm"}),
+    "qwen2moe": Architecture("qwen2_moe", (_whole_heads, SHARED_EXPERT)),
+    # all of its models divide the weights of the experts that a token chose by their sum
+    "qwen3moe": Architecture("qwen3_moe", (_whole_heads, EXPERTS, EXPERT_SIZE, always(norm_topk_prob=True))),
+    "granite": Architecture("granite", (_whole_heads, BIASES, _GRANITE), "all"),
+    "granitemoe": Architecture("granitemoe", (_whole_heads, EXPERTS, _GRANITE), "all"),
+    # in all of its models every fourth layer has no positions
+    "smollm3": Architecture("smollm3", (_whole_heads, always(no_rope_layer_interval=4)), "all"),
+    "exaone4": Architecture("exaone4", (_whole_heads, _exaone4)),
+    "cohere2": Architecture(
+        "cohere2", (_cohere2, LAYER_NORM, LOGIT_SCALE, QUERY_BIAS), "rotated", {"mlp.norm": "attn_norm"}
+    ),
+    "glm4": Architecture("glm4", (_part_of_heads, QUERY_BIAS), "rotated", {"mlp.gate": "ffn_up", "mlp.up": "ffn_up"}),
+    "glm4moe": Architecture(
+        "glm4_moe",
+        (_part_of_heads, _glm4_moe, QUERY_BIAS, query_norm),
+        names={"mlp.norm": "post_attention_norm"},
+    ),
+    "dots1": Architecture("dots1", (_whole_heads, _dots1, QUERY_BIAS)),
+    "ernie4_5-moe": Architecture("ernie4_5_moe", (_whole_heads, _ernie_moe), "rotated"),
+    "minimax-m2": Architecture("minimax_m2", (_part_of_heads, EXPERTS, _minimax_m2)),
+    "seed_oss": Architecture(
+        "seed_oss",
+        (_whole_heads, BIASES, biased(attention_out_bias="attn_output")),
+        names={"mlp.norm": "post_attention_norm"},
+    ),
+    "phi3": Architecture("phi3", (_phi3,), names={**_QKV, "mlp.gate": "ffn_up", "mlp.up": "ffn_up"}),
+    "gemma2": Architecture("gemma2", (_gemma2,)),
+    "gemma3": Architecture("gemma3_text", (_gemma3,)),
+    "gptneox": Architecture("gpt_neox", (_gptneox, LAYER_NORM, biased(attention_bias="attn_qkv")), names=_QKV),
 }
 """The architectures that are read, by GGUF's word."""

@@ -184,10 +184,6 @@ def _nvfp4(blocks: Bytes) -> Parts:
     return {"codes": _paired(_nibbles(packed)), "scale": _rows(floats.astype(np.float16)[blocks[:, :, :4]])}
 
 
-def _iq4_nl(blocks: Bytes) -> Parts:
-    return {"codes": _paired(_nibbles(blocks[:, :, 2:])), "scale": _half(blocks, 0)}
-
-
 def _iq4_xs(blocks: Bytes) -> Parts:
     high = blocks[:, :, 2:4, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3
     low = np.stack([blocks[:, :, 4:8] & 15, blocks[:, :, 4:8] >> 4], -1)
@@ -308,7 +304,7 @@ FORMATS = {
     "TQ2_0": Format(256, 66, None, Packing("uint4", 256, "float16", "middle"), _tq2_0),
     "MXFP4": Format(32, 17, None, Packing("e2m1", 32, "e8m0", "none"), _mxfp4),
     "NVFP4": Format(64, 36, None, Packing("e2m1", 16, "float16", "none"), _nvfp4),
-    "IQ4_NL": Format(32, 18, None, Packing("iq4", 32, "float16", "none"), _iq4_nl),
+    "IQ4_NL": Format(32, 18, None, Packing("iq4", 32, "float16", "none"), _q4_0),
     "IQ4_XS": Format(256, 136, None, Packing("iq4", 32, "super", "none"), _iq4_xs),
     "IQ3_XXS": Format(256, 98, None, Packing("iq3", 32, "super", "none"), _iq3_xxs),
     "IQ3_S": Format(256, 110, None, Packing("iq3s", 32, "super", "none"), _iq3_s),

@@ -7,12 +7,29 @@ different model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from h2o_flexgen.checkpoint.gguf.architectures import ARCHITECTURES, heads_of, layers_of, routed
+from h2o_flexgen.checkpoint.gguf.architectures import (
+    ARCHITECTURES,
+    BIASES,
+    EXPERT_SIZE,
+    EXPERTS,
+    LAYER_NORM,
+    LOGIT_SCALE,
+    QUERY_BIAS,
+    ROOT_MEAN_SQUARE,
+    SHARED_EXPERT,
+    Architecture,
+    Config,
+    always,
+    heads_of,
+    layers_of,
+    numbers,
+    query_norm,
+    routed,
+)
 from h2o_flexgen.checkpoint.gguf.blocks import FORMATS
 from h2o_flexgen.checkpoint.gguf.header import GgufHeader
 from h2o_flexgen.checkpoint.gguf.keys import GgufKeys, scaling_of
@@ -28,27 +45,7 @@ _OTHER_FILES = {
 """What `general.type` may be besides a model."""
 
 
-class ModuleArchitecture(NamedTuple):
-    """An architecture that transformers' modules compute; most have no family here. `read` adds to the keys of
-    their config.json that all have.
-
-    Keys are those of llama.cpp's converter, which also changes some values: it adds 1 to norms, turns rows of q and k,
-    stores rates of decay as what they stand for, and multiplies weights by what a config multiplies products by.
-
-    turned   whether the rows of q and k are in the order of llama.cpp's Llama
-    offset   what norms have too much
-    attends  whether layers attend at all, and have an MLP
-    names    GGUF's names where they are not the usual ones, by these
-    """
-
-    read: Callable[[GgufKeys], dict[str, Any]]
-    turned: bool = False
-    offset: float = 0.0
-    attends: bool = True
-    names: Mapping[str, str] = {}
-
-
-def _rope(keys: GgufKeys, head_dim: int) -> dict[str, Any]:
+def _rope(keys: GgufKeys, head_dim: int) -> Config:
     """Rotary positions, of part of a head where the metadata says so."""
     theta, turned = keys.number("rope.freq_base", 10000.0), keys.whole("rope.dimension_count", head_dim)
     if turned > head_dim or turned % 2:
@@ -58,14 +55,14 @@ def _rope(keys: GgufKeys, head_dim: int) -> dict[str, Any]:
     return {"rope_parameters": {**scaling, "rope_theta": theta, **part}}
 
 
-def _heads(keys: GgufKeys) -> dict[str, Any]:
+def _heads(keys: GgufKeys) -> Config:
     """KV heads, the size of a head and its positions."""
     config = heads_of(keys)
     del config["rope_theta"]  # among its positions
     return {**config, **_rope(keys, config["head_dim"])}
 
 
-def _whole_heads(keys: GgufKeys) -> dict[str, Any]:
+def _whole_heads(keys: GgufKeys) -> Config:
     """The same where the size of a head follows from the model's."""
     config = _heads(keys)
     if config.pop("head_dim") * keys.whole("attention.head_count") != keys.whole("embedding_length"):
@@ -73,10 +70,9 @@ def _whole_heads(keys: GgufKeys) -> dict[str, Any]:
     return config
 
 
-def _gpt2(keys: GgufKeys) -> dict[str, Any]:
+def _gpt2(keys: GgufKeys) -> Config:
     keys.whole("attention.head_count_kv", keys.whole("attention.head_count"))
     return {
-        "model_type": "gpt2",
         "n_embd": keys.whole("embedding_length"),
         "n_head": keys.whole("attention.head_count"),
         "n_layer": keys.whole("block_count"),
@@ -86,87 +82,41 @@ def _gpt2(keys: GgufKeys) -> dict[str, Any]:
     }
 
 
-def _starcoder2(keys: GgufKeys) -> dict[str, Any]:
-    eps = keys.number("attention.layer_norm_epsilon")
-    window = {"sliding_window": keys.value("attention.sliding_window") or None}
+def _starcoder2(keys: GgufKeys) -> Config:
     return {
-        "model_type": "starcoder2", **_whole_heads(keys), **window, "norm_epsilon": eps,
+        "sliding_window": keys.value("attention.sliding_window") or None,
+        "norm_epsilon": keys.number("attention.layer_norm_epsilon"),
         "use_bias": keys.biased("attn_q"),
-    }  # fmt: skip
-
-
-def _stablelm(keys: GgufKeys) -> dict[str, Any]:
-    return {
-        "model_type": "stablelm",
-        **_whole_heads(keys),
-        "layer_norm_eps": keys.number("attention.layer_norm_epsilon"),
-        "use_parallel_residual": keys.flag("use_parallel_residual", True)
-        and "blk.0.ffn_norm.weight" not in keys.header.tensors,
-        "use_qkv_bias": keys.biased("attn_q"),
-        "qk_layernorm": "blk.0.attn_q_norm.weight" in keys.header.tensors,
     }
 
 
-def _phi2(keys: GgufKeys) -> dict[str, Any]:
-    eps = keys.number("attention.layer_norm_epsilon")
-    return {"model_type": "phi", **_whole_heads(keys), "layer_norm_eps": eps, "tie_word_embeddings": False}
-
-
-def _nemotron(keys: GgufKeys) -> dict[str, Any]:
-    biases = {"attention_bias": keys.biased("attn_q"), "mlp_bias": keys.biased("ffn_up")}
+def _stablelm(keys: GgufKeys) -> Config:
+    parallel, tensors = keys.flag("use_parallel_residual", True), keys.header.tensors
     return {
-        "model_type": "nemotron", **_heads(keys), **biases, "norm_eps": keys.number("attention.layer_norm_epsilon"),
-    }  # fmt: skip
+        "use_parallel_residual": parallel and "blk.0.ffn_norm.weight" not in tensors,
+        "use_qkv_bias": keys.biased("attn_q"),
+        "qk_layernorm": "blk.0.attn_q_norm.weight" in tensors,
+    }
 
 
-def _gemma(keys: GgufKeys) -> dict[str, Any]:
-    return {"model_type": "gemma", **_heads(keys), "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon")}
-
-
-def _olmo(keys: GgufKeys) -> dict[str, Any]:
+def _olmo(keys: GgufKeys) -> Config:
     """Its norms have no weights, and one number that is the same in all."""
     if abs(keys.number("attention.layer_norm_epsilon", 1e-5) - 1e-5) > 1e-9:
         raise keys.error("attention.layer_norm_epsilon", "1e-05")
     clip = keys.number("attention.clamp_kqv") if keys.value("attention.clamp_kqv") else None
-    return {"model_type": "olmo", **_whole_heads(keys), "clip_qkv": clip}
+    return {"clip_qkv": clip}
 
 
-def _arcee(keys: GgufKeys) -> dict[str, Any]:
-    eps = keys.number("attention.layer_norm_rms_epsilon")
-    biases = {"attention_bias": keys.biased("attn_q"), "mlp_bias": keys.biased("ffn_up")}
-    return {"model_type": "arcee", **_heads(keys), **biases, "rms_norm_eps": eps}
-
-
-def _command_r(keys: GgufKeys) -> dict[str, Any]:
-    return {
-        "model_type": "cohere",
-        **_whole_heads(keys),
-        "layer_norm_eps": keys.number("attention.layer_norm_epsilon"),
-        "logit_scale": keys.number("logit_scale"),
-        "attention_bias": keys.biased("attn_q"),
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.header.tensors,
-    }
-
-
-def _lfm2(keys: GgufKeys) -> dict[str, Any]:
-    return {"model_type": "lfm2", **_convolved(keys), "block_auto_adjust_ff_dim": False}
-
-
-def _lfm2_moe(keys: GgufKeys) -> dict[str, Any]:
+def _lfm2_moe(keys: GgufKeys) -> Config:
     found = routed(keys, 2)
     return {
-        "model_type": "lfm2_moe",
-        **_convolved(keys),
-        "num_experts": found["n_routed_experts"],
-        "num_experts_per_tok": found["num_experts_per_tok"],
-        "moe_intermediate_size": found["moe_intermediate_size"],
         "num_dense_layers": found["first_k_dense_replace"],
         "routed_scaling_factor": found["routed_scaling_factor"],
         "norm_topk_prob": keys.flag("expert_weights_norm", True),
     }
 
 
-def _convolved(keys: GgufKeys) -> dict[str, Any]:
+def _convolved(keys: GgufKeys) -> Config:
     """The layers without KV heads are convolutions."""
     counts, layers = keys.value("attention.head_count_kv"), keys.whole("block_count")
     found = {int(count) for count in counts if count > 0} if isinstance(counts, np.ndarray) else set()
@@ -188,7 +138,7 @@ _GROUPS = {160: (8, 3), 256: (8, 4)}
 Files from before there was a key for it do not say."""
 
 
-def _deepseek2(keys: GgufKeys) -> dict[str, Any]:
+def _deepseek2(keys: GgufKeys) -> Config:
     """Latent attention, and experts: DeepSeek V2, whose router takes a softmax, and V3 and others with a sigmoid.
 
     Newer files have what keys and values are made of by head, and name the sizes of the latents as those of a head.
@@ -224,31 +174,24 @@ def _deepseek2(keys: GgufKeys) -> dict[str, Any]:
         "qk_nope_head_dim": key - turned,
         "qk_rope_head_dim": turned,
         "v_head_dim": value,
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_parameters": rope,
         "num_nextn_predict_layers": 0,
         **experts,
     }
 
 
-def _qwen3_next(keys: GgufKeys) -> dict[str, Any]:
-    """Gated delta rules, attention in every n-th layer, experts."""
-    groups = keys.whole("ssm.group_count")
-    return {"model_type": "qwen3_next", **_delta(keys, groups), **_qwen_experts(keys), "norm_topk_prob": True}
-
-
-def _qwen35(keys: GgufKeys) -> dict[str, Any]:
+def _qwen35(keys: GgufKeys) -> Config:
     """Qwen 3.5 and 3.6. Value heads that share a key are not neighbours in these files: here each has a key of its own,
     see `names`, which is the same model. Positions have three parts, which are one in texts."""
     keys.value("rope.dimension_sections")
-    config = _delta(keys, keys.whole("ssm.time_step_rank"))
+    config = {**_delta(keys), "linear_num_key_heads": keys.whole("ssm.time_step_rank")}
     if keys.value("expert_count"):
-        return {"model_type": "qwen3_5_moe_text", **config, **_qwen_experts(keys)}
-    return {"model_type": "qwen3_5_text", **config}
+        return {"model_type": "qwen3_5_moe_text", **config, **SHARED_EXPERT(keys)}
+    return config
 
 
-def _delta(keys: GgufKeys, key_heads: int) -> dict[str, Any]:
-    """What hybrids of Qwen have, whose mixers have so many heads of keys."""
+def _delta(keys: GgufKeys) -> Config:
+    """What hybrids of Qwen have: gated delta rules, attention in every n-th layer."""
     config, values = _heads(keys), keys.whole("ssm.time_step_rank")
     config["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
     if values % keys.whole("ssm.group_count") or keys.whole("ssm.inner_size") % values:
@@ -257,31 +200,21 @@ def _delta(keys: GgufKeys, key_heads: int) -> dict[str, Any]:
     return {
         **config,
         "num_hidden_layers": layers,
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "layer_types": ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)],
         "linear_conv_kernel_dim": keys.whole("ssm.conv_kernel"),
         "linear_key_head_dim": keys.whole("ssm.state_size"),
         "linear_value_head_dim": keys.whole("ssm.inner_size") // values,
-        "linear_num_key_heads": key_heads,
+        "linear_num_key_heads": keys.whole("ssm.group_count"),
         "linear_num_value_heads": values,
     }
 
 
-def _qwen_experts(keys: GgufKeys) -> dict[str, Any]:
-    return {
-        "num_experts": keys.whole("expert_count"),
-        "num_experts_per_tok": keys.whole("expert_used_count"),
-        "moe_intermediate_size": keys.whole("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": keys.whole("expert_shared_feed_forward_length"),
-    }
-
-
-def _mamba(keys: GgufKeys) -> dict[str, Any]:
+def _mamba(keys: GgufKeys) -> Config:
     inner, hidden = keys.whole("ssm.inner_size"), keys.whole("embedding_length")
     if inner % hidden:
         raise keys.error("ssm.inner_size", f"a multiple of {hidden}")
     return {
-        "model_type": "falcon_mamba" if keys.flag("ssm.dt_b_c_rms", False) else "mamba",
+        **({"model_type": "falcon_mamba"} if keys.flag("ssm.dt_b_c_rms", False) else {}),
         "expand": inner // hidden,
         "intermediate_size": inner,
         "conv_kernel": keys.whole("ssm.conv_kernel"),
@@ -293,14 +226,11 @@ def _mamba(keys: GgufKeys) -> dict[str, Any]:
     }
 
 
-def _falcon_h1(keys: GgufKeys) -> dict[str, Any]:
+def _falcon_h1(keys: GgufKeys) -> Config:
     """What its config multiplies products by is in the weights already."""
     inner, heads = keys.whole("ssm.inner_size"), keys.whole("ssm.time_step_rank")
     ones = ("attention_in", "attention_out", "key", "ssm_in", "ssm_out", "lm_head", "embedding")
     return {
-        "model_type": "falcon_h1",
-        **_heads(keys),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "mamba_d_ssm": inner,
         "mamba_n_heads": heads,
         "mamba_d_head": max(1, inner // heads),
@@ -310,8 +240,6 @@ def _falcon_h1(keys: GgufKeys) -> dict[str, Any]:
         "mamba_rms_norm": "blk.0.ssm_norm.weight" in keys.header.tensors,
         "mamba_conv_bias": keys.biased("ssm_conv1d"),
         "mamba_proj_bias": keys.biased("ssm_in"),
-        "attention_bias": keys.biased("attn_q"),
-        "mlp_bias": keys.biased("ffn_up"),
         **{f"{part}_multiplier": 1.0 for part in ones},
         "mlp_multipliers": [1.0, 1.0],
         "ssm_multipliers": [1.0] * 5,
@@ -319,31 +247,38 @@ def _falcon_h1(keys: GgufKeys) -> dict[str, Any]:
 
 
 _QWEN = {"ffn_norm": "post_attention_norm"}
+_NORM = numbers(norm_eps="attention.layer_norm_epsilon")
+_QWEN35 = Architecture("qwen3_5_text", (_qwen35, ROOT_MEAN_SQUARE), names=_QWEN, offset=1.0)
 MODULES = {
-    "gpt2": ModuleArchitecture(_gpt2),
-    "starcoder2": ModuleArchitecture(_starcoder2),
-    "stablelm": ModuleArchitecture(_stablelm),
-    "phi2": ModuleArchitecture(_phi2),
-    "nemotron": ModuleArchitecture(_nemotron, offset=1.0),
-    "gemma": ModuleArchitecture(_gemma, offset=1.0),
-    "olmo": ModuleArchitecture(_olmo, turned=True),
-    "arcee": ModuleArchitecture(_arcee, turned=True),
-    "command-r": ModuleArchitecture(_command_r),
-    "lfm2": ModuleArchitecture(_lfm2),
-    "lfm2moe": ModuleArchitecture(_lfm2_moe),
-    "deepseek2": ModuleArchitecture(_deepseek2),
-    "qwen3next": ModuleArchitecture(_qwen3_next, offset=1.0, names=_QWEN),
-    "qwen35": ModuleArchitecture(_qwen35, offset=1.0, names=_QWEN),
-    "qwen35moe": ModuleArchitecture(_qwen35, offset=1.0, names=_QWEN),
-    "qwen3moe": ModuleArchitecture(ARCHITECTURES["qwen3moe"].read),
-    "glm4moe": ModuleArchitecture(ARCHITECTURES["glm4moe"].read, names=_QWEN),
-    "mamba": ModuleArchitecture(_mamba, attends=False),
-    "falcon-h1": ModuleArchitecture(_falcon_h1, turned=True),
+    "gpt2": Architecture("gpt2", (_gpt2,)),
+    "starcoder2": Architecture("starcoder2", (_whole_heads, _starcoder2)),
+    "stablelm": Architecture("stablelm", (_whole_heads, LAYER_NORM, _stablelm)),
+    "phi2": Architecture("phi", (_whole_heads, LAYER_NORM, always(tie_word_embeddings=False))),
+    "nemotron": Architecture("nemotron", (_heads, BIASES, _NORM), offset=1.0),
+    "gemma": Architecture("gemma", (_heads, ROOT_MEAN_SQUARE), offset=1.0),
+    "olmo": Architecture("olmo", (_whole_heads, _olmo), "all"),
+    "arcee": Architecture("arcee", (_heads, BIASES, ROOT_MEAN_SQUARE), "all"),
+    "command-r": Architecture("cohere", (_whole_heads, LAYER_NORM, LOGIT_SCALE, QUERY_BIAS, query_norm)),
+    "lfm2": Architecture("lfm2", (_convolved, always(block_auto_adjust_ff_dim=False))),
+    "lfm2moe": Architecture("lfm2_moe", (_convolved, EXPERTS, EXPERT_SIZE, _lfm2_moe)),
+    "deepseek2": Architecture("deepseek_v3", (_deepseek2, ROOT_MEAN_SQUARE)),
+    "qwen3next": Architecture(
+        "qwen3_next",
+        (_delta, ROOT_MEAN_SQUARE, SHARED_EXPERT, always(norm_topk_prob=True)),
+        names=_QWEN,
+        offset=1.0,
+    ),
+    "qwen35": _QWEN35,
+    "qwen35moe": _QWEN35,
+    "qwen3moe": ARCHITECTURES["qwen3moe"],
+    "glm4moe": ARCHITECTURES["glm4moe"]._replace(names=_QWEN),
+    "mamba": Architecture("mamba", (_mamba,), attends=False),
+    "falcon-h1": Architecture("falcon_h1", (_heads, _falcon_h1, ROOT_MEAN_SQUARE, BIASES), "all"),
 }
 """By GGUF's word; those that have a family as well are read as that reads them."""
 
 
-def config_of(header: GgufHeader) -> dict[str, Any]:
+def config_of(header: GgufHeader) -> Config:
     """The keys and values of config.json. ModelError for another architecture, and for what is not supported."""
     other = not_a_model(header)
     if other is not None:
@@ -367,9 +302,8 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     if keys.whole("block_count") > len(header.tensors):  # a number of layers that can be no other is not counted up to
         raise keys.error("block_count", f"no more layers than there are tensors, {len(header.tensors)}")
     row = ARCHITECTURES.get(architecture) or MODULES[architecture]
-    attends = architecture in ARCHITECTURES or MODULES[architecture].attends
-    dense = attends and (architecture in ARCHITECTURES or not keys.value("expert_count"))
-    heads, ffn = keys.whole if attends else keys.count, keys.whole if dense else keys.count
+    dense = row.attends and (architecture in ARCHITECTURES or not keys.value("expert_count"))
+    heads, ffn = keys.whole if row.attends else keys.count, keys.whole if dense else keys.count
     layers = {"intermediate_size": ffn("feed_forward_length"), "num_attention_heads": heads("attention.head_count")}
     config = {
         "vocab_size": vocab,
@@ -410,7 +344,7 @@ def stored_dtype(header: GgufHeader) -> str:
     return max(numbers, key=lambda dtype: (numbers[dtype], dtype))
 
 
-def _special_tokens(header: GgufHeader, vocab: int) -> dict[str, Any]:
+def _special_tokens(header: GgufHeader, vocab: int) -> Config:
     """bos, eos and pad. A model of conversations has a token that ends a turn besides the one that ends a text.
 
     An id that is no token's is none: -1, which is 4294967295 in 32 bits, stands in files of many converters.
