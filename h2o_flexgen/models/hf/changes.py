@@ -26,13 +26,14 @@ def adapt(model: nn.Module) -> None:
             change(module)
 
 
+def _forward(by: Callable[..., Any]) -> Callable[[Any], None]:
+    """A change of nothing but the forward."""
+    return lambda module: setattr(module, "forward", partial(by, module))
+
+
 def _llama4_experts(module: Any) -> None:
     module.has_gate, module.is_transposed, module.is_concatenated, module.has_bias = True, True, True, False
     module._apply_gate = partial(moe._default_apply_gate, module)
-
-
-def _llama4_mixture(module: Any) -> None:
-    module.forward = partial(_llama4_forward, module)
 
 
 def _llama4_forward(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,24 +112,26 @@ def _dbrx_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     return made.to(x.dtype).view(hidden_states.shape)
 
 
-def _jetmoe_router(module: Any) -> None:
-    module.forward = partial(_jetmoe_route, module)
-
-
 def _jetmoe_route(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """x (T, H) -> experts (T, k) and their shares (T, k)."""
     logits, experts = module.layer(x).float().topk(module.top_k, dim=1)
     return experts, logits.softmax(1).type_as(x)
 
 
+def _gate_up_down(wide: str, down: str, ffn: int, hidden: int) -> list[ExpertPart]:
+    """Of experts with two tensors, the first of which has all of the gate, then all of up."""
+    sizes = (ffn, hidden)
+    return [
+        ExpertPart("up.weight", wide, sizes, ffn, 2 * ffn),
+        ExpertPart("gate.weight", wide, sizes, 0, 2 * ffn),
+        ExpertPart("down.weight", down, (hidden, ffn), 0, hidden),
+    ]
+
+
 def _jetmoe_mixture(module: Any) -> None:
     ffn, hidden = module.hidden_size, module.input_size
-    wide = [
-        ExpertPart(f"{name}.weight", "input_linear.weight", (ffn, hidden), start, 2 * ffn)
-        for name, start in (("up", ffn), ("gate", 0))
-    ]
-    down = ExpertPart("down.weight", "output_linear.weight", (hidden, ffn), 0, hidden)
-    tell_form(module, module.activation, module.router.num_experts, (ffn, hidden), [*wide, down])
+    parts = _gate_up_down("input_linear.weight", "output_linear.weight", ffn, hidden)
+    tell_form(module, module.activation, module.router.num_experts, (ffn, hidden), parts)
     module.forward = partial(_jetmoe_forward, module)
 
 
@@ -231,12 +234,8 @@ def _longcat_experts(module: Any) -> None:
     ffn, hidden, count = module.intermediate_size, module.hidden_size, module.num_routed_experts
     if not count:
         raise NotUnderstood(f"{type(module).__name__} has no experts with weights")
-    wide = [
-        ExpertPart(f"{name}.weight", "gate_up_proj", (ffn, hidden), start, 2 * ffn)
-        for name, start in (("up", ffn), ("gate", 0))
-    ]
-    down = ExpertPart("down.weight", "down_proj", (hidden, ffn), 0, hidden)
-    tell_form(module, module.act_fn, count, (ffn, hidden), [*wide, down])
+    parts = _gate_up_down("gate_up_proj", "down_proj", ffn, hidden)
+    tell_form(module, module.act_fn, count, (ffn, hidden), parts)
     module.forward = partial(_longcat_forward, module)
 
 
@@ -254,10 +253,10 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "DiffLlamaAttention": _pairs,
     "JetMoeAttention": _jetmoe_attention,
     "JetMoeMoE": _jetmoe_mixture,
-    "JetMoeTopKGating": _jetmoe_router,
+    "JetMoeTopKGating": _forward(_jetmoe_route),
     "Llama4TextAttention": _llama4_attention,
     "Llama4TextExperts": _llama4_experts,
-    "Llama4TextMoe": _llama4_mixture,
+    "Llama4TextMoe": _forward(_llama4_forward),
     "LongcatFlashExperts": _longcat_experts,
     "LongcatFlashTopkRouter": _longcat_router,
 }

@@ -270,7 +270,7 @@ def _same(module: nn.Module, norm: Norm, x: Tensor, weight: Tensor, bias: Tensor
         return False
     if x.dtype is torch.float32:
         return torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
-    return _rounds_alike(ours, theirs)
+    return rounds_alike(ours, theirs)
 
 
 def _rms(eps: float, offset: float, module: nn.Module, otherwise: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -408,10 +408,10 @@ def _alike(ours: Sequence[Tensor] | None, theirs: Sequence[Tensor] | None, exact
     pairs = list(zip(ours, theirs, strict=True))
     if exactly or any(each.dtype is not torch.bfloat16 for each in theirs):
         return all(torch.equal(mine, other) and mine.dtype is other.dtype for mine, other in pairs)
-    return all(_rounds_alike(mine, other) for mine, other in pairs)
+    return all(rounds_alike(mine, other) for mine, other in pairs)
 
 
-def _rounds_alike(ours: Tensor, theirs: Tensor) -> bool:
+def rounds_alike(ours: Tensor, theirs: Tensor) -> bool:
     """Whether sums are but taken in another order: now and then a number is rounded to the other side."""
     close = torch.isclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-5)
     return bool(close.all()) and bool((ours == theirs).float().mean() > 0.97)

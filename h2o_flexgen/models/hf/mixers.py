@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from h2o_flexgen.kernels import states
 from h2o_flexgen.kernels.native import library
-from h2o_flexgen.models.hf.fused import among, kind_of
+from h2o_flexgen.models.hf.fused import among, kind_of, rounds_alike
 
 Original = Callable[..., Any]
 
@@ -299,12 +299,7 @@ def _look(module: nn.Module, size: int) -> states.GatedNorm | None:
         if not torch.allclose(norm(x, gate, weight), wide, rtol=1e-4, atol=1e-5):
             continue
         ours = norm(x.bfloat16(), gate.bfloat16(), weight.bfloat16())
-        if narrow is None or narrow.dtype is not ours.dtype:
-            continue
-        # Sums are taken in another order: now and then a number is rounded to the other side.
-        if (ours == narrow).float().mean() > 0.97 and torch.allclose(
-            ours.float(), narrow.float(), rtol=1e-2, atol=1e-5
-        ):
+        if narrow is not None and narrow.dtype is ours.dtype and rounds_alike(ours, narrow):
             return norm
     return None
 

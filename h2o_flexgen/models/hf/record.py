@@ -6,6 +6,7 @@ import inspect
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -164,57 +165,79 @@ def _covering(heads: Sequence[LayerHeads]) -> LayerHeads:
 
 def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
     """The ModuleSpec of a config.json. ModelError where the modules do what is not understood."""
-    text = json.dumps(config, sort_keys=True)
-    model = build(text, name, torch.bfloat16)  # in 16 bits it is seen which states and other numbers stay in 32
-    made, read = model.config.get_text_config(decoder=True), ConfigReader(config, name)
+    # In 16 bits it is seen which states and other numbers stay in 32.
+    model = build(json.dumps(config, sort_keys=True), name, torch.bfloat16)
     shared = SharedInputs(model)
     events = record(model, name)
     timeline = RecordedUnits(model, events, name)
-    groups, tied = weight_groups(model, timeline, name)
     _check_layers(model, timeline, name)
     calls, heads = timeline.calls, _covering([heads_of(call) for call in timeline.calls])
     layers = _layers_of(timeline, heads, name)
     windows = [None if layer.call is None else layer.call.window for layer in timeline.layers]
-    experts, activation = experts_of(timeline, name, model)
-    matrices = matrices_of(model, timeline)
     tables = [module for path, module in model.named_modules() if timeline.first.get(path) == 0]
     learned = sum(isinstance(module, nn.Embedding) for module in tables) > 1
-    head = dict(matrices)["head"][-1][0]
     windowed = tuple(layer for layer, window in enumerate(windows) if window is not None)
+    spec = plain_spec(config, name, model, timeline, layers, heads)
+    arch = replace(
+        spec.arch,
+        positions="learned" if learned else "rotary",
+        window=max((window for window in windows if window is not None), default=None),
+        window_layers=None if len(windowed) == len(windows) or not windowed else windowed,
+        own_windows=tuple(windows) if len({*windows} - {None}) > 1 else (),
+        chunked=any(each.chunked for each in calls),
+    )
+    return replace(
+        spec,
+        arch=arch,
+        groups=side_by_side(spec.groups, shared.joined),
+        joined=shared.joined,
+        activations=activations(events, timeline.begins, TOKENS),
+    )
+
+
+def plain_spec(
+    config: Mapping[str, Any],
+    name: str,
+    model: PreTrainedModel,
+    timeline: RecordedUnits,
+    layers: tuple[LayerSpec, ...],
+    heads: LayerHeads,
+) -> ModuleSpec:
+    """What modules show however sequences go through them."""
+    groups, tied = weight_groups(model, timeline, name)
+    experts, activation = experts_of(timeline, name, model)
+    matrices = matrices_of(model, timeline)
+    head = dict(matrices)["head"][-1][0]
+    made = model.config.get_text_config(decoder=True)
+    inner = [each.out_features for kind, products in matrices if kind in _INNER for each, _ in products]
     return ModuleSpec(
         name=name,
         vocab_size=head.out_features,
         hidden_size=head.in_features,
-        ffn_size=max(each.out_features for kind, products in matrices if kind in _INNER for each, _ in products),
+        ffn_size=max(inner, default=1),
         num_layers=len(layers),
         num_heads=heads.queries,
         num_kv_heads=heads.keys,
         head_dim=heads.dim,
         embed_dim=head.in_features,
-        max_positions=positions_of(made),
+        max_positions=next((n for key in _LENGTHS if isinstance(n := getattr(made, key, None), int)), _UNBOUNDED),
         arch=ArchSpec(
             family=str(config["model_type"]),
             norm="rmsnorm",
-            positions="learned" if learned else "rotary",
-            window=max((window for window in windows if window is not None), default=None),
-            window_layers=None if len(windowed) == len(windows) or not windowed else windowed,
-            own_windows=tuple(windows) if len({*windows} - {None}) > 1 else (),
-            chunked=any(each.chunked for each in calls),
+            positions="rotary",
             gated_mlp=True,
             tied_head=tied,
             whole_ends=True,
             activation=activation,
             experts=experts,
         ),
-        **read_beside(read, made),
-        config=text,
-        groups=side_by_side(groups, shared.joined),
-        joined=shared.joined,
+        **_beside(ConfigReader(config, name), made),
+        config=json.dumps(config, sort_keys=True),
+        groups=groups,
         layers=layers,
         halves=tuple(timeline.halves),
         matrices=matrices,
         starts=tuple(timeline.starts),
-        activations=activations(events, timeline.begins, TOKENS),
     )
 
 
@@ -232,12 +255,7 @@ def _takes_positions(model: nn.Module) -> bool:
     return "position_ids" in takes or any(each.kind is each.VAR_KEYWORD for each in takes.values())
 
 
-def positions_of(config: Any) -> int:
-    """The most positions that a model was trained with."""
-    return next((n for key in _LENGTHS if isinstance(n := getattr(config, key, None), int)), _UNBOUNDED)
-
-
-def read_beside(read: ConfigReader, config: Any) -> dict[str, Any]:
+def _beside(read: ConfigReader, config: Any) -> dict[str, Any]:
     """The fields of a ModelSpec that no module shows."""
     tokens = read.special_tokens(*(_token(config, each) for each in ("bos_token_id", "eos_token_id", "pad_token_id")))
     # Those of several parts say it of each.

@@ -10,6 +10,7 @@ import inspect
 import json
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,17 +18,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from h2o_flexgen.config.model.arch import ArchSpec
 from h2o_flexgen.config.model.modules import LayerSpec, ModuleSpec
 from h2o_flexgen.config.model.tensors import LayerHeads
 from h2o_flexgen.errors import ModelError
-from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.hf import record
 from h2o_flexgen.models.hf.attention import Call, ModelRun, NotUnderstood
 from h2o_flexgen.models.hf.build import build, quiet
 from h2o_flexgen.models.hf.experts import Routing
 from h2o_flexgen.models.hf.record import any_choice
-from h2o_flexgen.models.hf.units import Event, RecordedLayer, RecordedUnits, weight_groups
+from h2o_flexgen.models.hf.units import Event, RecordedLayer, RecordedUnits
 
 CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
 """What caches are called, as arguments of a model and in what it gives back."""
@@ -61,50 +60,18 @@ def spec_of_rows(config: Mapping[str, Any], name: str, why: str) -> ModuleSpec:
     model, events, few = _recorded(text, name, record.TOKENS)
     more = _recorded(text, name, 2 * record.TOKENS)[2]
     timeline = RecordedRows(model, events, name)
-    groups, tied = weight_groups(model, timeline, name)
-    experts, activation = record.experts_of(timeline, name, model)
-    matrices = record.matrices_of(model, timeline)
-    made, layers = model.config.get_text_config(decoder=True), len(timeline.layers)
-    head, _ = dict(matrices)["head"][-1]
-    inner = [product for kind, each in matrices if kind in ("attn", "mlp") for product, _ in each]
-    heads, kv_heads, head_dim = _heads(made, -(-max(0, more - few) // (record.TOKENS * layers)))
-    return ModuleSpec(
-        name=name,
-        vocab_size=head.out_features,
-        hidden_size=head.in_features,
-        ffn_size=max((product.out_features for product in inner), default=1),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        embed_dim=head.in_features,
-        max_positions=record.positions_of(made),
-        arch=ArchSpec(
-            family=str(config["model_type"]),
-            norm="rmsnorm",
-            positions="rotary",
-            gated_mlp=True,
-            tied_head=tied,
-            whole_ends=True,
-            activation=activation,
-            experts=experts,
-        ),
-        **record.read_beside(ConfigReader(config, name), made),
-        config=text,
-        groups=groups,
-        matrices=matrices,
-        starts=tuple(timeline.starts),
-        layers=tuple(LayerSpec(i, LayerHeads(heads, kv_heads, head_dim), 1.0, (), i) for i in range(layers)),
-        halves=tuple(timeline.halves),
-        alone=why,
-    )
+    made, count = model.config.get_text_config(decoder=True), len(timeline.layers)
+    heads = _heads(made, -(-max(0, more - few) // (record.TOKENS * count)))
+    layers = tuple(LayerSpec(i, heads, 1.0, (), i) for i in range(count))
+    spec = record.plain_spec(config, name, model, timeline, layers, heads)
+    return replace(spec, alone=why)
 
 
-def _heads(config: Any, numbers: int) -> tuple[int, int, int]:
+def _heads(config: Any, numbers: int) -> LayerHeads:
     """Query heads, KV heads and their size, which have so many numbers for each token and layer."""
     heads = getattr(config, "num_attention_heads", 0) or 1
     size = max(1, -(-numbers // 2))
-    return (heads, heads, size // heads) if not size % heads else (heads, 1, size)
+    return LayerHeads(heads, heads, size // heads) if not size % heads else LayerHeads(heads, 1, size)
 
 
 def _recorded(text: str, name: str, tokens: int) -> tuple[PreTrainedModel, list[Event], int]:
