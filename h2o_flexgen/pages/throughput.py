@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -42,6 +42,24 @@ class PlottedRun:
     rates: Mapping[str, float | None]
     predicted: Mapping[str, float | None]
     source: str
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A rate that was measured `count` times."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Spread | None:
+        known = [value for value in values if value is not None]
+        return cls(median(known), min(known), max(known), len(known)) if known else None
+
+    def ends(self) -> str:
+        return f"{rate_text(self.median)} ({rate_text(self.low)} to {rate_text(self.high)})"
 
 
 def measured(run: Run) -> PlottedRun:
@@ -144,8 +162,11 @@ def _comparisons(runs: Sequence[PlottedRun]) -> Iterable[Passage]:
     order = sorted(groups.items(), key=lambda item: (-len(item[1]), -sum(map(len, item[1].values()))))
     for (work, batch), systems in order[:_MOST]:
         title = f"{work.model}, {work.prompt} + {work.new} tokens, {_sequences(batch)}"
-        figures = [figure for name in RATES if (figure := _bars(name, systems)) is not None]
-        yield Passage(title, [_settings(work)], figures, [_table(systems)])
+        spreads = {
+            name: {system: Spread.of(run.rates[name] for run in runs) for system, runs in systems.items()}
+            for name in RATES
+        }
+        yield Passage(title, [_settings(work)], list(_bars(spreads)), [_table(systems)])
     if len(order) > _MOST:
         yield Passage("", [f"{len(order) - _MOST} more settings are left out here; the curves below have all."])
 
@@ -163,32 +184,19 @@ def _settings(work: SameWork) -> str:
     return f"{work.model} in {work.dtype}, {kind}, device {work.device}, on {work.machine}."
 
 
-def _bars(name: str, systems: Mapping[str, Sequence[PlottedRun]]) -> Figure | None:
-    bars: list[Json] = []
-    for colour, (system, runs) in enumerate(systems.items()):
-        values = [value for run in runs if (value := run.rates[name]) is not None]
-        if values:
-            bars.append(
-                {
-                    "name": system,
-                    "colour": colour,
-                    "median": median(values),
-                    "low": min(values),
-                    "high": max(values),
-                    "count": len(values),
-                }
-            )
-    if not bars:
-        return None
-    said = "; ".join(f"{bar['name']} {rate_text(bar['median'])}" for bar in bars)
-    height = 4.5 + 2.6 * len(bars)
-    return Figure(
-        "bars",
-        RATES[name],
-        f"{RATES[name]}, tokens per second: {said}.",
-        {"unit": "tokens/s", "bars": bars},
-        height=height,
-    )
+def _bars(rates: Mapping[str, Mapping[str, Spread | None]]) -> Iterable[Figure]:
+    """A figure for each of RATES that any system has."""
+    for name, systems in rates.items():
+        bars: list[Json] = [
+            {"name": system, "colour": colour, **asdict(spread)}
+            for colour, (system, spread) in enumerate(systems.items())
+            if spread is not None
+        ]
+        if bars:
+            said = "; ".join(f"{bar['name']} {rate_text(bar['median'])}" for bar in bars)
+            label = f"{RATES[name]}, tokens per second: {said}."
+            drawn = {"unit": "tokens/s", "bars": bars}
+            yield Figure("bars", RATES[name], label, drawn, height=4.5 + 2.6 * len(bars))
 
 
 def _table(systems: Mapping[str, Sequence[PlottedRun]]) -> Table:
@@ -214,11 +222,10 @@ def rate_text(value: float | None) -> str:
 
 
 def _spread(values: Iterable[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    if not known:
+    spread = Spread.of(values)
+    if spread is None:
         return "-"
-    middle = rate_text(median(known))
-    return middle if len(known) == 1 else f"{middle} ({rate_text(min(known))} to {rate_text(max(known))})"
+    return rate_text(spread.median) if spread.count == 1 else spread.ends()
 
 
 def _number(text: str) -> float | None:
@@ -272,10 +279,10 @@ def _curve(along: str, axis: str, work: SameWork, curves: Mapping[str, Mapping[f
     for colour, (name, points) in enumerate(curves.items()):
         drawn, expected = [], []
         for at, runs in sorted(points.items()):
-            rates = [rate for run in runs if (rate := run.rates["gen_throughput"]) is not None]
-            plans = [rate for run in runs if (rate := run.predicted["gen_throughput"]) is not None]
-            drawn += [[at, median(rates), min(rates), max(rates)]] if rates else []
-            expected += [[at, median(plans)]] if plans else []
+            rate = Spread.of(run.rates["gen_throughput"] for run in runs)
+            plan = Spread.of(run.predicted["gen_throughput"] for run in runs)
+            drawn += [[at, rate.median, rate.low, rate.high]] if rate else []
+            expected += [[at, plan.median]] if plan else []
         lines.append({"name": name, "points": drawn, "colour": colour})
         if len(expected) > 1:
             lines.append({"name": f"{name}, predicted", "points": expected, "colour": colour, "dashed": True})
@@ -298,39 +305,10 @@ def _summary(source: str, data: Json) -> Passage:
     """Bars of a summary of bench, which has medians and ends instead of runs."""
     settings = object_in(data, "settings", source)
     systems = object_in(data, "systems", source)
-    figures, rows = [], []
-    for name, what in RATES.items():
-        bars = [
-            {
-                "name": system,
-                "colour": colour,
-                "median": each["median"],
-                "low": each["min"],
-                "high": each["max"],
-                "count": one.get("repetitions", 1),
-            }
-            for colour, (system, one) in enumerate(systems.items())
-            if isinstance(each := one.get(name), dict) and {"median", "min", "max"} <= each.keys()
-        ]
-        if bars:
-            said = "; ".join(f"{bar['name']} {rate_text(bar['median'])}" for bar in bars)
-            figures.append(
-                Figure(
-                    "bars",
-                    what,
-                    f"{what}, tokens per second: {said}.",
-                    {"unit": "tokens/s", "bars": bars},
-                    height=4.5 + 2.6 * len(bars),
-                )
-            )
+    spreads = {name: {system: _kept(one, name) for system, one in systems.items()} for name in RATES}
+    rows = []
     for system, one in systems.items():
-        spans = [one.get(name) or {} for name in RATES]
-        cells = [
-            f"{rate_text(span['median'])} ({rate_text(span['min'])} to {rate_text(span['max'])})"
-            if "median" in span
-            else "-"
-            for span in spans
-        ]
+        cells = [spread.ends() if (spread := each[system]) else "-" for each in spreads.values()]
         rows.append([system, str(one.get("repetitions", "?")), str(one.get("batch", "?")), *cells])
     lengths = f"{settings.get('prompt_len', '?')} + {settings.get('gen_len', '?')} tokens"
     host = object_in(data, "host", source)
@@ -340,5 +318,15 @@ def _summary(source: str, data: Json) -> Passage:
     ]
     head = ["system", "repetitions", "batch", *(f"{what}, tokens/s" for what in RATES.values())]
     return Passage(
-        f"{settings.get('model', '?')}, {lengths}", texts, figures, [Table("Median (least to most)", head, rows)]
+        f"{settings.get('model', '?')}, {lengths}",
+        texts,
+        list(_bars(spreads)),
+        [Table("Median (least to most)", head, rows)],
     )
+
+
+def _kept(system: Json, name: str) -> Spread | None:
+    each = system.get(name)
+    if not isinstance(each, dict) or not {"median", "min", "max"} <= each.keys():
+        return None
+    return Spread(each["median"], each["min"], each["max"], system.get("repetitions", 1))
