@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar
@@ -202,7 +203,7 @@ def _watched(command: list[str], out: Path, requests: int) -> dict[str, Any]:
     watched = psutil.Process(process.pid)
     while process.poll() is None:
         time.sleep(0.2)
-        with _gone():
+        with suppress(psutil.Error):  # it may have ended
             now = watched.memory_info().rss >> 20
             most = max(most, now)
             if out.exists():
@@ -434,16 +435,6 @@ def _thinker(folder: Path, model: str) -> str:
 
 def _texts(lines: list[dict[str, Any]]) -> dict[str, list[str]]:
     return {each["custom_id"]: [c["text"] for c in each["response"]["body"]["choices"]] for each in lines}
-
-
-class _gone:
-    """Within it a process may end."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        return kind is not None and issubclass(kind, psutil.Error)
 
 
 def _lines(path: Path) -> int:

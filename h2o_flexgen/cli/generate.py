@@ -194,27 +194,19 @@ def _log_path(path: Path, record: RunRecord) -> Path:
 
 def _nothing_done(llm: LLM) -> RunRecord:
     """The record of a run without prompts."""
-    policy = llm.config.fixed_policy.to_json()
+    counts = ("prompt_len", "gen_len", "sequences", "prompt_tokens", "generated_tokens", "flops", "kv_bytes")
+    none: dict[str, Any] = dict.fromkeys(counts, 0)
+    none |= dict.fromkeys(("load_s", "prefill_s", "decode_s", "total_s"), 0.0)
     return RunRecord(
         model=llm.model.spec.name,
         dtype=llm.model.dtype,
         device=llm.device.type,
         weights="dummy" if llm.model.dummy else "checkpoint",
         eviction=eviction_entry(llm.config.eviction.name, []),
-        policy=policy,
-        prompt_len=0,
-        gen_len=0,
-        sequences=0,
-        prompt_tokens=0,
-        generated_tokens=0,
-        load_s=0.0,
-        prefill_s=0.0,
-        decode_s=0.0,
-        total_s=0.0,
+        policy=llm.config.fixed_policy.to_json(),
         bytes_moved={},
         bandwidth={},
-        flops=0,
         peak_bytes=dict.fromkeys(("gpu", "cpu", "disk", "rss")),
-        kv_bytes=0,
         bound=None,
+        **none,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol
@@ -14,8 +14,10 @@ from h2o_flexgen.engine.requests.reader import Request
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.engine.requests.sequence import Sequence as Row
 from h2o_flexgen.errors import ContextLengthError, PlanError, UsageError
+from h2o_flexgen.jobs.forecast import Forecast
+from h2o_flexgen.jobs.journal import JobResults
 from h2o_flexgen.jobs.requests import BatchRequest, Refused, RequestFormat, line_of
-from h2o_flexgen.jobs.source import Record
+from h2o_flexgen.jobs.source import Record, Source
 from h2o_flexgen.schedule.request import PlanRequest
 
 WINDOW_ROWS, WINDOW_TOKENS = 8192, 1 << 21
@@ -38,30 +40,22 @@ class AnsweringEngine(Protocol):
     def plan(self, workload: Workload) -> Plan: ...
 
 
-class Expectation(Protocol):
-    """What a job tells of its requests to who says how long it will take (`Forecast`)."""
+class GivenRequests:
+    """Some requests in the place of a file of them and of its results, which no file keeps."""
 
-    def expect(self, line: int, rows: Iterable[Row]) -> None: ...
+    def __init__(self, requests: list[Record]) -> None:
+        self.requests = requests
+        self.results = list[tuple[int, str, bool]]()
+        self.state = bytearray(max(record.line for record in requests) + 1)
 
-    def end(self, row: Row, left: int) -> None: ...
+    def records(self) -> list[Record]:
+        return self.requests
 
-    def finish(self, line: int) -> None: ...
+    def add(self, line: int, text: str, failed: bool) -> None:
+        self.results.append((line, text, failed))
 
-
-class RequestSource(Protocol):
-    """What a job needs of `Source`."""
-
-    def records(self) -> Iterable[Record]: ...
-
-
-class ResultSink(Protocol):
-    """What a job needs of `JobResults`: `state` has a byte for each line of the input, 0 where it is to be run."""
-
-    state: bytearray
-
-    def add(self, line: int, text: str, failed: bool) -> None: ...
-
-    def sync(self) -> None: ...
+    def sync(self) -> None:
+        pass
 
 
 @dataclass
@@ -129,14 +123,14 @@ class Job:
     """
 
     engine: AnsweringEngine
-    source: RequestSource
+    source: Source | GivenRequests
     format: RequestFormat
-    results: ResultSink
+    results: JobResults | GivenRequests
     requests: int
     window_rows: int = WINDOW_ROWS
     told: Callable[[Summary], None] = lambda summary: None
     """Called after each request."""
-    forecast: Expectation | None = None
+    forecast: Forecast | None = None
     """Hears of all that is read and finished."""
 
     def __post_init__(self) -> None:
@@ -226,16 +220,14 @@ class Job:
         bad = any(output.error is not None for output in task.outputs.values())
         self.summary.prompt_tokens += sum(len(each[0].prompt_ids) for each in outputs if each)
         self.summary.generated_tokens += sum(len(output.token_ids) for each in outputs for output in each)
-        if self.forecast is not None:
-            self.forecast.finish(task.record.line)
         self._write(task.record, answer, bad)
 
     def _refuse(self, record: Record, why: Refused) -> None:
-        if self.forecast is not None:
-            self.forecast.finish(record.line)
         self._write(record, self.format.refusal(record, why), True)
 
     def _write(self, record: Record, result: dict[str, Any], bad: bool) -> None:
+        if self.forecast is not None:
+            self.forecast.finish(record.line)
         self.results.add(record.line, line_of(result), bad)
         self.summary.count(record.line, result, bad)
         self.told(self.summary)

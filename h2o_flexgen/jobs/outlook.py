@@ -13,7 +13,7 @@ from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.jobs.forecast import OF_SAMPLE, Forecast, Pace, Percentiles, ToCome, seconds_text
-from h2o_flexgen.jobs.job import Job, bounded, opened, under_way
+from h2o_flexgen.jobs.job import GivenRequests, Job, bounded, opened, under_way
 from h2o_flexgen.jobs.requests import Refused, RequestFormat
 from h2o_flexgen.jobs.source import Record, Source
 from h2o_flexgen.planning.llm import LLM
@@ -42,23 +42,6 @@ def outlook_text(found: Mapping[str, Any]) -> str:
 
 _GLIMPSED = 128
 """Requests of a job that waits, from which it is told how long it will take."""
-
-
-@dataclass
-class _Kept:
-    """Some requests, whose results are not wanted."""
-
-    some: list[Record]
-    state: bytearray
-
-    def records(self) -> list[Record]:
-        return self.some
-
-    def add(self, line: int, text: str, failed: bool) -> None:
-        self.state[line] = 1
-
-    def sync(self) -> None:
-        """Nothing is kept."""
 
 
 @dataclass
@@ -176,7 +159,7 @@ def glimpse(llm: LLM, source: Source, form: RequestFormat, like: Forecast, done:
 def _run_sample(llm: LLM, form: RequestFormat, forecast: Forecast, records: list[Record]) -> float:
     """Has `records` answered, for the lengths of the answers and the pace. Bytes that moved, a second."""
     part = Forecast(len(records), forecast.slots)
-    kept = _Kept(records, bytearray(max(record.line for record in records) + 1))
+    kept = GivenRequests(records)
     shown = llm.on_progress
 
     def meter(what: str, done: int, total: int) -> None:

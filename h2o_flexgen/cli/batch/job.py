@@ -16,7 +16,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from h2o_flexgen.engine.model import Model
 from h2o_flexgen.errors import H2OFlexGenError, UsageError
 from h2o_flexgen.folders import last_part
 from h2o_flexgen.jobs.forecast import Forecast, seconds_text
-from h2o_flexgen.jobs.job import Job, Summary, bounded, under_way
+from h2o_flexgen.jobs.job import GivenRequests, Job, Summary, bounded, under_way
 from h2o_flexgen.jobs.journal import FAILED, JobResults
 from h2o_flexgen.jobs.openai import OpenAIFormat
 from h2o_flexgen.jobs.outlook import expected, outlook, outlook_text
@@ -310,24 +310,6 @@ def share_of(nodes: Iterable[Mapping[str, float]], actors: int, gpus: int) -> Ac
     raise UsageError(found, "needed one for each actor, and a GPU where GPUs are used")
 
 
-@dataclass
-class _Given:
-    """The requests of one batch, and their results."""
-
-    batch: list[Record]
-    state: bytearray
-    results: list[tuple[int, str, bool]] = field(default_factory=list)
-
-    def records(self) -> list[Record]:
-        return self.batch
-
-    def add(self, line: int, text: str, failed: bool) -> None:
-        self.results.append((line, text, failed))
-
-    def sync(self) -> None:
-        """Results are the journal's to keep, once they have come there."""
-
-
 class JobActor:
     """Answers batches of requests as `batch` does in one process. An actor's class; `memory`: its ActorShare's."""
 
@@ -348,7 +330,7 @@ class JobActor:
         import pyarrow
 
         records = [Record(*pickle.loads(data.as_py())) for data in batch["record"]]
-        given = _Given(records, bytearray(max(record.line for record in records) + 1))
+        given = GivenRequests(records)
         counts = [(0, 0)]
 
         def told(summary: Summary) -> None:
