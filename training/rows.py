@@ -87,16 +87,21 @@ def build_tokenizer(sources: list[Path], seed: int) -> PreTrainedTokenizerFast:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         ),
     )
+    return with_special_tokens(core, "</s>", CONTEXT)
+
+
+def with_special_tokens(core: Tokenizer, eos: str, context: int) -> PreTrainedTokenizerFast:
+    """As OPT has them: texts start with BOS."""
     core.post_processor = processors.TemplateProcessing(
         single="</s> $A", pair="</s> $A </s> $B", special_tokens=[("</s>", BOS)]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         bos_token="</s>",
-        eos_token="</s>",
+        eos_token=eos,
         pad_token="<pad>",
         unk_token="<unk>",
-        model_max_length=CONTEXT,
+        model_max_length=context,
         clean_up_tokenization_spaces=False,
     )
 

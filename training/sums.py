@@ -26,12 +26,12 @@ from random import Random
 from typing import NamedTuple
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from training.demo import ROOT, Recipe, Trainer, flags, new_model, prepare, train
 from training.evaluate import figures_of, write_figures
-from training.rows import BOS, Corpus
+from training.rows import BOS, Corpus, with_special_tokens
 
 CONTEXT = 384
 HELD_SEED, CASES = 77, 200
@@ -77,18 +77,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     """A token for every word; texts start with BOS."""
     core = Tokenizer(models.WordLevel(IDS, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    core.post_processor = processors.TemplateProcessing(
-        single="</s> $A", pair="</s> $A </s> $B", special_tokens=[("</s>", BOS)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="</s>",
-        eos_token=END,
-        pad_token="<pad>",
-        unk_token="<unk>",
-        model_max_length=CONTEXT,
-        clean_up_tokenization_spaces=False,
-    )
+    return with_special_tokens(core, END, CONTEXT)
 
 
 @dataclass(frozen=True)
