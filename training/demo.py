@@ -56,7 +56,6 @@ class Recipe:
         return self.short_rows if self.row_length(step) < CONTEXT else self.long_rows
 
     def tokens(self, steps: int) -> int:
-        """Tokens seen after `steps` steps."""
         return sum(self.rows(step) * self.row_length(step) for step in range(steps))
 
     def rate(self, step: int) -> float:

@@ -32,7 +32,6 @@ class PredictedSetting:
 
     @property
     def name(self) -> str:
-        """For records and tables."""
         cap = f" in {self.gpu_mem}" if self.gpu_mem else ""
         work = f"{self.sequences} x {self.prompt_len}+{self.gen_len}"
         cache = "full cache" if self.ratio == 1 else f"H2O {self.ratio:.0%}"
@@ -112,7 +111,6 @@ def one(work: dict[str, Any]) -> Record:
 
 
 def measure(section: Section) -> None:
-    """Every setting."""
     for setting in settings(section):
         section.attempt(setting.name, partial(measured, section, setting))
 

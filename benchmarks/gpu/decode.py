@@ -39,7 +39,6 @@ class Work:
 
     @property
     def name(self) -> str:
-        """For records and tables."""
         cache = "full cache" if self.budget is None else f"H2O {RATIO:.0%}"
         return f"{self.model.rpartition('/')[2]}, {self.batch} x {self.prompt_len:,}+{self.gen_len:,}, {cache}"
 
@@ -119,8 +118,6 @@ def one(told: dict[str, Any]) -> Record:
 
 
 def measure(section: Section) -> None:
-    """Every work."""
-
     def measured(work: Work) -> Record:
         return run(module_command("decode", ONE, vars(work)), section.left()).json()
 

@@ -25,7 +25,6 @@ PROCESS_BYTES = 3 << 27
 
 
 def measure(folder: str) -> Outcome:
-    """Runs the work in `folder`."""
     work = start(folder)
     checkpoint = saved_checkpoint(work, folder)
     started = time.perf_counter()

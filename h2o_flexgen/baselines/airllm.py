@@ -21,7 +21,6 @@ from h2o_flexgen.baselines.work import AdapterWork, Outcome, run
 
 
 def measure(folder: str) -> Outcome:
-    """Runs the work in `folder`."""
     work = start(folder)
     started = time.perf_counter()
     model = _opened(work, folder).model

@@ -28,7 +28,6 @@ def prepare(folder: str) -> None:
 
 
 def measure(folder: str) -> Outcome:
-    """Runs the work in `folder`."""
     os.environ.update(_ONE)
     os.environ["MASTER_PORT"] = str(_free_port())
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))

@@ -44,7 +44,6 @@ def prepare(folder: str) -> None:
 
 
 def measure(folder: str) -> Outcome:
-    """Runs the work in `folder`."""
     work = start(folder)
     on_gpu, dtype = use_cuda(work), getattr(torch, work.dtype)
     config = config_of(folder)

@@ -24,7 +24,6 @@ from h2o_flexgen.baselines.work import WARMUP_NEW, WARMUP_PROMPT, CannotRun, Out
 
 
 def measure(folder: str) -> Outcome:
-    """Runs the work in `folder`."""
     work = start(folder)
     started = time.perf_counter()
     model = model_in_memory(work, folder, attention="eager")

@@ -30,7 +30,6 @@ _NO_MEMORY = re.compile(r"failed to allocate|insufficient memory")
 
 
 def measure(folder: str) -> Outcome:
-    """Runs the work in `folder`."""
     work, shape = _asked(folder)
     command = [*_command(work), "-m", str(made(work, shape, work.options["type"]))]
     cores = CoreCount(_times_of_children)

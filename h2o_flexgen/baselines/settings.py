@@ -175,15 +175,12 @@ def _capacity(name: str, help: str) -> Any:
 class BenchSettings:
     """The settings of `bench`; UsageError for values that make no sense.
 
+    Fields mean what the flags' help says; besides:
+
     systems      in the order in which each repetition runs them; "llamacpp" becomes a system per type
-    reference    what the others are compared with: the first of our own among the systems, else the last
     weights      "auto" becomes "checkpoint" where the model has one at hand, else "dummy"
     batch_sizes  one: that of every system; several: tried, in this order; none: tried, doubling
-    batch_of     the sizes of systems whose best is known from before, in place of the one in batch_sizes
-    search       whether our own systems plan as `run` does: the placement, and with several batch sizes the blocks, too
-    weight_bits  of our own systems, which then pack what they load; the others' weights are of `dtype` or as they say
-    cpu_mem      bytes of host memory that every process is held to, where the machine allows that, and told
-    gpu_mem      bytes of GPU memory that every system is told
+    cpu_mem      bytes that every process is held to, where the machine allows that, and told; of gpu_mem it is told
     """
 
     systems: tuple[str, ...] = option(

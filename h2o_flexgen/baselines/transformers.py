@@ -212,7 +212,6 @@ def prepare(folder: str) -> None:
 
 
 def measure(folder: str) -> Outcome:
-    """Runs the work in `folder`."""
     work = start(folder)
     started = time.perf_counter()
     model = model_in_memory(work, folder)

@@ -98,7 +98,6 @@ class Outcome:
     shared: dict[str, float] | None = None
 
     def to_line(self) -> str:
-        """One line of JSON."""
         return json.dumps(dataclasses.asdict(self), allow_nan=False)
 
     @classmethod

@@ -455,7 +455,6 @@ def _numbered(word: str, numbers: Sequence[int]) -> str:
 
 
 def _is_zero(entry: Entry) -> bool:
-    """Whether it is a small tensor of zeros."""
     data = entry.file.head(entry.nbytes, entry.offset) if entry.nbytes <= _SMALL else b""
     return len(data) == entry.nbytes and not any(data)
 

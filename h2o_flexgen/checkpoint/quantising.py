@@ -56,7 +56,6 @@ class QuantisingSource:
         self.fingerprint = f"{source.fingerprint} {method} {sorted(spec.packings, key=str)}"
 
     def read_into(self, name: str, out: Weight) -> None:
-        """Fill `out` with tensor `name`; see WeightSource."""
         if not isinstance(out, PackedWeight) or self._as_stored(name):
             self._source.read_into(name, out)
             return

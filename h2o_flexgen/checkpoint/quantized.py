@@ -339,7 +339,6 @@ def _steps(start: int, stop: int, nbytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _columns(numbers: Array, rows: Rows) -> Array:
-    """The columns `rows`."""
     found = [numbers[:, start:stop] for start, stop in rows]
     return found[0] if len(found) == 1 else np.concatenate(found, 1)
 

@@ -212,7 +212,6 @@ class CheckpointSource:
         return all(torch.equal(mine, others) for (_, mine), (_, others) in pairs)
 
     def content(self) -> str:
-        """See WeightSource. Raises as read_into does."""
         found: dict[str, tuple[object, FileTensor]] = {}
         for name, each in self._tensors.items():
             if isinstance(each, PackedTensor):
@@ -223,7 +222,6 @@ class CheckpointSource:
         return content_digest(found)
 
     def close(self) -> None:
-        """Close the files; closing twice is fine."""
         self._chunks.close()
         for file in self._files:
             file.close()

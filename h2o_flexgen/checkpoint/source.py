@@ -128,7 +128,6 @@ class DummySource:
         self._codes = torch.randint(0, 256, (_POOL if self.packings else 0,), generator=generator, dtype=torch.uint8)
 
     def read_into(self, name: str, out: Weight) -> None:
-        """Fill `out` with tensor `name`; see WeightSource."""
         if isinstance(out, PackedWeight) and name in self.packings:
             out.parts["scale"].fill_(_SCALE)
             self._repeat(name, out.parts["codes"].view(-1), self._codes)

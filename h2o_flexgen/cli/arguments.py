@@ -260,7 +260,6 @@ def _made_for(args: argparse.Namespace, model: str) -> Iterator[str]:
 
 
 def _run_parser() -> Parser:
-    """The parser of `python -m h2o_flexgen.run`."""
     parser = Parser(
         prog=called("run"),
         usage="%(prog)s [--model MODEL] [--prompt TEXT | --prompts FILE] [--hh-ratio R] [flags]",

@@ -109,7 +109,6 @@ class RunProgress(_Bar):
             print_error(self._line(what, done, total))
 
     def finished(self) -> None:
-        """One more sequence is done."""
         self._finished += 1
 
     def _count(self, what: str, done: int, total: int, seconds: float) -> None:

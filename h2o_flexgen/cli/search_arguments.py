@@ -72,7 +72,6 @@ def _checked(args: argparse.Namespace) -> SearchArguments:
 
 
 def search_parser() -> Parser:
-    """The parser of `search`."""
     parser = Parser(
         prog=called("search"),
         usage="%(prog)s --model MODEL [--hardware NAME|FILE] [--hh-ratio R] [--output policy.json] [flags]",

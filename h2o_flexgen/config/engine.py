@@ -68,32 +68,14 @@ PREFIX_MEM, PREFIX_DISK = 1 << 30, 16 << 30
 class EngineConfig:
     """The settings of `LLM`. Sizes are given as bytes or text ("8GiB", a bare number counts GiB) and kept in bytes.
 
-    model         a name (`facebook/opt-6.7b`, `opt-6.7b`), a folder, or "demo"
-    path          a folder with models by name, searched first
+    Fields mean what the flags' help says; besides:
+
     policy        "auto", an OffloadPolicy, or a mapping of the fields that are fixed; the others are then chosen
-    model_impl    "native": a family of this engine; "transformers": transformers' own modules; "auto": these where
-                  there is no family
-    weights       "checkpoint", or "dummy": random numbers of the model's shape
-    dtype         "auto", "float32", "bfloat16", "float16"
-    weight_bits   16, or 8 or 4: matrices of a checkpoint of 16 bits or more are packed while they are loaded
-    allow_compress  whether a planner that knows the machine's rates chooses among these bits
-    weight_group  inputs that share a scale then
-    weight_importance  whether weights of 4 bits are rounded by which inputs matter, measured once
-    cache_bits    16, or 8 or 4: keys and values are packed as they come into their caches; a pair: of each
-    cache_rotation  before that: "rotate", a Hadamard transform spreads outliers; "scale", keys are scaled by channel
-                  first; "none"
-    cache_newest  of packed caches: tokens of each row, its newest, that are seen as they came
-    dequantize    whether matrices that a checkpoint has packed are expanded to `dtype` while they are loaded
-    gpu_mem, cpu_mem, disk_mem   caps per tier, that of the gpu for each GPU; None: what the machine has free
-    emulate_gpu   capacity of a gpu tier in host memory, None for none
-    num_gpus      GPUs that the layers are divided among
-    check_finite  whether a sequence that fails is told in which unit its numbers stopped being finite
-    share_prefixes  whether tokens that prompts of a block begin with in common are computed once; same results
+    cache_rotation  "rotate" is a Hadamard transform; with "scale" keys are scaled by channel first
     prefix_mem, prefix_dir, prefix_disk   a store of keys and values of prefixes that come back over blocks, calls and,
-                  in a folder, processes: its caps on the host and on disk; none without one of the first two
+                  in a folder, processes; none without one of the first two
     trace         whether `LLM.timeline` has who was busy when, and memory over time
     record_scores whether `LLM.score_log` has what the prompts' tokens scored; small prompts only
-    verify        when packed weights read from disk are checked against their checksums
     """
 
     model: str = option(

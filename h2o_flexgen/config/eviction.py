@@ -291,7 +291,6 @@ class EvictionConfig:
         return None if asked or budget.full or not budget.heavy else min(budget.recent, FAR_RECENT)
 
     def _whole(self, prompt_len: int, gen_len: int) -> Budget:
-        """The full cache."""
         length = prompt_len + gen_len
         sinks = min(self._sinks_of(prompt_len), length)
         recent = self._recent(Share(length, length - sinks, length, prompt_len), length)

@@ -49,7 +49,6 @@ def evicting(model: str, engine: Mapping[str, Any] | None, eviction: EvictionCon
 
 
 def record_of(llm: LLM) -> RunRecord:
-    """The record of the call before."""
     if llm.last_record is None:
         raise RuntimeError("a run of at least one sequence left no record")
     return llm.last_record

@@ -38,8 +38,6 @@ class Figure:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts."""
-
     caption: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]

@@ -24,7 +24,6 @@ _SECTIONS = (
 
 
 def page_of(material: Material, title: str = "") -> str:
-    """The page as HTML."""
     made = [(make(material), needs) for make, needs in _SECTIONS]
     sections = [section for section, _ in made if section is not None]
     missing = [needs for section, needs in made if section is None]

@@ -48,7 +48,6 @@ def quality_table(report: QualityReport) -> str:
 
 
 def quality_line(row: QualityRow) -> str:
-    """One row as a line of a log."""
     parts = [f"{column_name(tally.kind)} {_percent(tally.shown)}" for tally in row.recall]
     parts += [
         f"{column_name(tally.kind, later=True)} {_percent(tally.later)}" for tally in row.recall if tally.later_cases
@@ -131,7 +130,6 @@ def suite_table(records: Sequence[SuiteRecord]) -> str:
 
 
 def suite_line(record: SuiteRecord) -> str:
-    """One record as a line of a log."""
     budget = _budget_name(record.budget)
     return f"{record.model} {record.task}: {record.policy} at {budget}: {record.metric} {suite_cell(record)}"
 
@@ -165,7 +163,6 @@ def stream_table(report: StreamReport) -> str:
 
 
 def stream_line(row: StreamRow) -> str:
-    """One row as a line of a log."""
     first, last = _number(row.perplexity[0]), _number(row.perplexity[-1])
     return f"{row.policy}, {row.positions} positions: perplexity {first} at first, {last} at last ({row.seconds:.0f} s)"
 

@@ -122,7 +122,6 @@ class GgufSource:
         return Location(file.path, start, bound.shape[0] * _row_bytes(bound))
 
     def content(self) -> str:
-        """See WeightSource. Raises as read_into does."""
         facts = {
             f"{name}{'+' * turn}": ((bound.tensor.kind, bound.place.heads, bound.place.offset), self._stored(bound))
             for name, pieces in self._bound.items()
@@ -131,7 +130,6 @@ class GgufSource:
         return content_digest(facts)
 
     def close(self) -> None:
-        """Close the files; closing twice is fine."""
         if hasattr(self, "_chunks"):
             self._chunks.close()
         for file in self._files:

@@ -126,7 +126,6 @@ _FILES = "needed -i requests.jsonl -o results.jsonl, or --plan requests.jsonl"
 
 
 def _batch_parser() -> Parser:
-    """The parser of `python -m h2o_flexgen.batch`."""
     parser = Parser(
         prog=called("batch"),
         usage="%(prog)s -i requests.jsonl -o results.jsonl [--model MODEL] [--hh-ratio R] [flags]",

@@ -88,7 +88,6 @@ class HardwareProfile:
         return self.compute[device]
 
     def to_json(self) -> dict[str, Any]:
-        """Every field, as plain JSON values."""
         plain: dict[str, Any] = _plain(self)
         for rates in plain["compute"].values():
             for name in ("packed", "experts", "prompt_tick_s"):

@@ -85,7 +85,6 @@ class Packing:
         return LEVEL_BITS[self.levels]
 
     def groups(self, ins: int) -> int:
-        """Groups of a row."""
         return -(-ins // self.group) if self.group else 1
 
     def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:

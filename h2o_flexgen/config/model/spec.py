@@ -221,7 +221,6 @@ class ModelSpec:
 
     @cached_property
     def groups_by_key(self) -> dict[str, WeightGroup]:
-        """The weight groups by their keys."""
         return {group.key: group for group in self.weight_groups}
 
     @cached_property
@@ -308,7 +307,6 @@ class ModelSpec:
         return self.hidden_size * (2 if self.arch.parallel else 1)
 
     def hidden_bytes(self, tokens: int, dtype: str) -> int:
-        """Bytes of the hidden states of `tokens` tokens."""
         return tokens * self.hidden_width * dtype_bytes(dtype)
 
     @property
@@ -407,7 +405,6 @@ class ModelSpec:
 
 
 def _embed_tensors(spec: ModelSpec) -> tuple[TensorSpec, ...]:
-    """Of the input embedding."""
     tensors = [TensorSpec("embed.tokens", (spec.vocab_size, spec.embed_dim))]
     if spec.arch.positions == "learned":
         rows = spec.max_positions + spec.arch.position_offset
@@ -474,7 +471,6 @@ def _mixture_tensors(spec: ModelSpec, prefix: str, experts: ExpertSpec) -> tuple
 
 
 def _expert_tensors(spec: ModelSpec, prefix: str, experts: ExpertSpec) -> tuple[TensorSpec, ...]:
-    """Of one expert."""
     if experts.clamp is None:
         return _mlp_tensors(spec, prefix, experts.ffn_size)
     hidden, ffn = spec.hidden_size, experts.ffn_size

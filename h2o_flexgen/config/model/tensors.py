@@ -95,7 +95,6 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """How many numbers it holds."""
         product = 1
         for size in self.shape:
             product *= size

@@ -125,7 +125,6 @@ class Report:
     ROW: ClassVar[type[Any]]
 
     def to_json(self) -> dict[str, Any]:
-        """Every field."""
         data = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         return {**data, "rows": [row.to_json() for row in data["rows"]]}
 
@@ -167,7 +166,6 @@ class AnswerPair:
 
     @property
     def equal(self) -> bool:
-        """The two texts are the same."""
         return self.full == self.evicted
 
 
@@ -355,7 +353,6 @@ class SuiteRecord:
     dtype: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Every field."""
         return dataclasses.asdict(self)
 
     @classmethod

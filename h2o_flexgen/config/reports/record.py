@@ -32,7 +32,6 @@ _LATER = {"kept", "recall", "dependency", "shared", "quantization", "experts"}
 
 
 def package_version() -> str:
-    """The installed version of this package."""
     try:
         return importlib.metadata.version("h2o_flexgen")
     except importlib.metadata.PackageNotFoundError:

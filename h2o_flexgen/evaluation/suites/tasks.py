@@ -143,7 +143,6 @@ class Measured(NamedTuple):
 
     @property
     def pairs(self) -> list[Window]:
-        """Contexts and continuations."""
         return [(case.context, case.continuation) for case in self.cases]
 
     def run(self, llm: LLM, foresight: Foresight | None, full: Mapping[str, Figures]) -> list[Figures]:
