@@ -215,6 +215,12 @@ class Meter:
         """A sequence has ended, so many tokens before it had to."""
         self._passed_over += tokens
 
+    def learn(self, other: Meter) -> None:
+        """The steps that another one saw count, too: where all blocks of a job are alike, these alone do not tell the
+        seconds of a step from those of its tokens."""
+        self._sums += other._sums
+        self._targets += other._targets
+
     def pace(self, requests: int) -> Pace | None:
         """From what was measured while so many requests were finished; None from too little."""
         if self._steps < 5:

@@ -175,6 +175,7 @@ def _run_sample(llm: LLM, form: RequestFormat, forecast: Forecast, records: list
     load = 0.0 if record is None else record.load_s
     pace = part.meter.pace(len(records))
     forecast.lengths = part.answers
+    forecast.meter.learn(part.meter)
     if pace is not None:
         forecast.pace = replace(pace, first=load, spread=OF_SAMPLE)
     bytes_ = 0 if record is None else sum(record.bytes_moved.values())

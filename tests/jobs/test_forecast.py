@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 
 from h2o_flexgen.jobs import forecast as module
 from h2o_flexgen.jobs.forecast import (
+    OF_SAMPLE,
     Forecast,
     Lengths,
     Meter,
@@ -57,7 +58,7 @@ def drawn(random: np.random.Generator, count: int, most: int) -> list[Running]:
     return [Running(int(random.integers(5, 60)), most, int(ends[i % 2][i])) for i in range(count)]
 
 
-def made_up(job: Forecast, requests: list[Running], clock: Clock, told: Callable[[], None]) -> float:
+def made_up(job: Forecast, requests: list[Running], clock: Clock, told: Callable[[], None], true: Pace = TRUE) -> float:
     """Runs requests in a block of SLOTS rows, at the true pace, which others join once a quarter is free. Seconds.
 
     Progress is told as the engine does: a sequence that is finished counts all that it might have had.
@@ -73,14 +74,14 @@ def made_up(job: Forecast, requests: list[Running], clock: Clock, told: Callable
             if waiting:
                 rows.append(waiting.pop(0))
                 prompts += rows[-1][1].prompt_tokens
-                clock.now += TRUE.prompt * rows[-1][1].prompt_tokens
+                clock.now += true.prompt * rows[-1][1].prompt_tokens
                 meter("prefill", prompts, 0)
-        clock.now += TRUE.step + TRUE.token * len(rows)
+        clock.now += true.step + true.token * len(rows)
         for _, row in rows:
             row.token_ids.append(0)
         for line, row in [each for each in rows if each[1].finished]:
             over += row.max_new_tokens
-            clock.now += TRUE.request
+            clock.now += true.request
             job.end(row, row.max_new_tokens - row.length)
             job.finish(line)
             told()
@@ -140,6 +141,29 @@ def test_the_pace_is_found_out_from_steps(monkeypatch: pytest.MonkeyPatch) -> No
     assert Meter().pace(1) is None
 
 
+def test_a_sample_tells_how_long_blocks_of_few_rows_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block but the last is full to its end: from its steps alone, seconds of a step and of its tokens cannot be
+    told apart."""
+    clock, true = Clock(), replace(TRUE, step=0.0, token=0.004)
+    monkeypatch.setattr(module, "time", clock)
+
+    def alike(count: int) -> list[Running]:
+        return [Running(20, 40, 40 - (i % SLOTS == 0)) for i in range(count)]
+
+    sample, job = Forecast(12, SLOTS), Forecast(4 * SLOTS + 1, SLOTS)
+    made_up(sample, alike(12), clock, lambda: None, true)
+    found = sample.meter.pace(12)
+    assert found is not None
+    job.pace, job.lengths = replace(found, spread=OF_SAMPLE), sample.answers
+    job.meter.learn(sample.meter)
+    begun = clock.now
+    took = made_up(job, alike(job.requests), clock, lambda: job.note(clock.now - begun), true)
+    half = job.halfway(took)
+    assert half is not None
+    assert half.low <= took <= half.high
+    assert half.middle == pytest.approx(took, rel=0.02)
+
+
 def test_lengths_of_answers_that_were_cut_or_are_under_way() -> None:
     """A third of answers end after 3 tokens, the others after 40: neither what cut some of them nor what has come of
     others makes these shorter."""
@@ -179,7 +203,11 @@ def test_ranges_are_said_for_people() -> None:
         assert seconds_text(told) == text
 
 
-def test_what_a_plan_says(tmp_path: Path, model: Path, batch: Callable[..., Ran]) -> None:
+def test_what_a_plan_says(
+    tmp_path: Path, model: Path, batch: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learnt, learn = list[Pace | None](), Meter.learn
+    monkeypatch.setattr(Meter, "learn", lambda self, other: (learnt.append(other.pace(1)), learn(self, other)))
     lines = [json.dumps({"prompt": "x" * (5 + n % 20)}) for n in range(60)] + [json.dumps({"prompt": "y" * 200})]
     path = write(tmp_path / "in.jsonl", *lines)
     flags = ("--model", model, "--gen-len", 20, "--dtype", "float32", "--no-calibrate")
@@ -198,6 +226,8 @@ def test_what_a_plan_says(tmp_path: Path, model: Path, batch: Callable[..., Ran]
     plain, out = tmp_path / "plain.jsonl", tmp_path / "out.jsonl"
     batch("-i", path, "-o", plain, *flags)
     ran = batch("-i", path, "-o", out, "--sample", 40, *flags)
+    assert len(learnt) == 2
+    assert None not in learnt, "a job goes on with the steps of its sample"
     assert results(out, "line") == results(plain, "line"), "a sample changes no answer"
     assert ran.record["forecast"].keys() == {"first", "half", "measured"}
     assert "expected: " in ran.err
