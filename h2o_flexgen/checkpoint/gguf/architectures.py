@@ -92,13 +92,8 @@ _GRANITE = numbers(
 )
 
 
-def _rms(keys: GgufKeys) -> Config:
-    """The fields of most architectures: RMS norms, KV heads, the size of a head."""
-    return {**heads_of(keys), **ROOT_MEAN_SQUARE(keys)}
-
-
 def heads_of(keys: GgufKeys) -> Config:
-    """`_rms` without the norms."""
+    """KV heads, the size of a head, the base of its rotary positions."""
     heads, hidden = keys.whole("attention.head_count"), keys.whole("embedding_length")
     head_dim = keys.whole("attention.key_length", max(1, hidden // heads))
     if keys.whole("attention.value_length", head_dim) != head_dim:
@@ -113,19 +108,16 @@ def heads_of(keys: GgufKeys) -> Config:
 
 
 def _whole_heads(keys: GgufKeys) -> Config:
-    """`_rms` of a family whose heads turn whole, and the scaling of its rotary positions."""
-    return _whole(keys, _rms(keys))
-
-
-def _whole(keys: GgufKeys, config: Config) -> Config:
+    """Of a family whose heads turn whole, with the scaling of its rotary positions."""
+    config = heads_of(keys)
     if keys.whole("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
         raise keys.error("rope.dimension_count", f"whole heads, of {config['head_dim']} dimensions")
     return {**config, "rope_scaling": scaling_of(keys, config["rope_theta"], config["head_dim"])}
 
 
 def _part_of_heads(keys: GgufKeys) -> Config:
-    """`_rms` of a family of whose heads a part turns, without any scaling."""
-    config = _rms(keys)
+    """Of a family of whose heads a part turns, without any scaling."""
+    config = heads_of(keys)
     turned = keys.whole("rope.dimension_count", config["head_dim"])
     if turned > config["head_dim"] or turned % 2:
         raise keys.error("rope.dimension_count", f"an even part of heads of {config['head_dim']} dimensions")
@@ -171,7 +163,7 @@ def _olmoe(keys: GgufKeys) -> Config:
 
 
 def _cohere2(keys: GgufKeys) -> Config:
-    return {**_whole(keys, heads_of(keys)), **_window(keys, 4)}
+    return {**_whole_heads(keys), **_window(keys, 4)}
 
 
 def routed(keys: GgufKeys, function: int) -> Config:
@@ -241,7 +233,7 @@ def _exaone4(keys: GgufKeys) -> Config:
 
 
 def _phi3(keys: GgufKeys) -> Config:
-    config, positions = _rms(keys), keys.whole("context_length")
+    config, positions = heads_of(keys), keys.whole("context_length")
     turned = keys.whole("rope.dimension_count", config["head_dim"])
     original = keys.whole("rope.scaling.original_context_length", positions)
     scaling, attention = None, keys.number("rope.scaling.attn_factor", 1.0)
@@ -320,42 +312,47 @@ def _gptneox(keys: GgufKeys) -> Config:
 
 
 _QKV = dict.fromkeys(("attn.q", "attn.k", "attn.v"), "attn_qkv")
+_USUAL = (_whole_heads, ROOT_MEAN_SQUARE)
 ARCHITECTURES = {
-    "llama": Architecture("llama", (_whole_heads, _llama), "all"),
-    "mistral3": Architecture("ministral3", (_mistral3,), "all"),
-    "qwen2": Architecture("qwen2", (_whole_heads,)),
-    "qwen3": Architecture("qwen3", (_whole_heads, QUERY_BIAS)),
-    "olmo2": Architecture("olmo2", (_whole_heads, _olmo2)),
-    "olmoe": Architecture("olmoe", (_whole_heads, EXPERTS, _olmoe)),
-    "gpt-oss": Architecture("gpt_oss", (_gpt_oss, EXPERTS, QUERY_BIAS), names={"mlp.norm": "post_attention_norm"}),
-    "qwen2moe": Architecture("qwen2_moe", (_whole_heads, SHARED_EXPERT)),
+    "llama": Architecture("llama", (*_USUAL, _llama), "all"),
+    "mistral3": Architecture("ministral3", (_mistral3, ROOT_MEAN_SQUARE), "all"),
+    "qwen2": Architecture("qwen2", _USUAL),
+    "qwen3": Architecture("qwen3", (*_USUAL, QUERY_BIAS)),
+    "olmo2": Architecture("olmo2", (*_USUAL, _olmo2)),
+    "olmoe": Architecture("olmoe", (*_USUAL, EXPERTS, _olmoe)),
+    "gpt-oss": Architecture(
+        "gpt_oss", (_gpt_oss, ROOT_MEAN_SQUARE, EXPERTS, QUERY_BIAS), names={"mlp.norm": "post_attention_norm"}
+    ),
+    "qwen2moe": Architecture("qwen2_moe", (*_USUAL, SHARED_EXPERT)),
     # all of its models divide the weights of the experts that a token chose by their sum
-    "qwen3moe": Architecture("qwen3_moe", (_whole_heads, EXPERTS, EXPERT_SIZE, always(norm_topk_prob=True))),
-    "granite": Architecture("granite", (_whole_heads, BIASES, _GRANITE), "all"),
-    "granitemoe": Architecture("granitemoe", (_whole_heads, EXPERTS, _GRANITE), "all"),
+    "qwen3moe": Architecture("qwen3_moe", (*_USUAL, EXPERTS, EXPERT_SIZE, always(norm_topk_prob=True))),
+    "granite": Architecture("granite", (*_USUAL, BIASES, _GRANITE), "all"),
+    "granitemoe": Architecture("granitemoe", (*_USUAL, EXPERTS, _GRANITE), "all"),
     # in all of its models every fourth layer has no positions
-    "smollm3": Architecture("smollm3", (_whole_heads, always(no_rope_layer_interval=4)), "all"),
-    "exaone4": Architecture("exaone4", (_whole_heads, _exaone4)),
+    "smollm3": Architecture("smollm3", (*_USUAL, always(no_rope_layer_interval=4)), "all"),
+    "exaone4": Architecture("exaone4", (*_USUAL, _exaone4)),
     "cohere2": Architecture(
         "cohere2", (_cohere2, LAYER_NORM, LOGIT_SCALE, QUERY_BIAS), "rotated", {"mlp.norm": "attn_norm"}
     ),
-    "glm4": Architecture("glm4", (_part_of_heads, QUERY_BIAS), "rotated", {"mlp.gate": "ffn_up", "mlp.up": "ffn_up"}),
+    "glm4": Architecture(
+        "glm4", (_part_of_heads, ROOT_MEAN_SQUARE, QUERY_BIAS), "rotated", {"mlp.gate": "ffn_up", "mlp.up": "ffn_up"}
+    ),
     "glm4moe": Architecture(
         "glm4_moe",
-        (_part_of_heads, _glm4_moe, QUERY_BIAS, query_norm),
+        (_part_of_heads, ROOT_MEAN_SQUARE, _glm4_moe, QUERY_BIAS, query_norm),
         names={"mlp.norm": "post_attention_norm"},
     ),
-    "dots1": Architecture("dots1", (_whole_heads, _dots1, QUERY_BIAS)),
-    "ernie4_5-moe": Architecture("ernie4_5_moe", (_whole_heads, _ernie_moe), "rotated"),
-    "minimax-m2": Architecture("minimax_m2", (_part_of_heads, EXPERTS, _minimax_m2)),
+    "dots1": Architecture("dots1", (*_USUAL, _dots1, QUERY_BIAS)),
+    "ernie4_5-moe": Architecture("ernie4_5_moe", (*_USUAL, _ernie_moe), "rotated"),
+    "minimax-m2": Architecture("minimax_m2", (_part_of_heads, ROOT_MEAN_SQUARE, EXPERTS, _minimax_m2)),
     "seed_oss": Architecture(
         "seed_oss",
-        (_whole_heads, BIASES, biased(attention_out_bias="attn_output")),
+        (*_USUAL, BIASES, biased(attention_out_bias="attn_output")),
         names={"mlp.norm": "post_attention_norm"},
     ),
-    "phi3": Architecture("phi3", (_phi3,), names={**_QKV, "mlp.gate": "ffn_up", "mlp.up": "ffn_up"}),
-    "gemma2": Architecture("gemma2", (_gemma2,)),
-    "gemma3": Architecture("gemma3_text", (_gemma3,)),
+    "phi3": Architecture("phi3", (_phi3, ROOT_MEAN_SQUARE), names={**_QKV, "mlp.gate": "ffn_up", "mlp.up": "ffn_up"}),
+    "gemma2": Architecture("gemma2", (_gemma2, ROOT_MEAN_SQUARE)),
+    "gemma3": Architecture("gemma3_text", (_gemma3, ROOT_MEAN_SQUARE)),
     "gptneox": Architecture("gpt_neox", (_gptneox, LAYER_NORM, biased(attention_bias="attn_qkv")), names=_QKV),
 }
 """The architectures that are read, by GGUF's word."""
