@@ -127,6 +127,7 @@ def test_a_batch_of_other_flags_waits(tmp_path: Path, serve: Serve) -> None:
         waits = client.batches.retrieve(made.id)
         assert waits.status == "in_progress"
         assert "seed 0, and now it is 1" in waits.errors.data[0].message
+        assert str(tmp_path) not in waits.errors.data[0].message
     with serve(*slow) as service:
         ended = finished(service.client, made.id)
         assert (ended.status, ended.request_counts.completed, ended.errors) == ("completed", 8, None)
@@ -322,10 +323,14 @@ def test_two_models(tmp_path: Path, talker: Path, serve: Serve) -> None:
         shutil.rmtree(other)
         waits = make("other")
         until_asked(lambda: client.batches.retrieve(waits.id).errors)
-        assert "its model cannot be used" in client.batches.retrieve(waits.id).errors.data[0].message
+        said_of_it = client.batches.retrieve(waits.id).errors.data[0].message
+        assert "its model cannot be used: its files" in said_of_it
         with pytest.raises(openai.InternalServerError) as raised:
             client.chat.completions.create(**{**said, "model": "other"})
         assert raised.value.status_code == 503
+        assert "model other cannot be used: its files" in raised.value.message
+        assert str(tmp_path) not in raised.value.message + said_of_it
+        assert service.said.count(f"\nother: {str(other)!r} is not there") == 2, "who serves reads all of it"
         assert finished(client, make("model").id).status == "completed"
     with serve() as service:
         until_asked(lambda: "service of other" in service.client.batches.retrieve(waits.id).errors.data[0].message)

@@ -297,6 +297,7 @@ def test_a_disk_that_is_full(serve: Serve) -> None:
         found = client.batches.retrieve(waits.id)
         assert (found.status, found.errors.data[0].code) == ("in_progress", "waiting")
         assert "cannot write" in found.errors.data[0].message
+        assert str(service.data) not in found.errors.data[0].message
         assert found.request_counts.completed > 3
 
 

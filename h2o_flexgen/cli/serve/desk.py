@@ -255,7 +255,13 @@ class Desk:
         """Nothing of a batch is lost, and nothing is done with it for so many seconds, or by this process."""
         self._held[batch["id"]] = time.monotonic() + seconds
         with suppress(StorageError):  # which may be why
-            self.update(batch, errors=error_list([("waiting", why, None)]), forecast=None)
+            self.update(batch, errors=error_list([("waiting", self.told(why), None)]), forecast=None)
+
+    def told(self, message: str) -> str:
+        """What clients are told: where this folder is on the machine is left out."""
+        for folder in (self._folder.resolve(), self._folder):
+            message = message.replace(f"{folder}/", "")
+        return message
 
     def ending(self, batch: Entry) -> str | None:
         """Why a batch is to be stopped: "cancelled" or "expired"."""

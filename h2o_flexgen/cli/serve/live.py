@@ -196,7 +196,7 @@ class LiveRequests:
             return
         except Exception as error:  # of one request: whatever else is under way goes on
             log.exception("a request could not be read")
-            self._refuse(request, Refused(f"{type(error).__name__}: {error}", "server_error", status=500))
+            self._refuse(request, Refused(type(error).__name__, "server_error", status=500))
             return
         rows = [(place, row) for place, each in enumerate(request.open.rows) for row in each]
         for place, row in rows:

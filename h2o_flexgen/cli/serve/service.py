@@ -137,7 +137,7 @@ class Worker:
                     self._use(model)
                 except H2OFlexGenError as error:
                     print_error(f"{model}: {error}")
-                    self.live.lost(model, str(error).partition("\n")[0])
+                    self.live.lost(model, f"model {model} cannot be used: {_reason(error)}")
             elif batch is not None:
                 self._serve(batch)
 
@@ -217,7 +217,7 @@ class Worker:
             return self._fail(batch, "cannot_be_run", str(error).partition("\n")[0])
         except (Exception, MemoryError) as error:  # a fault of ours, or no memory: others are to be served
             print_error(traceback.format_exc())
-            return self._fail(batch, "internal_error", f"{type(error).__name__}: {error}")
+            return self._fail(batch, "internal_error", type(error).__name__)
 
     def _answered(self, batch: Entry) -> str | None:
         try:
@@ -249,7 +249,8 @@ class Worker:
         try:
             llm = self._use(batch["model"])
         except H2OFlexGenError as error:
-            self._wait(batch, f"this batch waits, as its model cannot be used: {error.found}")
+            print_error(f"{batch['model']}: {error}")
+            self._wait(batch, f"this batch waits, as its model cannot be used: {_reason(error)}")
             return None
         folder.mkdir(mode=0o700, exist_ok=True)
         jobs = replace(usual, input=path, output=folder / OUTPUT, error_file=Path(ERRORS))
@@ -351,7 +352,7 @@ class Worker:
             results.sync()
 
     def _fail(self, batch: Entry, code: str, message: str) -> str:
-        self._desk.update(batch, errors=error_list([(code, message, None)]))
+        self._desk.update(batch, errors=error_list([(code, self._desk.told(message), None)]))
         return "failed"
 
     # Single requests
@@ -371,7 +372,7 @@ class Worker:
             raise
         except (Exception, MemoryError) as error:
             print_error(traceback.format_exc())
-            self.live.fail(rows, f"{type(error).__name__}: {error}", "server_error")
+            self.live.fail(rows, type(error).__name__, "server_error")
 
 
 def _form(
@@ -385,6 +386,17 @@ def _form(
     form = request_format(jobs, llm.model, "openai", doubled, header or {})
     assert isinstance(form, OpenAIFormat), "the format that was asked for"
     return replace(form, model=model, served=(form.model, *form.served))
+
+
+def _reason(error: H2OFlexGenError) -> str:
+    """Why a model cannot be used, as clients are told: the error, which names paths of this machine, is printed."""
+    reasons = {
+        ModelError: "its files are missing or cannot be used",
+        PlanError: "it does not fit the memory",
+        StorageError: "the disk is full or failing",
+    }
+    plain = (reason for kind, reason in reasons.items() if isinstance(error, kind))
+    return f"{next(plain, 'the service lacks what it needs')} (its operator is told more)"
 
 
 def _faults(source: Source) -> list[tuple[str, str, int | None]]:

@@ -330,7 +330,8 @@ def _http(request: Request, error: Any) -> Response:
 def _disk(request: Request, error: Any) -> Response:
     number = error.errno or getattr(error.__cause__, "errno", None)
     full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return _refused(request, ApiError(507 if full else 500, f"the data folder: {error}", code="storage_failed"))
+    found = f"the data folder: {error.strerror or error}"
+    return _refused(request, ApiError(507 if full else 500, found, code="storage_failed"))
 
 
 def _bug(request: Request, error: Any) -> Response:
