@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
 
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
+
+T = TypeVar("T")
 
 
 def whole(value: object, label: str, minimum: int) -> int:
@@ -75,3 +78,27 @@ def known_keys(data: object, cls: type[Any], *, derived: tuple[str, ...] = ()) -
     if missing:
         raise UsageError(f"{cls.__name__} lacks the keys {', '.join(missing)}")
     return {key: value for key, value in data.items() if key in fields}
+
+
+def refuses_unknown(what: str) -> Callable[[type[T]], type[T]]:
+    """Decorates a dataclass: an option that it has not is a UsageError with those that it has, not Python's TypeError.
+
+    what: an option of it in words, such as "a generation setting".
+    """
+
+    def decorated(cls: type[T]) -> type[T]:
+        made: Any = vars(cls)["__init__"]
+        names = [item.name for item in dataclasses.fields(cls) if item.init]  # type: ignore[arg-type]
+
+        @functools.wraps(made)
+        def checked(self: T, *values: Any, **options: Any) -> None:
+            for name in options:
+                if name not in names:
+                    found, needed = f"{name!r} is not {what}", f"needed one of {', '.join(names)}"
+                    raise UsageError(found, needed, suggestion(name, names))
+            made(self, *values, **options)
+
+        cls.__init__ = checked  # type: ignore[method-assign, assignment]
+        return cls
+
+    return decorated

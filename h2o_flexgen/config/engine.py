@@ -202,6 +202,9 @@ class EngineConfig:
         if isinstance(self.policy, str):
             one_of(self.policy, "policy", ("auto",))
         elif not isinstance(self.policy, OffloadPolicy):
+            if not isinstance(self.policy, Mapping):
+                needed = 'needed "auto", an OffloadPolicy, or a dict of some of its fields'
+                raise UsageError(f"policy is {self.policy!r}", needed)
             for key in self.policy:
                 if key not in POLICY_FIELDS:
                     raise UsageError(

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from h2o_flexgen.config import budget as budgets
 from h2o_flexgen.config.budget import Budget as Budget
 from h2o_flexgen.config.budget import Range
-from h2o_flexgen.config.checks import known_keys, one_of, share, truth, whole
+from h2o_flexgen.config.checks import known_keys, one_of, refuses_unknown, share, truth, whole
 from h2o_flexgen.config.flags import layer_numbers, option, with_commas
 from h2o_flexgen.config.recall import EVERY, RECALL_TIERS, STATIC, RecallTier
 from h2o_flexgen.config.splits import AUTO, CHOSEN, LAYER_SPLITS, THEN_H2O, LayerSplit, Share, Split, split_of
@@ -27,6 +27,7 @@ ROW_LOGITS = 1 << 20
 """Logits of a prompt's queries that are alive at once where a policy looks at them: float32."""
 
 
+@refuses_unknown("an option of EvictionConfig")
 @dataclass(frozen=True)
 class EvictionConfig:
     """The eviction policy and its budget, as asked for; `resolve` gives tokens. Raises UsageError naming the flag."""

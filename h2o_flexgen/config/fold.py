@@ -27,10 +27,7 @@ class Fold:
     def __post_init__(self) -> None:
         whole(self.trigger, "the trigger of a fold", 0)
         for name in ("keep", "then"):
-            tokens = getattr(self, name)
-            if isinstance(tokens, str) or not hasattr(tokens, "__iter__"):
-                raise UsageError(f"{name} of a fold is {tokens!r}", "needed a list of token ids")
-            object.__setattr__(self, name, tuple(whole(token, f"a token of a fold's {name}", 0) for token in tokens))
+            object.__setattr__(self, name, _token_ids(getattr(self, name), f"{name} of a fold"))
         if not self.keep:
             raise UsageError("keep of a fold is empty", "needed one token id or more")
 
@@ -64,7 +61,24 @@ class Thinking:
     joins: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("begin", "end", "then"):
+            object.__setattr__(self, name, _token_ids(getattr(self, name), f"{name} of thinking"))
         if not self.begin or not self.end:
             raise UsageError("thinking has no begin or no end", "needed one token id or more for each")
         if self.most is not None:
             whole(self.most, "most of thinking", 0)
+
+    @classmethod
+    def read(cls, asked: Any) -> Thinking | None:
+        """A Thinking, or the dict of one; None stays None."""
+        if asked is None or isinstance(asked, Thinking):
+            return asked
+        if not isinstance(asked, Mapping):
+            raise UsageError(f"thinking is {asked!r}", 'needed {"begin": [token ids], "end": [token ids], ...}')
+        return cls(**known_keys(asked, cls))
+
+
+def _token_ids(given: Any, label: str) -> tuple[int, ...]:
+    if isinstance(given, str) or not hasattr(given, "__iter__"):
+        raise UsageError(f"{label} is {given!r}", "needed a list of token ids")
+    return tuple(whole(token, f"a token of {label}", 0) for token in given)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from h2o_flexgen.config.checks import known_keys, truth, whole
+from h2o_flexgen.config.checks import known_keys, refuses_unknown, truth, whole
 from h2o_flexgen.config.flags import option
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
@@ -129,6 +129,7 @@ def _placement(name: str, what: str) -> Any:
     return option(default, name, help=text, metavar="TIER=SHARE,...", parse=parse_shares, show=str, unset="planned")
 
 
+@refuses_unknown("an option of OffloadPolicy")
 @dataclass(frozen=True)
 class OffloadPolicy:
     """The placements and the block shape of a run (FlexGen, arXiv 2303.06865, section 4). Hashable; raises UsageError.

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from h2o_flexgen.config.checks import whole
+from h2o_flexgen.config.checks import refuses_unknown, shown, truth, whole
 from h2o_flexgen.config.flags import option
 from h2o_flexgen.config.fold import Fold, Thinking
 from h2o_flexgen.config.response_format import ResponseFormat
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.registry import suggestion
 
 Words = tuple[tuple[int, ...], ...]
 """Sequences of token ids."""
 
 
+@refuses_unknown("a generation setting")
 @dataclass(frozen=True)
 class SamplingParams:
     """One sequence's generation settings; greedy unless `do_sample`. Raises UsageError for values that make no sense.
@@ -112,20 +113,25 @@ class SamplingParams:
                 change="set do_sample=True",
             )
         if not self.do_sample and (idle := [name for name in SAMPLING_ONLY if getattr(self, name) != _DEFAULTS[name]]):
-            warn_idle(idle, stacklevel=3)
+            warn_idle(idle, stacklevel=4)
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> SamplingParams:
-        """Builds from keyword arguments; an unknown name raises UsageError with the closest known one."""
-        return cls().with_kwargs(**kwargs)
+        """The same as the constructor."""
+        return cls(**kwargs)
 
     def with_kwargs(self, **kwargs: Any) -> SamplingParams:
-        """A copy with some settings replaced; an unknown name raises UsageError with the closest known one."""
-        for name in kwargs:
-            if name not in _DEFAULTS:
-                hint = suggestion(name, _DEFAULTS) or f"known: {', '.join(_DEFAULTS)}"
-                raise UsageError(f"{name!r} is not a generation setting", hint)
+        """A copy with some settings replaced."""
         return replace(self, **kwargs)
+
+    @classmethod
+    def read(cls, given: Any, where: str) -> SamplingParams:
+        """`given`, or what a dict of settings describes. UsageError for anything else, as that of `where`."""
+        if isinstance(given, Mapping):
+            return cls(**{str(name): value for name, value in given.items()})
+        if not isinstance(given, cls):
+            raise UsageError(f"{where} are {shown(given)}", "needed SamplingParams, or a dict of its settings")
+        return given
 
     @property
     def usual(self) -> bool:
@@ -149,12 +155,21 @@ class SamplingParams:
             whole(getattr(self, name), name, 0)
         if self.logprobs is not None:
             whole(self.logprobs, "logprobs", 0)
+        for name in ("do_sample", "ignore_eos", "remove_invalid_values", "renormalize_logits"):
+            truth(getattr(self, name), name)
+        for name, values in (("seed", _tokens(self.seed)), ("eos_token_id", _tokens(self.eos_token_id))):
+            for value in values:
+                if isinstance(value, bool) or not hasattr(value, "__index__"):
+                    raise UsageError(f"{name} is {value!r}", "needed a whole number")
         if self.min_new_tokens > self.max_new_tokens:
             raise UsageError(
                 f"min_new_tokens={self.min_new_tokens} is larger than max_new_tokens={self.max_new_tokens}"
             )
 
     def _check_shares(self) -> None:
+        if self.temperature == 0:
+            found, greedy = f"temperature is {self.temperature!r}", "for greedy search leave it and do_sample out"
+            raise UsageError(found, "needed a number above 0", greedy)
         for name in ("temperature", "repetition_penalty", "encoder_repetition_penalty"):
             _require_range(name, getattr(self, name), 0.0, math.inf)
         for name in ("presence_penalty", "frequency_penalty"):
@@ -168,7 +183,7 @@ class SamplingParams:
             _require_range("max_time", self.max_time, 0.0, math.inf, closed=True)
         decay = self.exponential_decay_length_penalty
         if decay is not None:
-            if len(decay) != 2:
+            if not isinstance(decay, tuple) or len(decay) != 2:
                 raise UsageError(f"exponential_decay_length_penalty={decay}", "needed (tokens before it, factor)")
             whole(decay[0], "the start of exponential_decay_length_penalty", 0)
             _require_range("the factor of exponential_decay_length_penalty", decay[1], 0.0, math.inf)
@@ -209,6 +224,9 @@ class SamplingParams:
                 named.append((name, _tokens(value)))
         return named
 
+
+SamplingLike = SamplingParams | Mapping[str, Any]
+"""Settings, or a dict of some."""
 
 SAMPLING_ONLY = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Settings that only `do_sample` gives a meaning."""
@@ -251,8 +269,11 @@ def _frozen(params: SamplingParams) -> dict[str, Any]:
     """The settings that may come as lists, sets, a string or a dict, as nested tuples. UsageError where they cannot."""
     bias = params.sequence_bias or ()
     stops = params.stop_strings
+    if stops is not None and not hasattr(stops, "__iter__"):
+        raise UsageError(f"stop_strings is {stops!r}", "needed a string, or a list of them")
     made: dict[str, Any] = {"stop_strings": (stops,) if isinstance(stops, str) else tuple(stops or ())}
     made["response_format"], made["fold"] = ResponseFormat.read(params.response_format), Fold.read(params.fold)
+    made["thinking"] = Thinking.read(params.thinking)
     try:
         for name in ("suppress_tokens", "begin_suppress_tokens"):
             made[name] = tuple(getattr(params, name) or ())

@@ -18,7 +18,7 @@ from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.cache.prefix_store import PrefixStore
 from h2o_flexgen.config.engine import PREFIX_DISK, PREFIX_MEM, EngineConfig
 from h2o_flexgen.config.reports.record import RunRecord
-from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.config.sampling import SamplingLike, SamplingParams
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine.batching.scheduler import LateRows, Newcomers, WaitingQueue, in_order, note_returns
 from h2o_flexgen.engine.execution.block import BlockRunner
@@ -145,7 +145,7 @@ class Engine:
     def generate(
         self,
         prompts: SequenceOf[PromptLike | UsageError],
-        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        params: SamplingLike | SequenceOf[SamplingLike] | None = None,
         *,
         on_error: str = "fail",
         **settings: Any,
@@ -153,8 +153,9 @@ class Engine:
         """Completes `prompts` (strings or lists of token ids, or a Prompt of either with spans), in order, with
         num_return_sequences outputs each.
 
-        settings: fields of SamplingParams, instead of `params`. UsageError before any work for a prompt that cannot be
-        run; with `on_error` "skip" its outputs carry the `error`, and the others are run.
+        params: a dict of fields counts as SamplingParams. settings: such fields, before those of `params`. UsageError
+        before any work for a prompt that cannot be run; with `on_error` "skip" its outputs carry the `error`, and the
+        others are run.
         """
         outputs = list(self.stream(prompts, params, on_error=on_error, **settings))
         return sorted(outputs, key=lambda output: (output.index, output.sample))
@@ -162,18 +163,18 @@ class Engine:
     def stream(
         self,
         prompts: SequenceOf[PromptLike | UsageError],
-        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        params: SamplingLike | SequenceOf[SamplingLike] | None = None,
         *,
         on_error: str = "fail",
         **settings: Any,
     ) -> Iterator[RequestOutput]:
         """As `generate`, but yields each sequence as soon as it is finished, after those of skipped prompts. Until the
         stream ends or is closed, other calls raise UsageError."""
-        if params is None:
-            params = SamplingParams.from_kwargs(**settings)
+        if params is None or isinstance(params, Mapping):
+            params = SamplingParams.read({**(params or {}), **settings}, "params")
         elif settings:
             if not isinstance(params, SamplingParams):
-                raise TypeError("give settings by name or a list of SamplingParams, not both")
+                raise UsageError("settings by name are given beside a list of SamplingParams", "needed one of the two")
             params = params.with_kwargs(**settings)
         if on_error not in ON_ERROR:
             raise UsageError(f"on_error is {on_error!r}", f"needed one of {', '.join(ON_ERROR)}")
@@ -209,7 +210,7 @@ class Engine:
     def chat(
         self,
         conversations: SequenceOf[Conversation],
-        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        params: SamplingLike | SequenceOf[SamplingLike] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         *,
         on_error: str = "fail",

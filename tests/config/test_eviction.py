@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from h2o_flexgen.config.eviction import Budget, EvictionConfig, exact_ceiling
 from h2o_flexgen.config.flags import layer_numbers
+from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.splits import FAR_LAYERS, SPLITS
 from h2o_flexgen.config.workload import counted_in_bytes
 from h2o_flexgen.errors import UsageError
@@ -21,6 +22,13 @@ from h2o_flexgen.models.families import spec_from_config
 from tests.tiny import config_of
 
 EVICTING = [name for name in SPLITS.names() if name != "full"]
+
+
+def test_an_unknown_option_is_named_with_those_that_exist() -> None:
+    with pytest.raises(UsageError, match=r"'foo' is not an option of EvictionConfig\. needed one of name, ratio, "):
+        EvictionConfig("h2o", foo=1)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match=r"of OffloadPolicy\. needed one of .*did you mean 'gpu_batch_size'"):
+        OffloadPolicy(gpu_batch=4)  # type: ignore[call-arg]
 
 
 @given(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from h2o_flexgen.config.fold import Thinking
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.errors import UsageError
 
@@ -69,3 +70,29 @@ def test_sampling_settings_without_sampling_are_warned_of_where_they_are_written
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         SamplingParams(do_sample=True, temperature=0.5, min_p=0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"do_sample": "false"}, "do_sample is 'false'. needed true or false"),
+        ({"seed": "x"}, "seed is 'x'. needed a whole number"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'. needed a whole number"),
+        ({"stop_strings": 5}, "stop_strings is 5. needed a string, or a list of them"),
+        ({"exponential_decay_length_penalty": 5}, "exponential_decay_length_penalty=5. needed (tokens before it, "),
+        ({"thinking": 5}, "thinking is 5. needed {"),
+        ({"thinking": {"begin": [1]}}, "Thinking lacks the keys end"),
+        ({"thinking": {"begin": "<", "end": [2]}}, "begin of thinking is '<'. needed a list of token ids"),
+        ({"max_tokens": 8}, "'max_tokens' is not a generation setting. needed one of max_new_tokens, "),
+    ],
+    ids=str,
+)
+def test_values_of_another_kind_are_named(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        SamplingParams(**settings)
+    assert str(caught.value).startswith(words)
+
+
+def test_thinking_may_be_a_dict() -> None:
+    asked = {"begin": [1], "end": [2, 3], "most": 4}
+    assert SamplingParams(thinking=asked).thinking == Thinking((1,), (2, 3), most=4)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -12,7 +12,7 @@ from h2o_flexgen.config.budget import Budget, Range
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.prompt import Prompt, TokenSpan, marked, token_spans
-from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.config.sampling import SamplingLike, SamplingParams
 from h2o_flexgen.config.workload import Workload, first_pass
 from h2o_flexgen.engine.requests.chat import offsets_of
 from h2o_flexgen.engine.requests.grammars import Grammar, Grammars
@@ -68,7 +68,7 @@ class RequestReader:
     def read(
         self,
         prompts: SequenceOf[PromptLike | UsageError],
-        params: SamplingParams | SequenceOf[SamplingParams],
+        params: SamplingLike | SequenceOf[SamplingLike],
         refused: list[RefusedPrompt] | None = None,
         advice: str = "",
     ) -> list[Sequence]:
@@ -79,13 +79,14 @@ class RequestReader:
             raise UsageError("prompts is one string", "needed a list of prompts", "wrap it: [prompt]")
         if not hasattr(prompts, "__len__"):
             raise UsageError(f"prompts is {type(prompts).__name__}, not a list", "needed a list of prompts")
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if isinstance(params, SamplingParams | Mapping) or not hasattr(params, "__iter__"):
+            params = [SamplingParams.read(params, "params")] * len(prompts)
+        each = list(params)
         if len(each) != len(prompts):
             raise UsageError(f"{len(each)} SamplingParams for {len(prompts)} prompts", "needed one, or one per prompt")
         sequences, number = list[Sequence](), 0
-        for index, (prompt, settings) in enumerate(zip(prompts, each, strict=True)):
-            if not isinstance(settings, SamplingParams):
-                raise UsageError(f"the settings of prompt {index} are {settings!r}", "needed SamplingParams")
+        for index, (prompt, given) in enumerate(zip(prompts, each, strict=True)):
+            settings = SamplingParams.read(given, f"the settings of prompt {index}")
             try:
                 sequences += self._samples(index, number, prompt, settings)
             except UsageError as error:
@@ -241,7 +242,10 @@ class RequestReader:
         spans: tuple[TokenSpan, ...] = (),
     ) -> Sequence:
         if params.stop_strings and self.codec is None:
-            raise UsageError("stop_strings are given, and this model has no tokenizer", "needed eos_token_id instead")
+            raise UsageError(
+                "a stop string is given, and this model has no tokenizer",
+                "needed a tokenizer, or eos_token_id instead",
+            )
         params.check_vocabulary(self.spec.vocab_size)
         ranges = marked(spans, self.eviction.spans)
         budget = _budget(self.eviction, len(ids), params.max_new_tokens, ranges)
