@@ -27,6 +27,7 @@ import xxhash
 from torch import Tensor
 
 from h2o_flexgen.cache.reuse import Category, ExpectedReuse
+from h2o_flexgen.errors import UsageError
 
 GRAIN = 16
 """Prefixes end at multiples of it: neighbours that go on alike by chance then find the same."""
@@ -362,11 +363,15 @@ class PrefixStore:
         if self.folder is None:
             return
         found = list[tuple[float, FileName, int]]()
-        with suppress(FileNotFoundError), os.scandir(self.folder) as files:
-            for file in files:
-                name = FileName.read(file.name)
-                if name is not None:
-                    found.append((file.stat().st_mtime, name, file.stat().st_size))
+        try:
+            with suppress(FileNotFoundError), os.scandir(self.folder) as files:
+                for file in files:
+                    name = FileName.read(file.name)
+                    if name is not None:
+                        found.append((file.stat().st_mtime, name, file.stat().st_size))
+        except OSError as error:
+            told = f"--prefix-dir {self.folder.parent}: {error.strerror}"
+            raise UsageError(told, "needed a folder that can be read", "name another folder") from None
         for _, name, nbytes in sorted(found):
             self._files[name] = nbytes
             self.bytes_on_disk += nbytes

@@ -40,7 +40,8 @@ class AnswerFile:
             folder = self._final.parent
             gone = error.errno == errno.ENOENT and not os.path.isdir(folder)
             reason = f"the folder {folder} is not there" if gone else error.strerror
-            raise UsageError(f"--output {path}: {reason}", "needed a file that can be written") from None
+            change = "make the folder first" if gone else ""
+            raise UsageError(f"--output {path}: {reason}", "needed a file that can be written", change) from None
 
     def _open(self, overwrite: bool) -> int:
         """A descriptor for the answers: of a new file, of one beside the file to replace, or of a pipe or device."""

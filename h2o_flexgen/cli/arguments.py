@@ -13,7 +13,7 @@ from typing import Any
 
 from h2o_flexgen.cli.parser import Parser, at_least_one, misspelt
 from h2o_flexgen.cli.program import add_json, output_file
-from h2o_flexgen.cli.prompts import GivenPrompt, as_conversations, checked_text, demo_prompts, read_prompts
+from h2o_flexgen.cli.prompts import GivenPrompt, as_conversations, checked_text, demo_prompts, read_prompts, stop_texts
 from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace, given
@@ -103,7 +103,7 @@ def given_prompts(arguments: RunArguments) -> list[GivenPrompt] | None:
 def _checked(args: argparse.Namespace, notes: list[str]) -> RunArguments:
     refuse_known(args)
     engine = engine_of(args, notes)
-    said: dict[str, Any] = {"stop_strings": tuple(checked_text(text, "--stop") for text in args.stop)}
+    said: dict[str, Any] = {"stop_strings": stop_texts(args.stop)}
     said["response_format"] = None if args.json_schema is None else _form(args.json_schema)
     sampling = from_namespace(SamplingParams, args, defaults=said)
     if sum((bool(args.prompt), args.prompts is not None, args.prompt_len is not None)) > 1:
@@ -240,7 +240,11 @@ def policy_of(args: argparse.Namespace) -> OffloadPolicy | dict[str, Any] | str:
         fixed.update(weights=placed.weights, cache=placed.cache, hidden=placed.hidden)
     if args.policy == "auto":
         return fixed or "auto"
-    return replace(OffloadPolicy.from_json(_policy_file(args.policy)), **fixed)
+    try:
+        whole = OffloadPolicy.from_json(_policy_file(args.policy))
+    except UsageError as error:
+        raise UsageError(f"--policy {args.policy}: {error.found}", error.needed, error.change) from None
+    return replace(whole, **fixed)
 
 
 def _policy_file(path: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
@@ -38,6 +38,7 @@ class GivenPrompt(NamedTuple):
 
 
 _WANTED = 'needed {"prompt": "..."}, "...", {"prompt": [token ids]} or {"messages": [{"role": ..., "content": ...}]}'
+_TEXT = "needed a text file or .jsonl, in UTF-8"
 _SHOWN = 5
 
 
@@ -70,6 +71,14 @@ def checked_text(text: str, where: str) -> str:
     except UnicodeEncodeError:
         raise UsageError(f"{where} is not valid Unicode text: {text!r}", "needed UTF-8") from None
     return text
+
+
+def stop_texts(texts: Iterable[str]) -> tuple[str, ...]:
+    """What was typed for --stop. UsageError for an empty one, which every text has."""
+    stops = tuple(checked_text(text, "--stop") for text in texts)
+    if "" in stops:
+        raise UsageError("--stop is empty", "needed one character or more", "leave it out, or name what ends an answer")
+    return stops
 
 
 def as_conversations(
@@ -121,9 +130,9 @@ def _text_of(data: bytes, name: str, skip: bool) -> str:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{name} is not UTF-8 text: byte {error.start}", "needed a text file or .jsonl") from None
+        raise UsageError(f"{name} is not UTF-8 text: byte {error.start}", _TEXT) from None
     if "\0" in text:
-        raise UsageError(f"{name} is not text: it holds a NUL byte", "needed a text file (UTF-8) or .jsonl")
+        raise UsageError(f"{name} is not text: it holds a NUL byte", _TEXT)
     return text
 
 
@@ -149,9 +158,9 @@ def _line(line: str) -> str:
     try:
         line.encode()
     except UnicodeEncodeError:
-        raise UsageError("is not UTF-8 text", "needed a text file or .jsonl") from None
+        raise UsageError("is not UTF-8 text", _TEXT) from None
     if "\0" in line:
-        raise UsageError("is not text: it holds a NUL byte", "needed a text file or .jsonl")
+        raise UsageError("is not text: it holds a NUL byte", _TEXT)
     return line
 
 

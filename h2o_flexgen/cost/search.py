@@ -388,8 +388,9 @@ def refuse(request: PlanRequest, shapes: Sequence[BlockChoice], solver: str) -> 
         return PlanError("no block shape fits, whatever the caps are", change="leave placement flags out")
     tiers = " or the ".join(dict.fromkeys(tier for way in ways for tier in way))
     shape, work = min(shapes), request.workload
-    have = ", ".join(f"{tier} {format_bytes(cap)}" for tier, cap in request.capped.items())
-    raised = [[f"{request.caps.flag(tier)} {size_at_least(nbytes)}" for tier, nbytes in way.items()] for way in ways]
+    caps = request.caps
+    have = ", ".join(f"{tier} {format_bytes(cap)}{caps.origin(tier)}" for tier, cap in request.capped.items())
+    raised = [[f"{caps.flag(tier)} {size_at_least(nbytes)}" for tier, nbytes in way.items()] for way in ways]
     return PlanError(
         f"{request.spec.name}, {work.prompt_len} + {work.gen_len} tokens: even a block of {shape.gpu_batch_size} x "
         f"{shape.num_gpu_batches} sequences does not fit into {have}",

@@ -373,7 +373,8 @@ def _regular(path: Path, flag: str) -> Path:
     """Where `path` leads, which is a regular file, or nothing yet. UsageError for anything else."""
     real = Path(os.path.realpath(path))
     if not real.parent.is_dir():
-        raise UsageError(f"{flag} {path}: the folder {real.parent} is not there", "needed a file that can be written")
+        needed = "needed a file that can be written"
+        raise UsageError(f"{flag} {path}: the folder {real.parent} is not there", needed, "make the folder first")
     if real.exists() and not real.is_file():
         raise UsageError(f"{flag} {path} is not a file", "needed one on a disk, which a job can go on with")
     return real

@@ -31,6 +31,7 @@ MAX_TOKENS = {COMPLETIONS: 16, CHAT: 512}
 """New tokens where a request does not say how many; of a chat the service's own default is the rest of the context."""
 MOST_PROMPTS, MOST_SAMPLES, MOST_STOPS = 2048, 128, 4
 
+_LINE = frozenset(["custom_id", "method", "url", "body"])
 _SAMPLING = frozenset(
     [
         "max_tokens",
@@ -174,7 +175,10 @@ class OpenAIFormat:
         if not isinstance(entry, dict):
             raise Refused("the line is not a JSON object", "invalid_json_line")
         if not isinstance(entry.get("custom_id"), str) or not entry["custom_id"]:
-            raise Refused("custom_id is missing, or not a text", "missing_custom_id", param="custom_id")
+            found = "custom_id is missing, or not a text"
+            if not _LINE & entry.keys():
+                found += f", and so are method, url and body; a prompt in {shown(sorted(entry))} is for --prompt-column"
+            raise Refused(found, "missing_custom_id", param="custom_id")
         if record.line in self.doubled:
             raise Refused("custom_id stood in an earlier line", "duplicate_custom_id", param="custom_id")
         if entry.get("method") != "POST":

@@ -55,11 +55,12 @@ class Source:
     def __init__(
         self, path: Path, format: str = "auto", *, columns: tuple[str, ...] = (), shard: tuple[int, int] = (1, 1)
     ) -> None:
-        """`columns`: those that are read of Parquet. `shard` (i, n): of every n requests in a row only the i-th."""
+        """`columns`: those that are read of Parquet, that of prompts first. `shard` (i, n): of every n requests in a
+        row only the i-th."""
         if not path.is_file():
             raise UsageError(f"--input-file {path} is not a file", "needed a file of requests, which can be read again")
         self.path, self._columns, self._shard = path, columns, shard
-        self.format = _guessed(path) if format == "auto" else format
+        self.format = _guessed(path, columns[:1]) if format == "auto" else format
         if self.format == "parquet":
             _parquet()
 
@@ -211,8 +212,8 @@ class _Ids:
         return frozenset(lines[order][1:][same].tolist())
 
 
-def _guessed(path: Path) -> str:
-    """By the name of the file, and of JSON lines by the first."""
+def _guessed(path: Path, prompts: tuple[str, ...]) -> str:
+    """By the name of the file, and of JSON lines by the first. `prompts`: other names of a column of prompts."""
     ending = path.suffix.lower()
     if ending in (".parquet", ".pq"):
         return "parquet"
@@ -223,7 +224,7 @@ def _guessed(path: Path) -> str:
         entry = None if first is None else load_json(first.data)
     except BadLine:
         return "openai"
-    return "jsonl" if not isinstance(entry, dict) or ({"prompt", "messages"} & entry.keys()) else "openai"
+    return "jsonl" if not isinstance(entry, dict) or ({"prompt", "messages", *prompts} & entry.keys()) else "openai"
 
 
 def _identity(fd: int) -> tuple[int, int]:

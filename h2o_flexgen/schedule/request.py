@@ -37,6 +37,11 @@ class Caps:
         gpu = "--emulate-gpu" if self.emulated else "--gpu-mem"
         return {"gpu": gpu, "cpu": "--cpu-mem", "disk": "--nvme-mem"}[tier]
 
+    def origin(self, tier: str) -> str:
+        """The origin of a cap that no flag gave, in brackets behind it; nothing for one of a flag."""
+        why = self.why.get(tier, "")
+        return "" if not why or why.startswith("--") else f" ({why})"
+
 
 @dataclass(frozen=True)
 class PlanRequest:

@@ -114,6 +114,7 @@ def test_places_that_cannot_be_written(tmp_path: Path, model: Path, run: Run) ->
             ran = run("--model", model, "--prompt", "abc", "-o", path, *flags)
             assert (ran.code, ran.out) == (2, ""), ran.err
             assert words in ran.err
+            assert ("make the folder first" in ran.err) == (path.name == "a.jsonl")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else for a while")

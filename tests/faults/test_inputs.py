@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from h2o_flexgen import LLM
+from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.errors import UsageError
 from tests.programs import Run, answers, tensors, token
 
@@ -221,7 +221,58 @@ def test_arguments_of_another_kind_are_refused_in_words(model: Path) -> None:
         for prompts, kind in ((None, "NoneType"), (5, "int"), ((text for text in "ab"), "generator")):
             with pytest.raises(UsageError, match=f"prompts is {kind}, not a list"):
                 llm.generate(prompts, max_new_tokens=2)  # type: ignore[arg-type]
+        for params, words in (
+            (5, "params are 5. needed SamplingParams, or a dict of its settings"),
+            (["x"], "the settings of prompt 0 are 'x'"),
+            ({"max_tokens": 2}, "did you mean 'max_new_tokens'"),
+            ({3: 2}, "'3' is not a generation setting"),
+        ):
+            with pytest.raises(UsageError, match=words):
+                llm.generate(["a"], params)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="beside a list of SamplingParams"):
+            llm.generate(["a"], [{"max_new_tokens": 2}], seed=3)
         with pytest.raises(UsageError, match="stop_strings holds b'x'"):
             llm.generate(["a"], stop_strings=[b"x"])
+    with pytest.raises(UsageError, match=r'policy is 5\. needed "auto", an OffloadPolicy'):
+        LLM(str(model), policy=5)
     with pytest.raises(UsageError, match="model is None"):
         LLM(None)  # type: ignore[arg-type]
+
+
+def test_a_dict_of_settings_is_as_good_as_sampling_params(model: Path) -> None:
+    with LLM(str(model), dtype="float32") as llm:
+        expected = llm.generate(["a", "b"], SamplingParams(max_new_tokens=3, logprobs=1))
+        settings = {"max_new_tokens": 3, "logprobs": 1}
+        for found in (
+            llm.generate(["a", "b"], settings),
+            llm.generate(["a", "b"], [settings, settings]),
+            llm.generate(["a", "b"], {"max_new_tokens": 9, "logprobs": 1}, max_new_tokens=3),
+        ):
+            assert found == expected
+
+
+def test_an_empty_stop_string_is_named_as_it_was_typed(tmp_path: Path, model: Path, run: Run) -> None:
+    ran = run("--model", model, "--prompt", "a", "--stop", "x", "--stop", "")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("error: --stop is empty\n  needed one character or more\n")
+    assert "stop_strings" not in ran.err
+
+
+def test_files_of_another_kind_are_named_with_their_flags(tmp_path: Path, model: Path, run: Run) -> None:
+    """A file in the place of the folder of prefixes ended in a traceback."""
+    other = tmp_path / "other.json"
+    other.write_text('{"type": "object"}')
+    for flag, words in (
+        ("--prefix-dir", "Not a directory\n  needed a folder that can be read\n  name another folder"),
+        ("--policy", "OffloadPolicy has no key 'type'"),
+    ):
+        ran = run("--model", model, "--prompt", "a", flag, other)
+        assert (ran.code, ran.out) == (2, "")
+        assert ran.err.startswith(f"error: {flag} {other}: {words}")
+
+
+def test_a_temperature_of_zero_is_no_greedy_search_but_says_how_to_get_one(model: Path, run: Run) -> None:
+    ran = run("--model", model, "--prompt", "a", "--temperature", 0)
+    assert ran.code == 2
+    assert ran.err.startswith("error: --temperature is 0.0\n  needed a number above 0\n")
+    assert "for greedy search leave it and --do-sample out" in ran.err

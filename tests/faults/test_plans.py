@@ -122,6 +122,15 @@ def test_row_25_a_plan_that_does_not_fit_names_the_smallest_cap_that_works(
     assert run("--model", model, *WORK, *caps, *more, flag, advice.group(1)).code == 0
 
 
+def test_a_folder_that_cannot_be_written_is_named_and_no_cap(model: Path, run: Run) -> None:
+    packed = ("--weights-placement", "disk", "--dtype", "bfloat16", "--offload-dir", "/proc/x")
+    ran = run("--model", model, *WORK, *packed)
+    assert (ran.code, ran.out) == (5, "")
+    assert "nothing can be written to /proc" in ran.err
+    assert "name another folder with --offload-dir" in ran.err
+    assert "give --nvme-mem" not in ran.err
+
+
 def test_row_30_what_is_printed_is_where_things_are(model: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, int] = {}
     original = LLM._runner

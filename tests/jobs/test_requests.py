@@ -327,6 +327,16 @@ def test_formats_are_found_out(tmp_path: Path, name: str, first: str, kind: str)
     assert Source(write(tmp_path / name, first)).format == kind
 
 
+def test_prompts_of_json_lines_may_have_another_name(tmp_path: Path) -> None:
+    """Lines without `prompt` were taken for requests of OpenAI's, all of which lack a custom_id."""
+    file = write(tmp_path / "in.jsonl", '{"question": "abcd", "key": "a"}', '{"question": "xyz", "key": "b"}')
+    assert Source(file, columns=("question", "key")).format == "jsonl"
+    assert Source(file).format == Source(file, columns=("prompt", "key")).format == "openai"
+    form = OpenAIFormat("m", None, (), 0, {}, 0, "")
+    with pytest.raises(Refused, match=r"custom_id is missing.* in \['key', 'question'\] is for --prompt-column"):
+        form.asked(next(Source(file).records()))
+
+
 def test_parquet(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     table = arrow.table({"question": ["abcd", None, "xyz"], "key": ["a", "b", "c"], "other": [1, 2, 3]})

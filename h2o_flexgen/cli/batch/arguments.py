@@ -12,7 +12,7 @@ from typing import Any
 from h2o_flexgen.cli.arguments import add_engine, engine_of, refuse_known
 from h2o_flexgen.cli.parser import Parser, misspelt
 from h2o_flexgen.cli.program import add_json
-from h2o_flexgen.cli.prompts import checked_text
+from h2o_flexgen.cli.prompts import stop_texts
 from h2o_flexgen.config.checks import whole
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.flags import called, from_namespace, given
@@ -75,7 +75,7 @@ def _checked(args: argparse.Namespace, notes: list[str]) -> BatchArguments:
     engine = engine_of(args, notes)
     typed = given(SamplingParams, args)
     if args.stop:
-        typed["stop_strings"] = tuple(checked_text(text, "--stop") for text in args.stop)
+        typed["stop_strings"] = stop_texts(args.stop)
     if args.overwrite and (args.resume or args.retry_failed):
         other = "--resume" if args.resume else "--retry-failed"
         raise UsageError(f"--overwrite and {other} are given together", "needed one: --overwrite starts anew")

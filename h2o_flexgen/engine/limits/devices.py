@@ -203,7 +203,11 @@ def disk_limit(folder: Path, there: int) -> Limit:
         folder = folder.parent
     try:
         info = os.statvfs(folder)
+        # /proc and its like have no blocks, and tell root that it may write.
+        writable = info.f_blocks > 0 and os.access(folder, os.W_OK | os.X_OK)
     except OSError:
+        writable = False
+    if not writable:
         return Limit(there, f"nothing can be written to {folder}")
     limit = _share_of(info.f_bavail * info.f_frsize, f"free in {folder}")
     beside = f", and {format_bytes(there)} of weights that are on disk" if there else ""

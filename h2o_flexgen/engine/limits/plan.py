@@ -77,11 +77,14 @@ def require_fit(plan: Plan) -> Plan:
     if short is None:
         return plan
     tier, needed, cap = short
+    caps = plan.request.caps
+    origin, more = caps.origin(tier), f"give {caps.flag(tier)} {size_at_least(needed)} or more"
+    if tier == "disk" and origin:
+        more = "name another folder with --offload-dir"
     raise PlanError(
-        f"the plan needs {format_bytes(needed)} on the {tier} tier, and its cap is {format_bytes(cap)}:\n"
+        f"the plan needs {format_bytes(needed)} on the {tier} tier, and its cap is {format_bytes(cap)}{origin}:\n"
         + plan.footprint.table(),
-        change=f"give {plan.request.caps.flag(tier)} {size_at_least(needed)} or more, "
-        "a smaller --gpu-batch-size, a smaller --hh-ratio, or a larger share on another tier",
+        change=f"{more}, a smaller --gpu-batch-size, a smaller --hh-ratio, or a larger share on another tier",
     )
 
 

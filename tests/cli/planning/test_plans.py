@@ -197,6 +197,7 @@ def test_limits_and_where_they_come_from(tmp_path: Path, monkeypatch: pytest.Mon
     free = devices.disk_limit(tmp_path / "not" / "there", 0)
     assert free.why.endswith(f"free in {tmp_path}")
     assert not (tmp_path / "not").exists()
+    assert devices.disk_limit(Path("/proc/none"), 7) == (7, "nothing can be written to /proc")
     assert devices.disk_limit(tmp_path, 1 << 40).nbytes - free.nbytes == pytest.approx(1 << 40, rel=0.01)
 
 
