@@ -33,7 +33,7 @@ class Candidate:
     @cached_property
     def prediction(self) -> Prediction:
         """The whole workload, simulated; of an endless one a block."""
-        return predict(CostModel(self.request, self.policy, self.placement))
+        return predict(self._model)
 
     @cached_property
     def seconds(self) -> float:
@@ -68,9 +68,15 @@ class Candidate:
             return self.shrunk.ticks
         return self._ticks_of_step * len(self.prediction.block.steps)
 
-    @property
+    @cached_property
     def _ticks_of_step(self) -> int:
-        return len(self.request.spec.units) * self.policy.num_gpu_batches
+        shape = self._model.shape
+        streamed = sum(key in shape.streamed for unit in shape.units for key in unit.experts)
+        return len(shape.units) * shape.num_batches + streamed // shape.experts_per_tick
+
+    @cached_property
+    def _model(self) -> CostModel:
+        return CostModel(self.request, self.policy, self.placement)
 
     @cached_property
     def _formula(self) -> float:

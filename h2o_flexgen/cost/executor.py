@@ -289,9 +289,10 @@ class SimulatedExecutor:
 
     def _compute(self, task: Task) -> None:
         self._finish(task.batch)
-        clock, key = self.clock, self._key(task)
-        if key in self._shape.streamed:
-            clock.wait(self._weights[key])
+        clock, unit = self.clock, self._model.spec.units[task.unit]
+        for key in [unit.experts[expert] for expert in task.experts] or [unit.weights]:
+            if key in self._shape.streamed:
+                clock.wait(self._weights[key])
         if task.experts:
             clock.compute(task, self._price(task).seconds)
             return

@@ -14,6 +14,7 @@ NO_BATCH = -1  # the batch index of tasks that move weights or compute experts: 
 EXPERT_SLOTS = 4
 """Streamed experts on the compute tier at once, one in use and the others being read; more by
 `weight_room.expert_slots`."""
+_TICKS = 8  # for as many streamed experts as there are places, or more: reads go on beside those of a tick
 
 
 class TaskKind(StrEnum):
@@ -120,6 +121,11 @@ class ScheduleShape:
             object.__setattr__(self, "stages", (range(len(self.units)),))
         if [unit for stage in self.stages for unit in stage] != list(range(len(kinds))) or not all(self.stages):
             raise ValueError(f"stages are {self.stages}: needed all {len(kinds)} units, in order, at least one each")
+
+    @property
+    def experts_per_tick(self) -> int:
+        """How many streamed experts a tick computes, at most."""
+        return max(1, self.expert_slots // _TICKS)
 
     @property
     def groups(self) -> tuple[range, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import NamedTuple
 
 from h2o_flexgen.config.model.spec import UnitSpec
@@ -148,12 +148,15 @@ class StageTicks:
 
     def _expert_ticks(self, step: int, unit: UnitSpec) -> Iterator[Tick]:
         """The ticks of the chosen experts of `unit`, ascending, so that sums are always made in the same order.
-        A streamed expert has a tick of its own; resident neighbours share one."""
+        Resident neighbours share one, and streamed ones that have places in the buffer, up to a part of it."""
         chosen = range(len(unit.experts)) if self._chosen is None else self._chosen(step, unit)
         away = self._experts.begin(step, unit, chosen)
         for streams, members in groupby(chosen, key=lambda expert: expert in away):
-            for experts in ((expert,) for expert in members) if streams else (tuple(members),):
+            left = list(members)
+            while left:
                 loads = self._experts.loads()
+                count = self._experts.together(unit, left) if streams else len(left)
+                experts, left = tuple(left[:count]), left[count:]
                 used = (self._experts.used(unit, expert) for expert in experts if streams)
                 frees = (*used, *self._experts.unwanted())
                 compute = Task(TaskKind.COMPUTE, step, unit.index, NO_BATCH, experts)
@@ -289,7 +292,8 @@ class ExpertStream:
         ahead: ReadsAhead | None,
     ) -> None:
         """`stage`: the units that a pass computes."""
-        self._slots, self._streams, self._ahead = shape.expert_slots, streams, ahead
+        self._slots, self._together = shape.expert_slots, shape.experts_per_tick
+        self._streams, self._ahead = streams, ahead
         self._units = [unit for unit in stage if not shape.streamed.isdisjoint(unit.experts)]
         self._next_step: int | None = None
         self._alive: dict[tuple[int, int], Task] = {}
@@ -330,6 +334,10 @@ class ExpertStream:
             self._alive[task.unit, task.experts[0]] = task
             found.append(task)
         return tuple(found)
+
+    def together(self, unit: UnitSpec, experts: Sequence[int]) -> int:
+        """How many of `experts`, the next to compute, share a tick: those whose loads were issued."""
+        return sum(1 for _ in takewhile(lambda expert: (unit.index, expert) in self._alive, experts[: self._together]))
 
     def used(self, unit: UnitSpec, expert: int) -> Task:
         """The free of an expert whose tick this is."""

@@ -267,6 +267,15 @@ def test_long_schedules_are_estimated_well() -> None:
     assert found.seconds == pytest.approx((exact.prefill_s + exact.decode_s) / exact.sequences, rel=0.02)
 
 
+def test_experts_that_are_read_count_as_work_of_a_search() -> None:
+    spec = dataclasses.replace(known("qwen3-30b-a3b"), num_layers=12)
+    request = ask("cpu", {"cpu": 16 * GIB, "disk": 256 * GIB}, spec=spec, workload=Workload(32, 4), endless=True)
+    found = place(request, OffloadPolicy(64, 1, {"disk": 1.0}))
+    walked = sum(where == "compute" for *_, where in found.prediction.block.spans)
+    assert found.shrunk is None
+    assert found.ticks == pytest.approx(walked, rel=0.1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tier", "caps", "named"),

@@ -120,8 +120,8 @@ def _check_experts(ticks: Sequence[Tick], shape: ScheduleShape) -> Counter[str]:
 
     The experts of a unit are computed once in a step, ascending, for all GPU batches. A streamed one is loaded no
     earlier than behind the last tick of the unit with streamed experts before, no later than in the tick before its
-    own, or the first of its unit's experts; it is alone in its tick, and freed in that. What nobody chose is freed once
-    that is known, and the tick after may be late. At most `expert_slots` are there.
+    own, or the first of its unit's experts; it is freed in its tick, which it shares with streamed ones alone. What
+    nobody chose is freed once that is known, and the tick after may be late. At most `expert_slots` are there.
     """
     loads, before, here, past = Counter[str](), None, dict[tuple[int, int], Task](), -1
     at, unwanted = dict[tuple[int, int], int](), -2
@@ -145,7 +145,8 @@ def _check_experts(ticks: Sequence[Tick], shape: ScheduleShape) -> Counter[str]:
             require(follows, tick.index, "experts: {} follows {}", compute, before)
             unit = shape.units[compute.unit]
             streams = [expert for expert in compute.experts if unit.experts[expert] in shape.streamed]
-            require(not streams or len(compute.experts) == 1, tick.index, "experts: {} streams with others", streams)
+            alike = not streams or len(streams) == len(compute.experts) <= shape.experts_per_tick
+            require(alike, tick.index, "experts: {} stream with others", streams)
             for expert in streams:
                 place = (compute.unit, expert)
                 require(place in here, tick.index, "experts: {} is not there", expert)

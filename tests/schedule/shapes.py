@@ -75,7 +75,7 @@ def shapes(draw: st.DrawFn, experts: int = 0) -> ScheduleShape:
         cache_moves=subset(caches),
         hidden_moves=subset(range(batches)),
         lookahead=draw(st.integers(1, 3)),
-        expert_slots=draw(st.integers(2, 9)) if experts else EXPERT_SLOTS,
+        expert_slots=draw(st.integers(2, 9) | st.integers(16, 40)) if experts else EXPERT_SLOTS,
     )
 
 
