@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
 
 import pytest
 
@@ -46,6 +47,18 @@ class Faulty(Syscalls):
         if self._fails():
             raise OSError(self.error, os.strerror(self.error))
         super().fallocate(fd, nbytes)
+
+
+@pytest.fixture(scope="session")
+def disk() -> Iterator[str]:
+    with TemporaryDirectory() as folder:
+        yield folder
+
+
+@pytest.fixture
+def tmp_path(disk: str) -> Path:
+    """On a disk, whose direct reads and writes want whole pages: a file system in memory takes any."""
+    return Path(mkdtemp(dir=disk))
 
 
 def engine_threads() -> list[str]:
