@@ -27,6 +27,7 @@ class Live(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
+        self._listed = 0  # bytes of all that `_live` has, of which some may be gone
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._foreign: set[int] = set()  # made elsewhere: weights, caches
 
@@ -35,11 +36,12 @@ class Live(TorchDispatchMode):
         self._foreign.update(key for key in given if key not in self._live)
         result = func(*args, **(kwargs or {}))
         made = {key: x for key, x in storages((result,)) if key not in self._live and key not in self._foreign}
-        if made:  # only then more can be alive than ever before
-            self._live.update((key, (StorageWeakRef(x), x.nbytes())) for key, x in made.items())
+        self._live.update((key, (StorageWeakRef(x), x.nbytes())) for key, x in made.items())
+        self._listed += sum(x.nbytes() for x in made.values())
+        if self._listed > self.peak:  # only then more can be alive than ever before
             for key in [key for key, (reference, _) in self._live.items() if reference.expired()]:
-                del self._live[key]
-            self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
+                self._listed -= self._live.pop(key)[1]
+            self.peak = max(self.peak, self._listed)
         return result
 
 

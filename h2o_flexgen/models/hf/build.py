@@ -188,6 +188,7 @@ class Alive(TorchDispatchMode):
         super().__init__()
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._foreign = set[int]()  # made elsewhere: weights, buffers
+        self._listed = 0  # numbers of all that `_live` has, of which some may be gone
         self._most = self._outside = 0
         self._within = False
 
@@ -201,7 +202,9 @@ class Alive(TorchDispatchMode):
             storage = x.untyped_storage()
             if storage._cdata not in self._live and storage._cdata not in self._foreign:
                 self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes() // 2
-                self._see(self._count())
+                self._listed += storage.nbytes() // 2
+                if self._listed > (self._most if self._within else self._outside):  # else nothing new can be seen
+                    self._see(self._count())
         return result
 
     def _see(self, numbers: int) -> None:
@@ -220,8 +223,8 @@ class Alive(TorchDispatchMode):
 
     def _count(self) -> int:
         for key in [key for key, (reference, _) in self._live.items() if reference.expired()]:
-            del self._live[key]
-        return sum(numbers for _, numbers in self._live.values())
+            self._listed -= self._live.pop(key)[1]
+        return self._listed
 
     def amount(self) -> Amount:
         self._see(now := self._count())
