@@ -47,19 +47,21 @@ def alone(tmp_path_factory: pytest.TempPathFactory):
     def make(kind: str, weights: str) -> tuple[str, list[list[int]]]:
         folder = str(tmp_path_factory.mktemp(kind))
         tiny(kind).save_pretrained(folder)
-        return folder, [run(folder, [prompt], weights, {})[0] for prompt in PROMPTS]
+        return folder, run(folder, [[prompt] for prompt in PROMPTS], weights, {})
 
     return make
 
 
-def run(folder: str, prompts: list[list[int]], weights: str, settings: dict[str, Any]) -> list[list[int]]:
+def run(folder: str, calls: list[list[list[int]]], weights: str, settings: dict[str, Any]) -> list[list[int]]:
+    """The tokens of all prompts of all calls of one engine."""
     threads, before = settings.get("threads", 1), torch.get_num_threads()
     rest = {key: value for key, value in settings.items() if key != "threads"}
     how = {"dtype": "float32", "model_impl": "transformers", "eviction": EvictionConfig("h2o", ratio=0.5)}
     torch.set_num_threads(threads)
     try:
         with Engine(folder, offload_dir=f"{folder}/offload", **how, **WEIGHTS[weights], **rest) as llm:
-            return [output.token_ids for output in llm.generate(prompts, max_new_tokens=NEW, ignore_eos=True)]
+            outputs = [llm.generate(prompts, max_new_tokens=NEW, ignore_eos=True) for prompts in calls]
+            return [output.token_ids for each in outputs for output in each]
     finally:
         torch.set_num_threads(before)
 
@@ -67,4 +69,4 @@ def run(folder: str, prompts: list[list[int]], weights: str, settings: dict[str,
 @pytest.mark.parametrize(("kind", "weights", "place"), pairs(KINDS, WEIGHTS, PLACES))
 def test_tokens_are_a_sequences_own(kind: str, weights: str, place: str, alone) -> None:
     folder, expected = alone(kind, weights)
-    assert run(folder, PROMPTS, weights, PLACES[place]) == expected
+    assert run(folder, [PROMPTS], weights, PLACES[place]) == expected

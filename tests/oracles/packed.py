@@ -22,6 +22,7 @@ def rounded(vectors: Sequence[Vector], bits: int) -> list[list[float]]:
     return numbers
 
 
+@cache
 def walsh(size: int) -> torch.Tensor:
     """The matrix of the transform of `size` numbers: entry (i, j) of a block has the sign of the parity of i & j."""
     block = size & -size
@@ -66,8 +67,11 @@ def rounding(
             return outputs
 
         def round(self, positions: Sequence[int]) -> None:
-            for p in positions:
-                self.keys[p], self.values[p] = self.scaled([self.keys[p]])[0], rounded([self.values[p]], each[1])[0]
+            if positions:
+                keys = self.scaled([self.keys[p] for p in positions])
+                values = rounded([self.values[p] for p in positions], each[1])
+                for p, key, value in zip(positions, keys, values, strict=True):
+                    self.keys[p], self.values[p] = key, value
 
         def scaled(self, keys: Sequence[Vector]) -> list[list[float]]:
             held = rounded([[x * s for x, s in zip(key, self.by, strict=True)] for key in keys], each[0])
