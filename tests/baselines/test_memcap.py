@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -68,15 +69,22 @@ def test_a_command_that_wants_more_is_ended(tmp_path: Path) -> None:
     assert json.loads(report.read_text())["oom_kills"] == 1
 
 
+@pytest.fixture
+def on_disk() -> Iterator[Path]:
+    """A folder whose pages can be dropped: tmp_path may lie in memory."""
+    with TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
 @needs_groups
-def test_page_cache_counts_and_can_be_dropped(tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    file, report = tmp_path / "sub" / "data", tmp_path / "report.json"
+def test_page_cache_counts_and_can_be_dropped(on_disk: Path, tmp_path: Path) -> None:
+    (on_disk / "sub").mkdir()
+    file, report = on_disk / "sub" / "data", tmp_path / "report.json"
     file.write_bytes(os.urandom(40 << 20))
     arguments = ["16M", "--report", str(report), "--", "sh", "-c", f"cat {file} | wc -c"]
     assert memcap(*arguments).stdout.strip() == str(40 << 20)
     assert json.loads(report.read_text())["peak_bytes"] < 8 << 20  # it was in memory already, and not ours
-    arguments[1:1] = ["--cold", str(tmp_path)]
+    arguments[1:1] = ["--cold", str(on_disk)]
     assert memcap(*arguments).stdout.strip() == str(40 << 20)
     seen = json.loads(report.read_text())
     assert seen["peak_bytes"] > 8 << 20
