@@ -23,6 +23,8 @@ from h2o_flexgen.schedule.traffic import links
 from h2o_flexgen.schedule.weight_room import expert_slots, reads_all
 from h2o_flexgen.schedule.workspace import answer_bytes, query_bytes
 
+_FROM_DISK = "disk->cpu"
+
 
 @dataclass(frozen=True)
 class CostInputs:
@@ -321,8 +323,16 @@ class Moves:
         nbytes = self.group_bytes[self.key(task)] if weights else self.state_bytes(task)
         inward = task.kind not in (TaskKind.STORE_CACHE, TaskKind.STORE_HIDDEN)
         path = links(self._tier_of(task), self._block.compute_tier, inward=inward) if nbytes else ()
-        rate = self._block.machine.link
-        return tuple(Transfer(link, nbytes, rate(link).seconds(nbytes)) for link in path)
+        rate, more = self._block.machine.link, self._checking(self.key(task)) if weights and task.step == 0 else 0.0
+        return tuple(Transfer(link, nbytes, rate(link).seconds(nbytes) + more * (link == _FROM_DISK)) for link in path)
+
+    def _checking(self, key: str) -> float:
+        """Seconds of the checksum with which a packed file is first read: at best as fast as memory is."""
+        block, rates = self._block, self._block.machine.compute.get("cpu")
+        ours = block.placement.weights[key] == "disk" and block.spec.groups_by_key[key].fewer_bits
+        if not ours or rates is None or block.later or block.request.endless:
+            return 0.0
+        return self.group_bytes[key] / rates.memory_bytes_per_s
 
     def exchanged(self, task: Task) -> list[tuple[str, str, int]]:
         """The transfers between a compute task and a host that attends or fills: links, names and bytes, in order."""
@@ -358,14 +368,20 @@ class Moves:
         block, found = self._block, dict[tuple[str, str], Traffic]()
         keys = [unit.weights for unit in block.spec.units]
         loads, reads = len(steps) - (0 in steps), Counter[str]()
+        first = set[str]() if 0 not in steps else set(keys)
         for mixture in (unit for unit in block.spec.units if block.shape.streamed.intersection(unit.experts)):
             for step, times in ((0, len(steps) - loads), (1, loads)):
-                reads.update({mixture.experts[number]: times for number in block.chosen(step, mixture)})
+                chosen = [mixture.experts[number] for number in block.chosen(step, mixture)]
+                reads.update(dict.fromkeys(chosen, times))
+                first.update(chosen if step == 0 and 0 in steps else ())
         for key in sorted(block.shape.streamed):
             # Tied embeddings stay from the head to the next embedding: only the first pass reads them twice.
             times = len(steps) + (keys[0] == keys[-1] == key and 0 in steps)
             times = reads[key] if ".experts." in key else times
             self._add(found, "weights", block.placement.weights[key], self.group_bytes[key], inward=times)
+            if key in first and (seconds := self._checking(key)):
+                before = found[_FROM_DISK, "weights"]
+                found[_FROM_DISK, "weights"] = before._replace(seconds=before.seconds + seconds)
         stores = sum(step % REWRITE_EVERY == 0 and step < block.steps - 1 for step in steps)
         passes = ((0, len(steps) - loads), (1, loads))
         for (unit, batch), alike in block.alike.items():

@@ -18,7 +18,7 @@ from h2o_flexgen.cost.explain import explain, to_json
 from h2o_flexgen.cost.search import GOOD_ENOUGH, BitsChoice, quality, search
 from h2o_flexgen.errors import PlanError, UsageError
 from h2o_flexgen.schedule.request import PlanRequest
-from h2o_flexgen.schedule.tasks import Task, TaskKind
+from h2o_flexgen.schedule.tasks import NO_BATCH, Task, TaskKind
 from h2o_flexgen.schedule.work import PhaseWork
 from h2o_flexgen.units import GIB, MIB
 from tests.cost.machines import KINDS, TINY, known, model_of, on, profile, rates
@@ -43,6 +43,19 @@ def test_products_take_the_factor_of_their_bits() -> None:
         assert products(8, machine, unit) == pytest.approx(plain / 2)
     head = products(16, machine, 5)
     assert products(4, machine, 5) == pytest.approx(head / 2), "the head has 8 bits at least"
+
+
+def test_first_reads_of_packed_files_are_checked() -> None:
+    """At best as fast as memory is read; not the user's own files, nor in later steps and blocks."""
+    for spec in (TINY, TINY.with_bits(4, 32)):
+        model = model_of(OffloadPolicy(2, **on(weights="disk")), spec=spec)
+        again, ours = replace(model, later=True), spec.groups_by_key["layers.0.attn"].fewer_bits
+        first, later = (model.price(Task(TaskKind.LOAD_WEIGHTS, step, 1, NO_BATCH)).transfers[0] for step in (0, 1))
+        assert first.seconds - later.seconds == pytest.approx(ours * first.nbytes / 1e10)
+        assert again.price(Task(TaskKind.LOAD_WEIGHTS, 0, 1, NO_BATCH)).transfers == (later,)
+        checked = sum(model.moves.group_bytes[group.key] for group in spec.weight_groups if group.fewer_bits)
+        seconds = [each.moves.traffic(range(1))["disk->cpu", "weights"].seconds for each in (model, again)]
+        assert seconds[0] - seconds[1] == pytest.approx(checked / 1e10)
 
 
 def test_where_nothing_was_measured_stated_factors_stand() -> None:
