@@ -13,18 +13,21 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model.modules import ModuleSpec
+from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.cost.candidate import place
 from h2o_flexgen.cost.model import CostModel
 from h2o_flexgen.cost.simulate import simulate
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.state.kv_store import CacheMaker
 from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.models.hf.shrink import shrunk
-from tests.cost.machines import profile
+from tests.cost.machines import model_of, on, profile
 from tests.cost.test_against_engine import BATCHES, CASES, NEW, PROMPT, ROWS
-from tests.engine.test_modules import tiny
+from tests.engine.test_modules import SIZES, TYPES, tiny
 from tests.tiny import prompts_of
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -118,3 +121,17 @@ def test_the_products_of_units_are_their_matrices(kind: str) -> None:
         calls = spec.product_calls(unit.products, 3)
         counted[unit.products] += sum(times * a * b for (a, b), rows, times in calls if rows == 3)
     assert dict(counted) == pytest.approx(dict(held))
+
+
+def test_long_schedules_are_told_by_fewer_layers() -> None:
+    """As of any model: a search simulates these, where all would take long."""
+    sizes = {**SIZES, **TYPES["deepseek_v3"], "num_hidden_layers": 12}
+    config = AutoConfig.for_model("deepseek_v3", **sizes).to_json_string()
+    spec = spec_from_config(json.loads(config), "twelve", "transformers")
+    policy = OffloadPolicy(1, 64, **on(weights="disk"))
+    whole = place(model_of(policy, spec=spec).request, policy)
+    few = whole.shrunk
+    assert few is not None
+    assert few.request.spec.num_layers == 8
+    assert few.placement.weights.keys() < whole.placement.weights.keys()
+    assert whole.seconds == pytest.approx(whole.prediction.total_s / whole.prediction.sequences, rel=0.05)

@@ -157,10 +157,12 @@ class ModuleSpec(ModelSpec):
         return {each.name: each for _, tensors in self.groups for each in tensors}
 
     def plain_groups(self) -> tuple[WeightGroup, ...]:
-        """The weight groups, without packings."""
+        """The weight groups of the units, without packings."""
+        used = {key for unit in self.units for key in (unit.weights, *unit.experts)}
         return tuple(
             WeightGroup(key, tuple(TensorSpec(each.name, each.shape) for each in tensors))
             for key, tensors in self.groups
+            if key in used
         )
 
     def with_bits(self, bits: int, group: int) -> ModuleSpec:
