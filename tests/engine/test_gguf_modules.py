@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -19,11 +20,12 @@ from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.hf.shrink import random_model, shrunk
 from tests.checkpoint.gguf_files import FLOATS, Blocks, Kind, in_kind, written
-from tests.engine.test_gguf import check
+from tests.engine.test_gguf import NEW, check
 
 _THETA = {"rope_type": "default", "rope_theta": 2000.0}
 _TIMES = {"attention_in_multiplier": 0.7, "attention_out_multiplier": 1.4, "key_multiplier": 0.6}
 _TIMES |= {"ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.8, "embedding_multiplier": 1.5, "lm_head_multiplier": 0.6}
+_SCALES = {"attention_multiplier": 0.3, "embedding_multiplier": 1.5, "residual_multiplier": 0.7, "logits_scaling": 2.0}
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "starcoder2": ("starcoder2", {"rope_parameters": _THETA, "sliding_window": None}),
@@ -41,6 +43,13 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-mamba": ("falcon_mamba", {}),
     "falcon-h1": ("falcon_h1", {**_TIMES, "mlp_multipliers": [0.7, 1.2], "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
                                 "mamba_rms_norm": True}),
+    "granitehybrid": ("granitemoehybrid", _SCALES),
+    "granitehybrid-dense": ("granitemoehybrid", _SCALES),
+    "nemotron_h": ("nemotron_h", {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}),
+    "nemotron_h_moe": ("nemotron_h", {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+                                      "routed_scaling_factor": 1.5}),
+    "nemotron_h_moe-latent": ("nemotron_h", {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+                                             "moe_latent_size": 32}),
     "deepseek2": ("deepseek_v3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
                                   "original_max_position_embeddings": 32, "mscale": 0.8, "mscale_all_dim": 0.8}}),
     "deepseek2-old": ("deepseek_v2", {"rope_parameters": _THETA, "q_lora_rank": None}),
@@ -53,7 +62,8 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 READ = ("gpt2", "starcoder2", "stablelm", "nemotron", "lfm2", "mamba")
 """What transformers reads, too."""
 HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
-PERMUTED, ADDED = ("olmo", "arcee", "falcon-h1"), ("gemma", "nemotron", *HYBRIDS)
+UNROTATED = ("granitehybrid", "nemotron_h", "nemotron_h_moe")
+PERMUTED, ADDED = ("olmo", "arcee", "falcon-h1", *UNROTATED), ("gemma", "nemotron", *HYBRIDS)
 
 
 def stored(row: str, model: PreTrainedModel, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -63,6 +73,10 @@ def stored(row: str, model: PreTrainedModel, name: str, x: torch.Tensor) -> torc
         return x.T
     if "conv" in name and x.dim() == 3:
         x = x.squeeze(1)
+    if row.startswith(UNROTATED) and name.endswith(("A_log", ".D")):
+        x = x[:, None]
+    if row.startswith(UNROTATED) and name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        x = x.view(config.mamba_n_groups if row.startswith("granite") else config.n_groups, -1)
     if row in PERMUTED and (found := re.search(r"\.([qk])_proj\.weight$", name)):
         heads = config.num_attention_heads if found[1] == "q" else config.num_key_value_heads
         x = x.view(heads, 2, -1, x.shape[1]).transpose(1, 2).reshape(x.shape)
@@ -115,6 +129,14 @@ def parts(row: str, model: PreTrainedModel, name: str, x: torch.Tensor) -> dict[
         x = tiled(config, name, x)
     if name.endswith("experts.gate_up_proj"):
         return {name.replace("gate_up", part): each for part, each in zip(("gate", "up"), x.chunk(2, 1), strict=True)}
+    if "shared_mlp" in name and not config.num_local_experts:  # the only one, then
+        name = name.replace("shared_mlp", "mlp").replace("output_linear", "down_proj")
+    if "mlp.input_linear" in name:
+        stem = name.replace("shared_mlp", "mlp.shared_mlp")
+        return {
+            stem.replace("input_linear", part): each
+            for part, each in zip(("gate_proj", "up_proj"), x.chunk(2), strict=True)
+        }
     if row == "deepseek2" and "kv_b_proj" in name:
         keys, values = x.unflatten(0, (config.num_attention_heads, -1)).split(
             [config.qk_nope_head_dim, config.v_head_dim], 1
@@ -131,6 +153,7 @@ def parts(row: str, model: PreTrainedModel, name: str, x: torch.Tensor) -> dict[
 
 def write(path: Path, row: str, model: PreTrainedModel, blocks: Blocks = FLOATS) -> Path:
     word = {"stablelm-12b": "stablelm", "falcon-mamba": "mamba", "deepseek2-old": "deepseek2"}.get(row, row)
+    word = word.partition("-")[0] if row.startswith(UNROTATED) else word
     writer, config = gguf.GGUFWriter(str(path), word), model.config
     known = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == word)
     names, lists = gguf.get_tensor_name_map(known, config.num_hidden_layers), dict[str, list[np.ndarray]]()
@@ -142,6 +165,9 @@ def write(path: Path, row: str, model: PreTrainedModel, blocks: Blocks = FLOATS)
             plain = re.sub(r"\.norms\.\d+", "", part.replace(".dt_bias", ".dt_proj.bias"))
             expert = re.search(r"(\d+)\.\w+\.experts\.(gate|up|down)_proj", plain)
             plain = plain.replace("correction_bias", "correction.bias").replace("expert_bias", "expert_bias.bias")
+            if word.startswith("nemotron_h"):
+                plain = plain.replace("model.", "backbone.")
+            plain = plain.replace("moe.router.weight", "moe.router.layer.weight")
             found = names.get_name(plain, try_suffixes=(".weight", ".bias"))
             found = f"blk.{expert[1]}.ffn_{expert[2]}_exps.weight" if expert else found
             assert found is not None, part
@@ -160,13 +186,18 @@ def keys(writer: gguf.GGUFWriter, word: str, config: Any, old: bool = False) -> 
     writer.add_context_length(1 << 20 if mamba else config.max_position_embeddings)
     writer.add_embedding_length(hidden)
     writer.add_block_count(config.num_hidden_layers)
-    if word != "qwen35moe":  # it has no dense layer
+    if word.startswith("nemotron_h"):
+        sizes = {"moe": config.moe_intermediate_size, "mlp": config.intermediate_size}
+        writer.add_feed_forward_length([sizes.get(kind, 0) for kind in config.layer_types])
+    elif word != "qwen35moe":  # it has no dense layer
         writer.add_feed_forward_length(0 if mamba else config.n_inner if word == "gpt2" else config.intermediate_size)
     writer.add_head_count(heads)
-    rms = word in ("gemma", "arcee", "lfm2", "lfm2moe", "mamba", "falcon-h1", "deepseek2", *HYBRIDS)
+    rms = word in ("gemma", "arcee", "lfm2", "lfm2moe", "mamba", "falcon-h1", "deepseek2", *HYBRIDS, *UNROTATED)
     eps = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
     found = next((getattr(config, name) for name in eps if hasattr(config, name)), 1e-5)
     (writer.add_layer_norm_rms_eps if rms else writer.add_layer_norm_eps)(found)
+    if word in UNROTATED:
+        return unrotated(writer, word, config)
     rope = getattr(config, "rope_parameters", None)
     if rope:
         dim = getattr(config, "head_dim", None) or hidden // heads
@@ -218,6 +249,44 @@ def keys(writer: gguf.GGUFWriter, word: str, config: Any, old: bool = False) -> 
         writer.add_ssm_group_count(config.mamba_n_groups)
 
 
+def unrotated(writer: gguf.GGUFWriter, word: str, config: Any) -> None:
+    """The keys of hybrids with the second Mamba and attention without positions."""
+    granite = word == "granitehybrid"
+    heads = config.mamba_n_heads if granite else config.mamba_num_heads
+    inner = heads * (config.mamba_d_head if granite else config.mamba_head_dim)
+    if not granite:
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    else:
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+    kinds = config.layer_types
+    writer.add_head_count_kv([config.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds])
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_ssm_conv_kernel(config.mamba_d_conv if granite else config.conv_kernel)
+    writer.add_ssm_state_size(config.mamba_d_state if granite else config.ssm_state_size)
+    writer.add_ssm_group_count(config.mamba_n_groups if granite else config.n_groups)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_time_step_rank(heads)
+    if (granite and config.num_local_experts) or word.endswith("moe"):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if word.endswith("moe"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_group_count(config.n_group)
+        if config.moe_latent_size:
+            writer.add_moe_latent_size(config.moe_latent_size)
+
+
 def latents(writer: gguf.GGUFWriter, config: Any, old: bool) -> int:
     """The keys of latent attention; gives the number of KV heads, which newer files say is that of the latents."""
     rank, turned, nope = config.kv_lora_rank, config.qk_rope_head_dim, config.qk_nope_head_dim
@@ -259,6 +328,8 @@ def made(row: str) -> PreTrainedModel:
         config.n_inner = 96
     if kind == "lfm2":
         config.block_auto_adjust_ff_dim = False
+    if row == "granitehybrid-dense":
+        config.num_local_experts, config.shared_intermediate_size = 0, config.intermediate_size
     if "mamba" in kind:
         config.intermediate_size = config.expand * config.hidden_size
     if row == "deepseek2":  # whole blocks
@@ -274,13 +345,27 @@ def made(row: str) -> PreTrainedModel:
     return model
 
 
+def judged(row: str, model: PreTrainedModel) -> Any:
+    """What tells a text's logits. In Nemotron-H transformers' own steps and its forward over all of it differ by up to
+    0.003: there by steps, as in its `generate`."""
+
+    def by_steps(ids: torch.Tensor) -> SimpleNamespace:
+        found = [model(ids[:, :-NEW], use_cache=True)]
+        cache = "cache" if "cache" in found[0] else "past_key_values"
+        for at in range(ids.shape[1] - NEW, ids.shape[1]):
+            found.append(model(ids[:, at : at + 1], use_cache=True, **{cache: found[-1][cache]}))
+        return SimpleNamespace(logits=torch.cat([each.logits for each in found], 1))
+
+    return by_steps if row.startswith("nemotron_h") else model
+
+
 @pytest.mark.parametrize(
     "row", [row if row == "falcon-h1" else pytest.param(row, marks=pytest.mark.slow) for row in ROWS]
 )
 def test_tokens_are_those_of_the_model_that_was_written(row: str, tmp_path: Path) -> None:
     model = made(row)
     path = write(tmp_path / "tiny.gguf", row, model)
-    llm = check(path, model, "disk" if len(row) % 2 else "cpu")
+    llm = check(path, judged(row, model), "disk" if len(row) % 2 else "cpu")
     assert isinstance(llm.model.spec, ModuleSpec)
     if row not in READ:
         return
@@ -290,7 +375,17 @@ def test_tokens_are_those_of_the_model_that_was_written(row: str, tmp_path: Path
         torch.testing.assert_close(found.float(), model.state_dict()[name], atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("row", ["deepseek2", "qwen35moe"])
+_EXPERTS = {"gate", "up", "down", "o_proj"}
+PACKED = {
+    "deepseek2": {*_EXPERTS, "q_b_proj"},
+    "qwen35moe": {*_EXPERTS, "in_proj_qkv"},
+    "granitehybrid": {*_EXPERTS, "input_linear", "output_linear", "in_proj"},
+    "nemotron_h_moe": {"joint", "down", "o_proj", "in_proj"},
+}
+"""Some of what is packed."""
+
+
+@pytest.mark.parametrize("row", PACKED)
 def test_blocks_of_mixtures_stay_packed(row: str, tmp_path: Path) -> None:
     """Matrices are of two numbers, which blocks of 8 bits have as they are, in whatever direction they lie."""
     model = made(row)
@@ -298,9 +393,9 @@ def test_blocks_of_mixtures_stay_packed(row: str, tmp_path: Path) -> None:
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and "conv" not in name:
                 parameter.copy_(parameter.sign() * 127 * 2.0**-10)
-    llm = check(write(tmp_path / "tiny.gguf", row, model, in_kind(Kind.Q8_0)), model, "disk")
+    llm = check(write(tmp_path / "tiny.gguf", row, model, in_kind(Kind.Q8_0)), judged(row, model), "disk")
     packed = {name.split(".")[-2] for name, _ in llm.model.spec.packings}
-    assert packed >= {"gate", "up", "down", "o_proj", "in_proj_qkv" if row == "qwen35moe" else "q_b_proj"}
+    assert packed >= PACKED[row]
     assert "kv_b_proj" not in packed  # keys lie on their side in it
     assert llm.last_record is not None
     assert llm.last_record.experts["count"] == 8

@@ -84,7 +84,7 @@ SHARED_EXPERT = wholes(
     moe_intermediate_size="expert_feed_forward_length",
     shared_expert_intermediate_size="expert_shared_feed_forward_length",
 )
-_GRANITE = numbers(
+GRANITE = numbers(
     attention_multiplier="attention.scale",
     embedding_multiplier="embedding_scale",
     residual_multiplier="residual_scale",
@@ -326,8 +326,8 @@ ARCHITECTURES = {
     "qwen2moe": Architecture("qwen2_moe", (*_USUAL, SHARED_EXPERT)),
     # all of its models divide the weights of the experts that a token chose by their sum
     "qwen3moe": Architecture("qwen3_moe", (*_USUAL, EXPERTS, EXPERT_SIZE, always(norm_topk_prob=True))),
-    "granite": Architecture("granite", (*_USUAL, BIASES, _GRANITE), "all"),
-    "granitemoe": Architecture("granitemoe", (*_USUAL, EXPERTS, _GRANITE), "all"),
+    "granite": Architecture("granite", (*_USUAL, BIASES, GRANITE), "all"),
+    "granitemoe": Architecture("granitemoe", (*_USUAL, EXPERTS, GRANITE), "all"),
     # in all of its models every fourth layer has no positions
     "smollm3": Architecture("smollm3", (*_USUAL, always(no_rope_layer_interval=4)), "all"),
     "exaone4": Architecture("exaone4", (*_USUAL, _exaone4)),

@@ -16,6 +16,7 @@ from h2o_flexgen.checkpoint.gguf.architectures import (
     BIASES,
     EXPERT_SIZE,
     EXPERTS,
+    GRANITE,
     LAYER_NORM,
     LOGIT_SCALE,
     QUERY_BIAS,
@@ -116,17 +117,22 @@ def _lfm2_moe(keys: GgufKeys) -> Config:
     }
 
 
-def _convolved(keys: GgufKeys) -> Config:
-    """The layers without KV heads are convolutions."""
+def _attending(keys: GgufKeys) -> tuple[int, list[bool]]:
+    """The KV heads of the layers that attend, and which layers these are."""
     counts, layers = keys.value("attention.head_count_kv"), keys.whole("block_count")
     found = {int(count) for count in counts if count > 0} if isinstance(counts, np.ndarray) else set()
     if len(found) != 1 or len(counts) != layers:
         raise keys.error("attention.head_count_kv", f"one number of KV heads, or 0, for each of {layers} layers")
-    heads, hidden = keys.whole("attention.head_count"), keys.whole("embedding_length")
+    return found.pop(), [bool(count > 0) for count in counts]
+
+
+def _convolved(keys: GgufKeys) -> Config:
+    """The layers without KV heads are convolutions."""
+    (kv_heads, attend), hidden = _attending(keys), keys.whole("embedding_length")
     return {
-        "num_key_value_heads": found.pop(),
-        **_rope(keys, max(1, hidden // heads)),
-        "layer_types": ["full_attention" if count else "conv" for count in counts],
+        "num_key_value_heads": kv_heads,
+        **_rope(keys, max(1, hidden // keys.whole("attention.head_count"))),
+        "layer_types": ["full_attention" if each else "conv" for each in attend],
         "norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "conv_L_cache": keys.whole("shortconv.l_cache"),
         "conv_bias": keys.biased("shortconv.conv"),
@@ -226,29 +232,102 @@ def _mamba(keys: GgufKeys) -> Config:
     }
 
 
-def _falcon_h1(keys: GgufKeys) -> Config:
-    """What its config multiplies products by is in the weights already."""
+def _second_mamba(keys: GgufKeys) -> Config:
     inner, heads = keys.whole("ssm.inner_size"), keys.whole("ssm.time_step_rank")
-    ones = ("attention_in", "attention_out", "key", "ssm_in", "ssm_out", "lm_head", "embedding")
     return {
-        "mamba_d_ssm": inner,
         "mamba_n_heads": heads,
         "mamba_d_head": max(1, inner // heads),
         "mamba_d_conv": keys.whole("ssm.conv_kernel"),
         "mamba_d_state": keys.whole("ssm.state_size"),
         "mamba_n_groups": keys.whole("ssm.group_count", 1),
-        "mamba_rms_norm": "blk.0.ssm_norm.weight" in keys.header.tensors,
         "mamba_conv_bias": keys.biased("ssm_conv1d"),
         "mamba_proj_bias": keys.biased("ssm_in"),
+    }
+
+
+def _falcon_h1(keys: GgufKeys) -> Config:
+    """What its config multiplies products by is in the weights already."""
+    ones = ("attention_in", "attention_out", "key", "ssm_in", "ssm_out", "lm_head", "embedding")
+    return {
+        **_second_mamba(keys),
+        "mamba_d_ssm": keys.whole("ssm.inner_size"),
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in keys.header.tensors,
         **{f"{part}_multiplier": 1.0 for part in ones},
         "mlp_multipliers": [1.0, 1.0],
         "ssm_multipliers": [1.0] * 5,
     }
 
 
+def _without_positions(keys: GgufKeys) -> tuple[Config, list[bool]]:
+    """Of a hybrid whose queries and keys are not rotated: its heads, and which layers attend."""
+    for key in ("rope.dimension_count", "rope.freq_base"):  # there all the same
+        keys.value(key)
+    if keys.flag("rope.scaling.finetuned", True):
+        raise keys.error("rope.scaling.finetuned", "false: a model without rotary positions")
+    heads, (kv_heads, attend) = keys.whole("attention.head_count"), _attending(keys)
+    head_dim = keys.whole("attention.key_length", max(1, keys.whole("embedding_length") // heads))
+    if keys.whole("attention.value_length", head_dim) != head_dim:
+        raise keys.error("attention.value_length", f"that of a key, {head_dim}")
+    return {"num_key_value_heads": kv_heads, "head_dim": head_dim}, attend
+
+
+def _granite_hybrid(keys: GgufKeys) -> Config:
+    """Granite 4: the MLP of all layers is the shared expert's, where there are others beside it or not."""
+    inner, hidden = keys.whole("ssm.inner_size"), keys.whole("embedding_length")
+    if inner % hidden:
+        raise keys.error("ssm.inner_size", f"a multiple of {hidden}")
+    config, attend = _without_positions(keys)
+    if config.pop("head_dim") * keys.whole("attention.head_count") != hidden:
+        raise keys.error("attention.key_length", "the model's size over its heads")
+    return {
+        **config,
+        **_second_mamba(keys),
+        "mamba_expand": inner // hidden,
+        "layer_types": ["attention" if each else "mamba" for each in attend],
+        "num_local_experts": keys.count("expert_count"),
+        "num_experts_per_tok": keys.count("expert_used_count"),
+        "intermediate_size": keys.whole("feed_forward_length"),
+        "shared_intermediate_size": keys.whole("expert_shared_feed_forward_length", keys.whole("feed_forward_length")),
+    }
+
+
+def _nemotron_h(keys: GgufKeys) -> Config:
+    """Each layer is one of three: a mixer, attention, or an MLP, all of which are mixtures or none."""
+    config, attend = _without_positions(keys)
+    sizes, experts = keys.value("feed_forward_length"), keys.count("expert_count")
+    found = {int(size) for size in sizes if size > 0} if isinstance(sizes, np.ndarray) else set()
+    if len(found) != 1 or len(sizes) != len(attend):
+        raise keys.error("feed_forward_length", f"one size, or 0, for each of {len(attend)} layers")
+    kinds = zip(attend, sizes > 0, strict=True)
+    keys.value("attention.layer_norm_epsilon")  # that of norms of another kind
+    mamba = _second_mamba(keys)
+    config |= {
+        "intermediate_size": found.pop(),
+        "hybrid_override_pattern": "".join("*" if a else ("E" if experts else "-") if m else "M" for a, m in kinds),
+        "layer_norm_epsilon": keys.number("attention.layer_norm_rms_epsilon"),
+        "mamba_num_heads": mamba["mamba_n_heads"],
+        "mamba_head_dim": mamba["mamba_d_head"],
+        "n_groups": mamba["mamba_n_groups"],
+        "ssm_state_size": mamba["mamba_d_state"],
+        "conv_kernel": mamba["mamba_d_conv"],
+        "use_conv_bias": mamba["mamba_conv_bias"],
+        "use_bias": mamba["mamba_proj_bias"],
+    }
+    if not experts:
+        return config
+    return {
+        **config,
+        **routed(keys, 2),
+        "norm_topk_prob": keys.flag("expert_weights_norm", False),
+        "moe_shared_expert_intermediate_size": keys.whole("expert_shared_feed_forward_length"),
+        "moe_latent_size": keys.count("moe_latent_size") or None,
+    }
+
+
 _QWEN = {"ffn_norm": "post_attention_norm"}
 _NORM = numbers(norm_eps="attention.layer_norm_epsilon")
 _QWEN35 = Architecture("qwen3_5_text", (_qwen35, ROOT_MEAN_SQUARE), names=_QWEN, offset=1.0)
+_NEMOTRON_H = Architecture("nemotron_h", (_nemotron_h,))
 MODULES = {
     "gpt2": Architecture("gpt2", (_gpt2,)),
     "starcoder2": Architecture("starcoder2", (_whole_heads, _starcoder2)),
@@ -274,6 +353,10 @@ MODULES = {
     "glm4moe": ARCHITECTURES["glm4moe"]._replace(names=_QWEN),
     "mamba": Architecture("mamba", (_mamba,), attends=False),
     "falcon-h1": Architecture("falcon_h1", (_heads, _falcon_h1, ROOT_MEAN_SQUARE, BIASES), "all"),
+    # rows of q and k are in another order in them, which is the same in all heads, and nothing rotates
+    "granitehybrid": Architecture("granitemoehybrid", (_granite_hybrid, ROOT_MEAN_SQUARE, GRANITE)),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
 }
 """By GGUF's word; those that have a family as well are read as that reads them."""
 
@@ -302,9 +385,11 @@ def config_of(header: GgufHeader) -> Config:
     if keys.whole("block_count") > len(header.tensors):  # a number of layers that can be no other is not counted up to
         raise keys.error("block_count", f"no more layers than there are tensors, {len(header.tensors)}")
     row = ARCHITECTURES.get(architecture) or MODULES[architecture]
+    own = row.read(keys)
     dense = row.attends and (architecture in ARCHITECTURES or not keys.value("expert_count"))
     heads, ffn = keys.whole if row.attends else keys.count, keys.whole if dense else keys.count
-    layers = {"intermediate_size": ffn("feed_forward_length"), "num_attention_heads": heads("attention.head_count")}
+    ffn_size = own.get("intermediate_size") or ffn("feed_forward_length")
+    layers = {"intermediate_size": ffn_size, "num_attention_heads": heads("attention.head_count")}
     config = {
         "vocab_size": vocab,
         "hidden_size": keys.whole("embedding_length"),
@@ -314,7 +399,7 @@ def config_of(header: GgufHeader) -> Config:
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "torch_dtype": stored_dtype(header),
         **_special_tokens(header, vocab),
-        **row.read(keys),
+        **own,
     }
     keys.refuse_rest()
     return config

@@ -222,10 +222,10 @@ _MODULES = {
 }
 _LAYER_MODULES = {
     "attn_norm": "input_layernorm ln_1 operator_norm norm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj self_attn.dense self_attn.out_proj attn.c_proj",
+    "attn_q": "self_attn.q_proj mixer.q_proj",
+    "attn_k": "self_attn.k_proj mixer.k_proj",
+    "attn_v": "self_attn.v_proj mixer.v_proj",
+    "attn_output": "self_attn.o_proj self_attn.dense self_attn.out_proj attn.c_proj mixer.o_proj",
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
     "attn_q_b": "self_attn.q_b_proj",
@@ -236,12 +236,15 @@ _LAYER_MODULES = {
     "attn_k_norm": "self_attn.k_norm self_attn.k_layernorm self_attn.k_layernorm.norms",
     "ffn_norm": "post_attention_layernorm ln_2 ffn_norm pre_ff_layernorm",
     "ffn_gate": "mlp.gate_proj feed_forward.w1 feed_forward.gate_proj",
-    "ffn_up": "mlp.up_proj mlp.c_fc mlp.fc1 feed_forward.w3 feed_forward.up_proj",
-    "ffn_down": "mlp.down_proj mlp.c_proj mlp.fc2 feed_forward.w2 feed_forward.down_proj",
-    "ffn_gate_inp": "mlp.gate feed_forward.gate",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj mlp.shared_expert.down_proj",
+    "ffn_up": "mlp.up_proj mlp.c_fc mlp.fc1 feed_forward.w3 feed_forward.up_proj mixer.up_proj",
+    "ffn_down": "mlp.down_proj mlp.c_proj mlp.fc2 feed_forward.w2 feed_forward.down_proj mixer.down_proj",
+    "ffn_gate_inp": "mlp.gate feed_forward.gate mixer.gate block_sparse_moe.router block_sparse_moe.router.layer",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj mlp.shared_expert.gate_proj shared_mlp.input_linear",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj mlp.shared_expert.up_proj mixer.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj mlp.shared_expert.down_proj mixer.shared_experts.down_proj "
+    "shared_mlp.output_linear",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "shortconv.conv": "conv.conv",
     "shortconv.in_proj": "conv.in_proj",
@@ -251,7 +254,7 @@ _LAYER_MODULES = {
     "ssm_x": "mixer.x_proj",
     "ssm_dt": "mixer.dt_proj mamba.dt_proj",
     "ssm_out": "mixer.out_proj mamba.out_proj linear_attn.out_proj",
-    "ssm_norm": "mamba.norm linear_attn.norm",
+    "ssm_norm": "mixer.norm mamba.norm linear_attn.norm",
     "ssm_ba": "linear_attn.in_proj_ba",
     "ssm_alpha": "linear_attn.in_proj_a",
     "ssm_beta": "linear_attn.in_proj_b",
@@ -300,6 +303,8 @@ def _module_place(architecture: str, spec: ModuleSpec, name: str, rows: int) -> 
     each, row = spec.tensors[name], MODULES[architecture]
     if each.expert is not None and spec.arch.experts is not None:
         layer, kind = re.search(r"\.(\d+)\.", each.parameter), name.split(".")[-2]
+        if kind == "joint" and each.parameter.endswith(".up_proj"):  # without a gate
+            kind = "up"
         if layer is not None and kind in ("gate", "up", "down"):
             stored = f"blk.{layer[1]}.ffn_{kind}_exps.weight"
             return StoredRows(stored, each.expert * rows, spec.arch.experts.count * rows)
@@ -333,6 +338,14 @@ def _in_pieces(
         rows = shape[0] // (nope + own) * own
         return keys, both._replace(name=f"{blk}.attn_v_b{part}", rows=rows, turn=nope, take=own)
     architecture = header.metadata.get("general.architecture")
+    blk, shared, part = place.name.partition("_shexp")
+    if shared and architecture == "granitehybrid":
+        if place.name not in header.tensors:  # the only one, then
+            place = place._replace(name=f"{blk}{part}")
+        if ".ffn_gate" not in place.name:
+            return (place,)
+        gate = place._replace(rows=shape[0] // 2, turns=shape[0], take=shape[0] // 2)
+        return gate, gate._replace(name=place.name.replace("ffn_gate", "ffn_up"), turn=shape[0] // 2)
     blk, _, part = place.name.partition(".attn_qkv")
     if architecture not in ("qwen3next", "qwen35", "qwen35moe") or not (part or ".ssm_conv1d." in place.name):
         return (place,)
