@@ -63,6 +63,8 @@ class EvictionOracle:
         """Of each query head a logit that is no token's."""
         self.soft_cap: float | None = None
         """What no logit of attention reaches, up or down."""
+        self.chosen: dict[int, set[int]] = {}
+        """What an indexer has chosen, by the query that attends to this alone; to all where nothing of it is kept."""
         self.saw: dict[int, tuple[Vector, Vector]] = {}
         """Keys and values that the last query has seen, by position."""
 
@@ -114,6 +116,8 @@ class EvictionOracle:
         outputs = []
         rank = {p: number for number, p in enumerate(sorted(self.keys))}
         positions = [p for p in rank if self.visible(p, position)]
+        chosen = self.chosen.get(position, self.kept)
+        positions = [p for p in positions if p in chosen] or positions
         received = dict.fromkeys(positions, 0.0)
         keys = [self._key(p, rank[p]) for p in positions]
         columns = list(zip(*(self.values[p] for p in positions), strict=True))

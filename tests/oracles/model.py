@@ -51,6 +51,7 @@ class OracleAttention:
         self._make_cache = make_cache
         self.layers: dict[int, list[EvictionOracle]] = {}
         self._keys: dict[int, Tensor] = {}  # by layer, those of the last call
+        self._chosen: list[set[int] | None] = []  # of the new tokens, by the last layer with an indexer
 
     def __call__(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **settings: Any
@@ -58,8 +59,6 @@ class OracleAttention:
         """query (1, heads, n, d), key (1, kv_heads, n, d) and value (1, kv_heads, n, e) of the new tokens to
         (1, n, heads, e)."""
         assert mask is None or mask.numel() == 1, "nobody may see other keys than these caches keep"
-        indices = settings.get("indices")  # of the new tokens alone: caches are the oracles'
-        assert indices is None or indices.shape[-1] == query.shape[2], "needed an indexer that leaves none out"
         if hasattr(module, "expand_kv"):  # all heads share the latents that their keys and values are made of
             return _one_head(partial(self._answer, module, settings), query, key, value), None
         return self._answer(module, settings, query, key, value), None
@@ -82,14 +81,34 @@ class OracleAttention:
                 cache.siblings = self.layers[layer]
                 cache.sinks = () if sinks is None else sinks.view(kv_heads, -1)[head].tolist()
                 cache.soft_cap = settings.get("softcap")
+        if settings.get("indices") is not None:
+            self._choose(module, settings["indices"][0].tolist(), self.layers[layer])
         groups = query[0].unflatten(0, (kv_heads, -1)).transpose(1, 2).tolist()  # (kv_heads, n, group, d)
         heads = zip(self.layers[layer], groups, key[0].tolist(), value[0].tolist(), strict=True)
         outputs = torch.tensor([_attend(*head) for head in heads])
         return outputs.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None].to(value.dtype)
 
+    def _choose(self, module: Any, indices: list[list[int]], caches: list[EvictionOracle]) -> None:
+        """Tells caches which tokens new ones attend to, by an indexer of their layer or of one before: all where there
+        was nothing to choose."""
+        first, held = caches[0].length, len(caches[0].kept)
+        if getattr(module, "indexer", None) is not None:
+            self._chosen = [set(row) if held + i >= len(row) else None for i, row in enumerate(indices)]
+        for cache in caches:
+            cache.chosen = {first + i: row for i, row in enumerate(self._chosen) if row is not None}
+
+    def hide(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Before an indexer is called: the mask by which it does not see what its layer no longer keeps."""
+        caches, new = self.layers.get(module.layer_idx), args[0].shape[1]
+        first, kept = (caches[0].length, caches[0].kept) if caches else (0, set[int]())
+        mask = torch.full((1, new, first + new), -math.inf)
+        mask[:, :, list(kept)] = 0.0
+        mask[0, :, first:] = torch.full((new, new), -math.inf).triu(1)
+        return (*args[:3], mask, *args[4:]), kwargs
+
 
 def _no_mask(*args: Any, allow_is_causal_skip: bool = True, **kwargs: Any) -> Tensor | None:
-    """Masks are made where attention is; an indexer wants one to add."""
+    """Masks are made where attention is, and before an indexer."""
     return None if allow_is_causal_skip else torch.zeros(1, 1, 1, 1)
 
 
@@ -161,6 +180,7 @@ def oracle_generate(
 
     attention = OracleAttention(make_cache)
     before = model.config._attn_implementation
+    hooks = [module.register_forward_pre_hook(attention.hide, with_kwargs=True) for module in _indexers(model)]
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, _no_mask)
     model.set_attn_implementation(NAME)
@@ -171,6 +191,8 @@ def oracle_generate(
             run = _greedy(model, prompt, new_tokens, attention, rotations, replays)
     finally:
         model.set_attn_implementation(before)
+        for hook in hooks:
+            hook.remove()
     run.closest = min(run.closest, *(cache.closest for layer in attention.layers.values() for cache in layer))
     return run
 
@@ -181,15 +203,30 @@ def _has_states(model: PreTrainedModel) -> bool:
     return any("linear" in kind or kind in ("conv", "mamba") for kind in kinds)
 
 
+def _indexers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The modules that choose which tokens are attended to."""
+    return [module for module in model.modules() if type(module).__name__.endswith("Indexer")]
+
+
 def _name_of_cache(model: PreTrainedModel) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 class _States(DynamicCache):
-    """transformers' own states; of keys and values, which are the oracles', it gives back what it gets."""
+    """transformers' own states, and all keys of indexers; of keys and values, which are the oracles', it gives back
+    what it gets."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.index: dict[int, Tensor] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Tensor:
+        held = [self.index[layer_idx]] if layer_idx in self.index else []
+        self.index[layer_idx] = torch.cat([*held, indexer_key_states], 1)
+        return self.index[layer_idx]
 
 
 def windows_of(model: PreTrainedModel) -> list[int | None]:
@@ -211,7 +248,7 @@ def _greedy(
     replays: bool,
 ) -> OracleRun:
     """`replays`: the prompt goes in twice, one after the other, and its own last token is what goes on."""
-    run, states = OracleRun(), _States(config=model.config) if _has_states(model) else None
+    run, states = OracleRun(), _States(model.config) if _has_states(model) or _indexers(model) else None
     ids, first, stop = list(prompt), 0, len(prompt)
     if rotations is not None:
         stop = min(stop, rotations.context)

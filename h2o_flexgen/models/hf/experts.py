@@ -242,7 +242,7 @@ class IndexerChoice(Choice):
             at = places if positions is None else positions.unsqueeze(1).expand_as(seen).gather(-1, places)
             at = at.to(torch.int32).masked_fill(~seen.gather(-1, places), -1)
             self._chosen[tokens, : at.shape[-1]] = at
-            self._decided[tokens] = True
+            self._decided[tokens] = seen.sum(-1) > self.most
         return mask
 
     def _again(self, tokens: Tensor, seen: Tensor, positions: Tensor | None) -> Tensor:
