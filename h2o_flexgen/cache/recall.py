@@ -9,11 +9,14 @@ never changes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.nn import functional
 
@@ -22,9 +25,14 @@ from h2o_flexgen.cache.packing import expand, pack
 from h2o_flexgen.cache.ring_slots import Asked, CacheSlots
 from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.config.budget import Budget
-from h2o_flexgen.config.recall import FIRST, NEAR, RATED, index_packing, is_rated, looks, most_moved
+from h2o_flexgen.config.recall import FIRST, NEAR, RATED, index_packing, is_rated, looks, most_moved, shelf_bytes
 from h2o_flexgen.kernels.ranks import NativeRecall, Recalled, ShelvedKeys
 from h2o_flexgen.kernels.types import KeysValues, PackedPrompts
+from h2o_flexgen.memory.copies import bit_flip
+from h2o_flexgen.memory.disk import host_view
+from h2o_flexgen.memory.tiers import DiskTier, Region
+
+_WHAT = "evicted tokens"
 
 
 @dataclass
@@ -45,10 +53,8 @@ class RecallCounts:
     best: float = 0.0
     """And what as many tokens could have at most."""
 
-    def add(self, found: Recalled, nbytes: int) -> None:
-        """What a step has done, with keys, and values, of so many bytes."""
-        self.written += 2 * nbytes * found.written
-        self.read += 2 * nbytes * found.recalled
+    def add(self, found: Recalled) -> None:
+        """What a step has done, but for bytes."""
         self.recalled += found.recalled
         self.looks += found.looks
         self.held += found.held
@@ -56,22 +62,152 @@ class RecallCounts:
 
 
 class Shelf:
-    """Keys and values of one row in one layer, (kv_heads, length, d), in host memory."""
+    """Keys and values of one row in one layer."""
+
+    held: KeysValues | None = None
+    """All of them, (kv_heads, length, d), if they are in host memory."""
+
+    def write(self, start: int, k: Tensor, v: Tensor) -> int:
+        """Those (kv_heads, n, d) of the positions from `start` on. Returns the bytes that were moved."""
+        raise NotImplementedError
+
+    def read(self, heads: Tensor, positions: Tensor) -> tuple[KeysValues, int]:
+        """Those (n, d) of these KV heads and positions, (n,) each, where the cache is, and the bytes that were
+        moved."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """The row goes; a second time does nothing."""
+
+
+class MemoryShelf(Shelf):
+    """A shelf in host memory."""
+
+    held: KeysValues
 
     def __init__(self, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        """device: where the cache is."""
-        self.k, self.v = torch.empty(2, *size, dtype=dtype).unbind(0)
+        """size: (kv_heads, length, d). device: where the cache is."""
+        self.held = KeysValues(*torch.empty(2, *size, dtype=dtype).unbind(0))
         self._device = device
 
-    def write(self, start: int, k: Tensor, v: Tensor) -> None:
-        """Those (kv_heads, n, d) of the positions from `start` on."""
+    def write(self, start: int, k: Tensor, v: Tensor) -> int:
         stop = start + k.shape[1]
-        self.k[:, start:stop], self.v[:, start:stop] = k, v
+        self.held.k[:, start:stop], self.held.v[:, start:stop] = k, v
+        return 2 * k.numel() * self.held.k.itemsize
 
-    def read(self, heads: Tensor, positions: Tensor) -> KeysValues:
-        """Those (n, d) of these KV heads and positions, (n,) each, where the cache is."""
+    def read(self, heads: Tensor, positions: Tensor) -> tuple[KeysValues, int]:
         heads, positions = heads.cpu(), positions.cpu()
-        return KeysValues(*(x[heads, positions].to(self._device) for x in (self.k, self.v)))
+        found = KeysValues(*(x[heads, positions].to(self._device) for x in self.held))
+        return found, 2 * found.k.nbytes
+
+
+class DiskShelves:
+    """Room on disk for the shelves of one block: a file of equal parts, and a buffer in host memory.
+
+    Used by one thread. Its owner releases region and buffer.
+    """
+
+    def __init__(self, disk: DiskTier, region: Region, tokens: Iterable[int], length: int, buffer: Tensor) -> None:
+        """tokens: of each shelf the bytes of a token, in whole pages. length: tokens of each. buffer: uint8, aligned to
+        a page."""
+        self.buffer, self.view = buffer, host_view(buffer)
+        self._disk, self._free, self._longer, start = disk, dict[int, list[Region]](), list[Region](), 0
+        for token in tokens:
+            self._free.setdefault(token, []).append(region.part(start, token * length))
+            start += token * length
+
+    def take(self, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> DiskShelf:
+        """A shelf as a MemoryShelf; in a file of its own if it is longer than was planned. Raises as
+        `DiskTier.allocate`."""
+        token = shelf_bytes("disk", 2 * size[0] * size[2] * dtype.itemsize)
+        free = self._free.get(token)
+        if free and free[-1].nbytes >= size[1] * token:
+            return DiskShelf(self, free.pop(), size, dtype, device)
+        self._longer.append(self._disk.allocate(size[1] * token, _WHAT))
+        return DiskShelf(self, self._longer[-1], size, dtype, device)
+
+    def give_back(self, token: int, part: Region) -> None:
+        """Called by DiskShelf.release."""
+        if part in self._longer:
+            self._longer.remove(part)
+            part.release()
+        else:
+            self._free[token].append(part)
+
+    def close(self) -> None:
+        """Releases what is longer than was planned."""
+        for region in self._longer:
+            region.release()
+
+
+class DiskShelf(Shelf):
+    """A shelf on disk: a token's keys, then its values, of all heads, on pages of their own, whose checksums are kept.
+
+    Transfers are of whole pages. They raise StorageError where the disk is full or fails, or gives back other bytes.
+    """
+
+    def __init__(
+        self, room: DiskShelves, part: Region, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        heads, length, dim = size
+        self._room, self._part, self._dtype, self._device = room, part, dtype, device
+        self._shape, self._content = (2, heads, dim), 2 * heads * dim * dtype.itemsize
+        self._token = shelf_bytes("disk", self._content)
+        self._at_once = len(room.buffer) // self._token
+        self._sums = array("Q", bytes(8 * length))
+
+    def write(self, start: int, k: Tensor, v: Tensor) -> int:
+        region, token = self._part, self._token
+        for first in range(0, k.shape[1], self._at_once):
+            count = min(self._at_once, k.shape[1] - first)
+            staged = self._room.buffer[: count * token]
+            pages = staged if k.device.type == "cpu" else torch.zeros_like(staged, device=k.device)
+            for part, x in zip(self._tokens(pages).unbind(1), (k, v), strict=True):
+                part.copy_(x[:, first : first + count].transpose(0, 1))
+            if pages is not staged:
+                staged.copy_(pages)
+            at = start + first
+            self._sums[at : at + count] = array("Q", (self._sum(i) for i in range(count)))
+            region.file.write(self._room.view, 0, region.offset + at * token, count * token, _WHAT)
+        return k.shape[1] * token
+
+    def read(self, heads: Tensor, positions: Tensor) -> tuple[KeysValues, int]:
+        wanted, places = positions.unique(return_inverse=True)
+        found = KeysValues(*torch.empty(2, len(heads), self._shape[2], dtype=self._dtype, device=self._device))
+        listed: list[int] = wanted.tolist()
+        for first in range(0, len(listed), self._at_once):
+            some = listed[first : first + self._at_once]
+            self._load(some)
+            pages = self._room.buffer[: len(some) * self._token].to(self._device)
+            here = (places >= first) & (places < first + len(some))
+            tokens = self._tokens(pages)[places[here] - first, :, heads[here]]
+            found.k[here], found.v[here] = tokens.unbind(1)
+        return found, len(listed) * self._token
+
+    def release(self) -> None:
+        if self._sums:
+            self._sums = array("Q")
+            self._room.give_back(self._token, self._part)
+
+    def _load(self, positions: list[int]) -> None:
+        """The pages of these positions, in order, to the buffer; adjacent ones at once."""
+        region, token = self._part, self._token
+        ends = [i for i in range(1, len(positions)) if positions[i] != positions[i - 1] + 1]
+        for first, stop in pairwise((0, *ends, len(positions))):
+            at = region.offset + positions[first] * token
+            region.file.read(self._room.view, first * token, at, (stop - first) * token, _WHAT)
+        for i, position in enumerate(positions):
+            if self._sum(i) != self._sums[position]:
+                raise bit_flip(_WHAT, region.file.path, region.offset + position * token)
+
+    def _sum(self, place: int) -> int:
+        """Of the pages of the token at this place of the buffer."""
+        return xxhash.xxh3_64_intdigest(self._room.view.view[place * self._token : (place + 1) * self._token])
+
+    def _tokens(self, pages: Tensor) -> Tensor:
+        """Keys and values (n, 2, kv_heads, d) in uint8 pages."""
+        content = pages.view(-1, self._token)[:, : self._content]
+        return content.view(self._dtype).unflatten(1, self._shape)
 
 
 @dataclass
@@ -112,9 +248,18 @@ class Recall:
     rates: ClassVar[int] = RATED
     """One look of so many is rated."""
 
-    def __init__(self, lengths: Sequence[int], every: int, counts: RecallCounts, logs: bool = False) -> None:
-        """lengths: tokens of each row, the last that may come included. logs: whether `returns` are remembered."""
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        every: int,
+        counts: RecallCounts,
+        logs: bool = False,
+        disk: DiskShelves | None = None,
+    ) -> None:
+        """lengths: tokens of each row, the last that may come included. logs: whether `returns` are remembered. disk:
+        where shelves are; None: in host memory."""
         self._lengths, self._every, self._counts, self._logs = list(lengths), every, counts, logs
+        self._disk = disk
         self._rows: list[_ShelvedRow | None] = [None] * len(lengths)
         self._native: NativeRecall | None = None
         self._begun: CacheLengths | None = None  # of the steps that `_native` is for
@@ -126,7 +271,7 @@ class Recall:
         if not found:
             return None
         first, lengths = found[0][0], [part._lengths[row] for part, rows in found for row in rows]
-        made = cls(lengths, first._every, first._counts, first._logs)
+        made = cls(lengths, first._every, first._counts, first._logs, first._disk)
         made._rows = [part._rows[row] for part, rows in found for row in rows]
         return made
 
@@ -156,16 +301,28 @@ class Recall:
         before, packing = 0 if past is None else past[0].shape[1], index_packing(dim)
         length = max(self._lengths[row], before + count)
         index = torch.empty(heads, length, packing.nbytes, dtype=torch.uint8, device=own.k.device)
-        shelf = Shelf((heads, length, dim), own.k.dtype, own.k.device)
+        make: Callable[..., Shelf] = MemoryShelf if self._disk is None else self._disk.take
+        shelf = make((heads, length, dim), own.k.dtype, own.k.device)
         for start, part in ((0, past), (before, own)):
-            if part is not None and NativeRecall.serves(own.k):
-                NativeRecall.fill(KeysValues(*part), start, KeysValues(shelf.k, shelf.v), index, packing.block)
-            elif part is not None:
-                shelf.write(start, *part)
+            if part is None:
+                continue
+            native = NativeRecall.serves(own.k)
+            if native:
+                NativeRecall.fill(KeysValues(*part), start, shelf.held, index, packing.block)
+            else:
                 index[:, start : start + part[0].shape[1]] = pack(part[0], packing)
-        self._counts.written += 2 * heads * (before + count) * dim * own.k.itemsize
+            if native and shelf.held is not None:
+                self._counts.written += 2 * part[0].nbytes
+            else:
+                self._counts.written += shelf.write(start, *part)
         came = torch.zeros(heads, length, dtype=torch.int32) if self._logs else None
         return _ShelvedRow(shelf, index, budget.recent, most_moved(budget), came)
+
+    def leave(self, kept: Sequence[int]) -> None:
+        """All rows but those at the places `kept` go, and give back the room of their shelves."""
+        for place in set(range(len(self._rows))).difference(kept):
+            if (row := self._rows[place]) is not None:
+                row.shelf.release()
 
     def returns(self, row: int) -> list[list[tuple[int, int]]] | None:
         """(position, times) of what has come back to a row, by KV head; None without a log or a shelf."""
@@ -201,18 +358,22 @@ class Recall:
         """The step, by the kernel or in torch."""
         if self._native is not None:
             q, scale, soft_cap = asked
+            if self._disk is not None:
+                self._write(new, lengths)
             found = self._native.step(lengths.step, (q, *new), scale, soft_cap, held, slots.ranking)
-            self._counts.add(found, held.k.shape[-1] * held.k.itemsize)
+            self._counts.add(found)
+            if self._disk is None:
+                vectors = 2 * held.k.shape[-1] * held.k.itemsize
+                self._counts.written += vectors * found.written
+                self._counts.read += vectors * found.recalled
+            elif found.recalled:
+                self._fetch(self._native.moves, held)
             return
         free = slots.free()
-        for place, (row, now, before) in enumerate(zip(self._rows, lengths.next_pos, lengths.before, strict=True)):
-            if row is None or now >= row.index.shape[1]:  # it is done, and its neighbours are not
-                continue
-            k, v = (x[place].unsqueeze(1) for x in new)
-            row.shelf.write(now, k, v)
+        for place, row, now in self._write(new, lengths):
+            k = new.k[place].unsqueeze(1)
             row.index[:, now : now + 1] = pack(k, index_packing(k.shape[-1]))
-            self._counts.written += 2 * k.nbytes
-            taken = before + lengths.step
+            taken = lengths.before[place] + lengths.step
             if looks(taken, self._every):
                 first = 0 if lengths.window is None else max(0, now + 1 - lengths.window)
                 worth = _worth(row.index[:, first : now + 1], asked[0][place], asked)
@@ -220,7 +381,31 @@ class Recall:
                 kept, moved = self._look(row, worth, own, first, now)
                 rated = is_rated(taken, self._every, self.rates)
                 rating = _rating(worth.mean(1), kept) if rated else (0.0, 0.0)
-                self._counts.add(Recalled(0, len(worth), moved, *rating), k.shape[-1] * k.itemsize)
+                self._counts.add(Recalled(0, len(worth), moved, *rating))
+
+    def _write(self, new: KeysValues, lengths: CacheLengths) -> list[tuple[int, _ShelvedRow, int]]:
+        """The tokens `new` (b, kv_heads, d) go to the shelves. Returns place, row and position of each."""
+        found = list[tuple[int, _ShelvedRow, int]]()
+        for place, (row, now) in enumerate(zip(self._rows, lengths.next_pos, strict=True)):
+            if row is not None and now < row.index.shape[1]:  # else it is done, and its neighbours are not
+                self._counts.written += row.shelf.write(now, *(x[place].unsqueeze(1) for x in new))
+                found.append((place, row, now))
+        return found
+
+    def _fetch(self, moves: Tensor, held: KeysValues) -> None:
+        """What the kernel wants back, `NativeRecall.moves`, goes from the shelves into its slots."""
+        for place, row in enumerate(self._rows):
+            heads, order = (moves[place, ..., 0] >= 0).nonzero(as_tuple=True)
+            if row is not None and len(heads):
+                slots, positions = moves[place, heads, order].long().unbind(1)
+                self._take(row, heads, positions, KeysValues(held.k[place], held.v[place]), slots)
+
+    def _take(self, row: _ShelvedRow, heads: Tensor, positions: Tensor, held: KeysValues, slots: Tensor) -> None:
+        """Tokens of these KV heads and positions, (n,) each, go from the shelf into slots of `held`, (kv_heads,
+        capacity, d)."""
+        found, nbytes = row.shelf.read(heads, positions)
+        held.k[heads, slots], held.v[heads, slots] = found
+        self._counts.read += nbytes
 
     def _native_of(self, lengths: CacheLengths, like: Tensor) -> NativeRecall | None:
         """For steps of these lengths and a cache as `like`; None where no kernel takes that."""
@@ -229,9 +414,8 @@ class Recall:
         shelved = list[ShelvedKeys | None]()
         for row, now, before in zip(self._rows, lengths.next_pos, lengths.before, strict=True):
             if row is not None:
-                k, v = row.shelf.k, row.shelf.v
                 how = row.recent, row.most, now - lengths.step, before
-            shelved.append(None if row is None else ShelvedKeys(k, v, row.index, *how))
+            shelved.append(None if row is None else ShelvedKeys(row.shelf.held, row.index, *how))
         block = index_packing(like.shape[-1]).block
         numbers = {"first": FIRST, "every": self._every, "rates": self.rates, "near": NEAR, "block": block}
         return NativeRecall(shelved, window=lengths.window, **numbers)
@@ -251,7 +435,7 @@ class Recall:
         positions, gone = back[heads, places], leaving[heads, places]
         if len(heads):
             targets = slot[heads, gone]
-            own.k[heads, targets], own.v[heads, targets] = row.shelf.read(heads, positions + first)
+            self._take(row, heads, positions + first, KeysValues(own.k, own.v), targets)
             own.pos[heads, targets] = (positions + first).int()
             # Nothing of this goes before the next look: it has the best score of what leaves.
             best = own.score.new_zeros(len(own.score)).scatter_reduce_(0, heads, own.score[heads, targets], "amax")

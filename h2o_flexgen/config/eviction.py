@@ -89,7 +89,7 @@ class EvictionConfig:
     recall: RecallTier | None = option(
         None,
         "--recall",
-        help="tier where evicted tokens wait for queries that look for them, to come back: cpu",
+        help="tier where evicted tokens wait for queries that look for them, to come back: cpu or disk",
         metavar="TIER",
         parse=str,
         unset="they are lost",

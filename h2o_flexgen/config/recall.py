@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from h2o_flexgen.config.budget import Budget
 from h2o_flexgen.config.model.packing import CachePacking
+from h2o_flexgen.config.model.tensors import page_ceil
 from h2o_flexgen.config.offload import elsewhere
 from h2o_flexgen.errors import UsageError
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from h2o_flexgen.config.model.spec import ModelSpec
 
 RecallTier = Literal["cpu", "disk"]
-RECALL_TIERS: tuple[RecallTier, ...] = ("cpu",)
+RECALL_TIERS: tuple[RecallTier, ...] = ("cpu", "disk")
 EVERY = 4
 """Steps of a row from one look through what is away to the next, unless asked for."""
 FIRST = 16
@@ -28,6 +29,8 @@ NEAR = 3
 """Tokens before and after one that is wanted which are wanted as much."""
 RATED = 8
 """One look of so many is rated for the record's hit rate, as finding the most that could be had takes time."""
+SHELF_BUFFER = 4 << 20
+"""Bytes of the host buffer through which evicted tokens go to disk and come back."""
 _MOST = 64
 
 
@@ -64,13 +67,30 @@ def coming_back(budget: Budget, window: int | None, before: int) -> int:
     return min(most_moved(budget), max(0, seen - budget.total)) if budget.scored else 0
 
 
-def shelved_tokens(budget: Budget, window: int | None, prompt: int, new: int, every: int) -> tuple[int, int]:
-    """Of a sequence of `new` tokens after a prompt those that each KV head writes to its shelf, and those that it reads
-    from there, as planned. The last token goes nowhere."""
+def shelf_bytes(tier: str | None, token: int) -> int:
+    """Bytes that a token, keys and values of a layer, takes on that tier: on disk whole pages of its own."""
+    return page_ceil(token) if tier == "disk" else token
+
+
+def read_back(budget: Budget, window: int | None, before: int, tier: str | None, heads: int) -> float:
+    """Tokens, of all KV heads, that one look of a row reads from its shelf, as planned: see `coming_back`. From disk
+    come the pages of every token that any head wants, as if each chose by itself among those that are away."""
+    back = coming_back(budget, window, before)
+    if tier != "disk" or not back:
+        return back
+    away = (before if window is None else min(before, window - 1)) - budget.total
+    return away * (1 - (1 - back / away) ** heads)
+
+
+def shelved_tokens(
+    budget: Budget, window: int | None, prompt: int, new: int, every: int, tier: str | None, heads: int
+) -> tuple[int, float]:
+    """Of a sequence of `new` tokens after a prompt those that are written to its shelf, and those that are read from
+    there, as planned, of all `heads`. The last token goes nowhere."""
     if not budget.scored:
         return 0, 0
-    back = (coming_back(budget, window, prompt + step) for step in range(new - 1) if looks(step, every))
-    return prompt + new - 1, sum(back)
+    steps = (step for step in range(new - 1) if looks(step, every))
+    return prompt + new - 1, sum(read_back(budget, window, prompt + step, tier, heads) for step in steps)
 
 
 def check_recall(spec: ModelSpec, tier: str | None) -> None:

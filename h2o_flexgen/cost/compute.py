@@ -12,7 +12,6 @@ from h2o_flexgen.config.recall import index_packing, share_of_looks
 from h2o_flexgen.cost.inputs import CostInputs, Moves, PromptPart, chunks, prompt_parts
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY
 from h2o_flexgen.schedule.tasks import FIRST_REPLAYED, Task, TaskKind
-from h2o_flexgen.schedule.traffic import links
 from h2o_flexgen.schedule.workspace import output_bytes
 
 Parts = dict[str, float]
@@ -265,11 +264,7 @@ class Compute:
         if tier == block.compute_tier:
             found["elementwise"] = self._elementwise(2 * (written + read))
         else:
-            rate, here = block.machine.link, block.compute_tier
-            ways = zip((False, True), (written, read), strict=True)
-            found["moving state"] = sum(
-                rate(link).seconds(nbytes) for inward, nbytes in ways for link in links(tier, here, inward=inward)
-            )
+            found["moving state"] = sum(seconds for *_, seconds in self._moves.shelving(step, layer, batch))
         if step > 0:
             heads, window = spec.heads_of(layer), spec.arch.window_of(layer)
             seen = min(block.prompt_len + step, window or block.prompt_len + step)

@@ -15,8 +15,8 @@ from h2o_flexgen.config.model.spec import ModelSpec, UnitSpec
 from h2o_flexgen.config.model.tensors import PAGE, dtype_bytes, round_up, states_bytes
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.placement import Placement
-from h2o_flexgen.config.recall import coming_back, share_of_looks
-from h2o_flexgen.schedule.footprint import REWRITE_EVERY
+from h2o_flexgen.config.recall import read_back, share_of_looks
+from h2o_flexgen.schedule.footprint import REWRITE_EVERY, shelved_layers
 from h2o_flexgen.schedule.request import PlanRequest
 from h2o_flexgen.schedule.tasks import NO_BATCH, ScheduleShape, Task, TaskKind, alone, recordable
 from h2o_flexgen.schedule.traffic import links
@@ -274,7 +274,7 @@ class Moves:
     """The transfers of one block."""
 
     def __init__(self, block: CostInputs) -> None:
-        self._block = block
+        self._block, self._shelves = block, shelved_layers(block.request)
 
     def key(self, task: Task) -> str:
         """The group of a weights task."""
@@ -353,15 +353,25 @@ class Moves:
     def shelved(self, step: int, layer: int, batch: int) -> tuple[float, float]:
         """Bytes that recall writes to its tier in `step`, and that it reads from there, those of looks in every Nth
         step spread evenly."""
-        block, request = self._block, self._block.request
-        eviction, budget = request.eviction, request.budgets[layer]
-        if eviction.recall is None or not budget.scored:
-            return 0, 0
-        token = block.rows[batch] * block.spec.kv_bytes_per_token_and_layer(request.dtype, layer)
-        if step == 0:
-            return block.prompt_len * token, 0
-        back = coming_back(budget, block.spec.arch.window_of(layer), block.prompt_len + step - 1)
-        return token, back * token * share_of_looks(step - 1, eviction.recall_every)
+        block, request, token = self._block, self._block.request, self._shelves.get(layer, 0)
+        eviction, rows = request.eviction, block.rows[batch]
+        if step == 0 or not token:
+            return rows * block.prompt_len * token, 0
+        heads, window = block.spec.heads_of(layer).keys, block.spec.arch.window_of(layer)
+        before = block.prompt_len + step - 1
+        back = read_back(request.budgets[layer], window, before, eviction.recall, heads)
+        return rows * token, rows * back * token * share_of_looks(step - 1, eviction.recall_every)
+
+    def shelving(self, step: int, layer: int, batch: int) -> Iterator[tuple[str, float, float]]:
+        """Links, bytes and seconds of what recall moves. A disk writes row by row and reads token by token."""
+        block, tier = self._block, self._block.request.eviction.recall
+        if tier is None or tier == block.compute_tier:
+            return
+        for inward, nbytes in zip((False, True), self.shelved(step, layer, batch), strict=True):
+            for link in links(tier, block.compute_tier, inward=inward) if nbytes else ():
+                token = self._shelves[layer]
+                times = 1 if "disk" not in link else nbytes / token if inward else block.rows[batch]
+                yield link, nbytes, times * block.machine.link(link).seconds(nbytes / times)
 
     def traffic(self, steps: range) -> dict[tuple[str, str], Traffic]:
         """The sum of all loads and stores that belong to `steps`, by link and by what is moved."""
@@ -407,15 +417,11 @@ class Moves:
         return found
 
     def _add_shelved(self, found: dict[tuple[str, str], Traffic], steps: range) -> None:
-        block, tier = self._block, self._block.request.eviction.recall
-        if tier is None or tier == block.compute_tier:
-            return
-        for (unit, batch), alike in block.alike.items():
-            each = block.spec.units[unit]
+        for (unit, batch), alike in self._block.alike.items():
+            each = self._block.spec.units[unit]
             for step in steps if each.kind == "attn" else ():
-                for inward, nbytes in zip((False, True), self.shelved(step, each.layer or 0, batch), strict=True):
-                    for link in links(tier, block.compute_tier, inward=inward) if nbytes else ():
-                        self._count(found, link, "evicted tokens", round(nbytes), alike)
+                for link, nbytes, seconds in self.shelving(step, each.layer or 0, batch):
+                    self._count(found, link, "evicted tokens", round(nbytes), alike, seconds)
 
     def bytes_moved(self) -> Counter[str]:
         """Bytes over each link in all steps: what walking the whole schedule adds up to."""
@@ -431,9 +437,17 @@ class Moves:
             for link in links(tier, self._block.compute_tier, inward=direction) if times else ():
                 self._count(found, link, what, nbytes, times)
 
-    def _count(self, found: dict[tuple[str, str], Traffic], link: str, what: str, nbytes: int, times: int) -> None:
+    def _count(
+        self,
+        found: dict[tuple[str, str], Traffic],
+        link: str,
+        what: str,
+        nbytes: int,
+        times: int,
+        seconds: float | None = None,
+    ) -> None:
         before = found.get((link, what), Traffic(0, 0.0))
-        seconds = self._block.machine.link(link).seconds(nbytes)
+        seconds = self._block.machine.link(link).seconds(nbytes) if seconds is None else seconds
         found[link, what] = Traffic(before.nbytes + times * nbytes, before.seconds + times * seconds)
 
     def _tier_of(self, task: Task) -> str:

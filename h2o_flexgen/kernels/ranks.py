@@ -67,11 +67,10 @@ def _run(task: ctypes.Structure, size: torch.Size) -> Tensor:
 
 
 class ShelvedKeys(NamedTuple):
-    """Of a row all tokens so far, each at its position: keys and values (kv_heads, length, dim), and the keys of the
-    index, packed, uint8 (kv_heads, length, bytes)."""
+    """Of a row all tokens so far, each at its position: keys and values (kv_heads, length, dim), if they are in memory,
+    and the keys of the index, packed, uint8 (kv_heads, length, bytes)."""
 
-    k: Tensor
-    v: Tensor
+    held: KeysValues | None
     packed: Tensor
     recent: int
     """Last tokens that do not leave."""
@@ -94,9 +93,21 @@ class Recalled(NamedTuple):
     best: float
 
 
+MOST_RECALLED = 64
+"""Tokens that come back to a row and KV head at one look, at most: MOST_MOVED in recall.c."""
+
+
+def _pointers(held: KeysValues | None) -> tuple[int, int]:
+    return (0, 0) if held is None else (held.k.data_ptr(), held.v.data_ptr())
+
+
 class NativeRecall:
-    """The recall of one cache in host memory, its shelves there as well, in C: see cache/recall.py. Used by one thread;
-    no result depends on how many torch has."""
+    """The recall of one cache in host memory, in C: see cache/recall.py. Used by one thread; no result depends on how
+    many torch has.
+
+    Of shelves that are not there as well it tells what is to come back: `moves`, int32 (rows, kv_heads, 64, 2), the
+    slot of its head that a token goes into and its position, -1 behind the last one.
+    """
 
     def __init__(
         self,
@@ -114,14 +125,16 @@ class NativeRecall:
         further away. block: numbers of an index key that are mixed before packing."""
         self._rows = rows
         table = [
-            [0] * 8
-            if row is None
-            else [*(x.data_ptr() for x in row[:3]), row.k.shape[1], row.recent, row.most, row.first, row.taken]
+            [0] * 8 if row is None else [*_pointers(row.held), row.packed.data_ptr(), row.packed.shape[1], *row[2:]]
             for row in rows
         ]
+        kv_heads = next((len(row.packed) for row in rows if row is not None), 0)
+        self.moves = torch.empty(len(rows), kv_heads, MOST_RECALLED, 2, dtype=torch.int32)
         self._table = torch.tensor(table, dtype=torch.int64)
         self._task = _Recall(rows=len(rows), first=first, every=every, rates=rates, near=near, block=block)
         self._task.row, self._task.window = self._table.data_ptr(), window or 0
+        if any(row is not None and row.held is None for row in rows):
+            self._task.moves = self.moves.data_ptr()
         self._pointer, self._call = ctypes.byref(self._task), function("recall_step", "P", "i")
 
     @staticmethod
@@ -157,16 +170,16 @@ class NativeRecall:
         return Recalled(task.written, task.looks, task.recalled, task.held, task.best)
 
     @staticmethod
-    def fill(new: KeysValues, start: int, shelf: KeysValues, packed: Tensor, block: int) -> None:
-        """New tokens (kv_heads, n, dim) go to a shelf (kv_heads, length, dim) and into the index `packed`, from
-        position `start` on."""
-        k, v = (NativeRecall._fit(x, shelf.k) for x in new)
+    def fill(new: KeysValues, start: int, shelf: KeysValues | None, packed: Tensor, block: int) -> None:
+        """New tokens (kv_heads, n, dim) go to a shelf (kv_heads, length, dim), if it is in memory, and into the index
+        `packed`, from position `start` on."""
+        k, v = (NativeRecall._fit(x, new.k if shelf is None else shelf.k) for x in new)
         (heads, count, dim), size = k.shape, k.itemsize
-        task = _Filling(heads, count, start, shelf.k.shape[1], dim, k.dtype is torch.bfloat16, block)
+        task = _Filling(heads, count, start, packed.shape[1], dim, k.dtype is torch.bfloat16, block)
         task.threads = torch.get_num_threads()
         task.new_k, task.k_head, task.k_token = k.data_ptr(), k.stride(0) * size, k.stride(1) * size
         task.new_v, task.v_head, task.v_token = v.data_ptr(), v.stride(0) * size, v.stride(1) * size
-        task.k, task.v, task.index = shelf.k.data_ptr(), shelf.v.data_ptr(), packed.data_ptr()
+        (task.k, task.v), task.index = _pointers(shelf), packed.data_ptr()
         function("recall_fill", "P")(ctypes.byref(task))
 
     @staticmethod

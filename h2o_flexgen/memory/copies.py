@@ -111,7 +111,7 @@ class CopyEngine:
                 self._file(path).check()
             spans = (buffer[extent.buffer_offset : extent.buffer_offset + extent.nbytes] for extent in extents)
             if digest is not None and checksum(spans) != digest:
-                raise _bit_flip(label, extents[0].path, extents[0].file_offset)
+                raise bit_flip(label, extents[0].path, extents[0].file_offset)
 
         operations = (
             Operation(partial(self._read, out, extent, start, size), size)
@@ -129,7 +129,7 @@ class CopyEngine:
         def check() -> None:
             expected = digest if digest is not None else region.digest_of(out.nbytes)
             if expected is not None and checksum((out,)) != expected:
-                raise _bit_flip(region.what, region.file.path, region.offset)
+                raise bit_flip(region.what, region.file.path, region.offset)
 
         operations = self._in_region(region, region.file.read, out)
         ticket = Ticket(region.what, "disk->cpu", out.nbytes, operations, _tickets(after), check)
@@ -268,7 +268,8 @@ def _flat(buffer: torch.Tensor) -> HostView:
     return host_view(buffer)
 
 
-def _bit_flip(label: str, path: str, offset: int) -> StorageError:
+def bit_flip(label: str, path: str, offset: int) -> StorageError:
+    """The error of bytes that are not what was written."""
     return StorageError(
         f"{label}: what was read at byte {offset} of {path} does not match its checksum (a bit flip, or a torn write)",
         "nothing of it was used",

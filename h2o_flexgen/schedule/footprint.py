@@ -17,7 +17,7 @@ from h2o_flexgen.config.model.packing import scales_keys
 from h2o_flexgen.config.model.tensors import PAGE, round_up, states_bytes
 from h2o_flexgen.config.offload import TIERS, Kernels, OffloadPolicy
 from h2o_flexgen.config.placement import Placement
-from h2o_flexgen.config.recall import index_packing
+from h2o_flexgen.config.recall import SHELF_BUFFER, index_packing, shelf_bytes
 from h2o_flexgen.schedule import workspace
 from h2o_flexgen.schedule.request import BlockShape, PlanRequest
 from h2o_flexgen.schedule.tasks import groups_of, recordable
@@ -162,16 +162,27 @@ def _cache_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
         yield Item("cpu", "workspace", workspace.on_cpu_beside_gpu(block))
 
 
+def shelved_layers(request: PlanRequest) -> dict[int, int]:
+    """The layers that choose by score, and the bytes that recall writes of a token of each; none without recall."""
+    tier, spec = request.eviction.recall, request.spec
+    scored = (layer for layer, budget in enumerate(request.budgets) if budget.scored and request.slots[layer])
+    token = spec.kv_bytes_per_token_and_layer
+    return {} if tier is None else {layer: shelf_bytes(tier, token(request.dtype, layer)) for layer in scored}
+
+
 def recall_items(block: BlockShape) -> Iterator[Item]:
-    """All keys and values of each row in layers that choose by score, on recall's tier, and the index of the keys."""
+    """All keys and values of each row in layers that choose by score, on recall's tier, beside a disk a buffer and
+    checksums of 8 bytes, and the index of the keys."""
     request, spec = block.request, block.spec
-    tier, length = request.eviction.recall, block.prompt + request.workload.gen_len
+    tier, layers = request.eviction.recall, shelved_layers(request)
     if tier is None:
         return
-    layers = [layer for layer, budget in enumerate(request.budgets) if budget.scored and request.slots[layer]]
-    rows = block.policy.num_gpu_batches * block.rows
-    tokens = sum(spec.kv_bytes_per_token_and_layer(block.dtype, layer) for layer in layers)
+    rows, length = block.policy.num_gpu_batches * block.rows, block.prompt + request.workload.gen_len
+    tokens = sum(layers.values())
     yield Item(tier, "evicted tokens", rows * length * tokens)
+    if tier == "disk":
+        yield Item("cpu", "buffer of evicted tokens", max([SHELF_BUFFER, *layers.values()]))
+        yield Item("cpu", "checksums of evicted tokens", 8 * rows * length * len(layers))
     heads = (spec.heads_of(layer) for layer in layers)
     index = sum(each.keys * index_packing(each.dim).nbytes for each in heads)
     yield Item(block.compute_tier, "index of evicted tokens", rows * length * index)

@@ -133,7 +133,7 @@ def test_shares_that_make_no_sense(field: str, ratio: Any) -> None:
         ({"name": "h2o", "budget": 8, "sinks": 8}, "the budget is 8 tokens, 8 sinks leave nothing of it"),
         ({"name": "streaming", "budget": 4}, "the budget is 4 tokens, 4 sinks leave nothing of it. .* at least 5"),
         ({"name": "random", "budget": math.nan}, "--kv-budget is nan"),
-        ({"name": "h2o", "recall": "gpu"}, "--recall is 'gpu'. needed one of cpu"),
+        ({"name": "h2o", "recall": "gpu"}, "--recall is 'gpu'. needed one of cpu, disk"),
         ({"name": "h2o", "recall": "cpu", "recall_every": 0}, "--recall-every is 0. needed at least 1"),
         ({"name": "h2o", "recall_every": 2}, "--recall-every is 2 without --recall"),
         ({"recall": "cpu"}, "--recall cpu with --eviction full. needed h2o, alone or behind a policy for prompts"),

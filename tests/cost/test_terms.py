@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.hardware.rates import Curve
+from h2o_flexgen.config.hardware.rates import Curve, LinkRate
 from h2o_flexgen.config.model.arch import ArchSpec, RotarySpec
 from h2o_flexgen.config.model.known import known_config, known_names
 from h2o_flexgen.config.model.spec import ModelSpec
@@ -177,6 +177,18 @@ def test_recall_is_paid_in_its_first_steps_and_then_evenly() -> None:
     away = model_of(OffloadPolicy(3, 1, gpu, gpu, gpu), machine=machine, eviction=recalling, tier="gpu")
     assert parts(away, 1, 1)["moving state"] == pytest.approx(3 * token / 1e10)
     assert dict(away.moves.bytes_moved()) == {"gpu->cpu": 2 * (24 + 7) * token, "cpu->gpu": 2 * 7 * 2 * token}
+
+
+def test_recall_from_disk_is_paid_page_by_page() -> None:
+    """A token takes a page. Of each row four heads want 2 of 3 + n tokens that are away in step n."""
+    usual, page = profile(), 4096
+    machine = replace(usual, links={**usual.links, "disk->cpu": LinkRate(1e9, 1e-3)})
+    model = model_of(OffloadPolicy(3), machine=machine, eviction=EvictionConfig("h2o", budget=20, recall="disk"))
+    wanted = [3 * away * (1 - (1 - 2 / away) ** 4) for away in range(4, 11)]
+    assert parts(model, 1, 0)["moving state"] == pytest.approx(3 * 24 * page / 1e9)
+    assert parts(model, 1, 1)["moving state"] == pytest.approx(3 * page / 1e9 + wanted[0] * (1e-3 + page / 1e9))
+    moved = {"cpu->disk": 2 * 3 * (24 + 7) * page, "disk->cpu": 2 * sum(round(tokens * page) for tokens in wanted)}
+    assert dict(model.moves.bytes_moved()) == moved
 
 
 def test_rolling_positions_turn_the_whole_cache() -> None:

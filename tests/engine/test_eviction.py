@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.recall import RecallTier
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import UsageError
@@ -116,6 +119,7 @@ class OftenRecalling(RecallOracle):
     every = 2
 
 
+NEW_OF_EACH = (5, 9, 7, 9, 9, 6, 8)
 RECALLING = PolicyRow("h2o", OftenRecalling, {"budget": 14, "sinks": 2, "recall": "cpu", "recall_every": 2})
 
 
@@ -124,7 +128,9 @@ RECALLING = PolicyRow("h2o", OftenRecalling, {"budget": 14, "sinks": 2, "recall"
     [
         ("llama-gqa", {"policy": {"gpu_batch_size": 3, "prefill_chunk": 16}}, {}),
         ("gemma2", {}, {"budget": WINDOW - 3, "recent": 3, "sinks": 1}),
+        ("gemma2", {}, {"budget": WINDOW - 3, "recent": 3, "sinks": 1, "recall": "disk"}),
         ("opt", {"emulate_gpu": "1GiB", "policy": {"gpu_batch_size": 2, "num_gpu_batches": 2}}, {"recent": 2}),
+        ("opt", {"emulate_gpu": "1GiB"}, {"recent": 2, "recall": "disk"}),
     ],
 )
 def test_recall_equals_the_oracle(
@@ -133,30 +139,47 @@ def test_recall_equals_the_oracle(
     assert_engine_equals_oracle(checkpoint(name), RECALLING, [36, 26, 9], 7, history, places=places, **changes)
 
 
-def test_what_is_recalled_does_not_depend_on_neighbours(checkpoint) -> None:
+@pytest.mark.parametrize("tier", ["cpu", "disk"])
+@pytest.mark.parametrize("name", ["snapkv+h2o", "h2o"])
+def test_what_is_recalled_does_not_depend_on_neighbours(
+    name: str, tier: RecallTier, checkpoint, tmp_path: Path
+) -> None:
     """More rows than places, so that they come and go, prompts that begin alike; the record has what was planned."""
     _, folder = checkpoint("llama-gqa")
     prompts = prompts_of([40, 26, 33, 21])
     prompts = [*prompts, *(prompts[0][:20] + prompt for prompt in prompts[1:])]
-    eviction = EvictionConfig("snapkv+h2o", budget=14, sinks=2, recall="cpu", recall_every=2)
-    found = []
+    eviction, found = EvictionConfig(name, budget=14, sinks=2, recall="cpu", recall_every=2), []
+    if tier == "disk":
+        with Engine(folder, eviction=eviction, dtype="float32") as llm:
+            outputs = llm.generate(prompts, [SamplingParams(new, ignore_eos=True) for new in NEW_OF_EACH])
+            found.append([output.token_ids for output in outputs])
+        eviction = replace(eviction, recall="disk")
     for place in ({"gpu_batch_size": 3}, {"gpu_batch_size": 1}, {"gpu_batch_size": 2, "num_gpu_batches": 2}):
         alone, gpu = place["gpu_batch_size"] == 1, "1GiB" if len(place) == 2 else None
         engine = {"dtype": "float32", "policy": place, "share_prefixes": not alone, "emulate_gpu": gpu}
-        with Engine(folder, eviction=eviction, **engine) as llm:
-            outputs = llm.generate(prompts, [SamplingParams(new, ignore_eos=True) for new in (5, 9, 7, 9, 9, 6, 8)])
-            record, spec = llm.last_record, llm.model.spec
+        with Engine(folder, eviction=eviction, offload_dir=str(tmp_path), **engine) as llm:
+            outputs = llm.generate(prompts, [SamplingParams(new, ignore_eos=True) for new in NEW_OF_EACH])
+            record, spec, plan = llm.last_record, llm.model.spec, llm.last_plan
+            disk = llm._loaded.stages[0].tiers.disk
+            assert disk.used == 0
+            assert disk.peak == plan.footprint.total("disk")
             found.append([output.token_ids for output in outputs])
         recall = record.recall
         assert recall["recalled"] > 0.9 * recall["looks"]
         assert recall["written_bytes"] == recall["planned"]["written"]
-        assert recall["read_bytes"] == pytest.approx(recall["planned"]["read"], rel=0.1)
-        assert recall["read_bytes"] == recall["recalled"] * 2 * spec.head_dim * 4
         assert 0.5 < recall["hit_rate"] <= 1
         if gpu:
             assert record.bytes_moved["gpu->cpu"] >= recall["written_bytes"]
-            assert llm.last_plan.footprint.total("cpu") > recall["written_bytes"] / 4
-    assert found[0] == found[1] == found[2]
+            assert plan.footprint.total(tier) > recall["written_bytes"] / 4
+        if tier == "cpu":
+            assert recall["read_bytes"] == pytest.approx(recall["planned"]["read"], rel=0.1)
+            assert recall["read_bytes"] == recall["recalled"] * 2 * spec.head_dim * 4
+        else:
+            assert recall["read_bytes"] == pytest.approx(recall["planned"]["read"], rel=0.25)
+            assert record.bytes_moved["disk->cpu"] == recall["read_bytes"]
+            assert record.bytes_moved["cpu->disk"] == recall["written_bytes"]
+    assert all(tokens == found[0] for tokens in found)
+    assert not list(tmp_path.glob("run-*"))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from tests.programs import Child, Run, answers, left_in
 DISK_CACHE = ("--cache-placement", "disk", "--gpu-batch-size", 2, "--num-gpu-batches", 2)
 DISK_WEIGHTS = ("--weights-placement", "disk")
 PACKED = (*DISK_WEIGHTS, "--dtype", "bfloat16")
+DISK_RECALL = ("--eviction", "h2o", "--kv-budget", 5, "--sinks", 1, "--recall", "disk", "--recall-every", 1)
 WORK = ("--prompt-len", 9, "--num-prompts", 4, "--gen-len", 4)
 
 
@@ -78,7 +79,7 @@ def test_row_06_an_offload_folder_without_room_is_refused_before_any_work(
     assert left_in(offload) == []
 
 
-@pytest.mark.parametrize("placed", [PACKED, DISK_CACHE])
+@pytest.mark.parametrize("placed", [PACKED, DISK_CACHE, DISK_RECALL])
 def test_row_06_an_offload_folder_that_fills_up(tmp_path: Path, model: Path, placed: tuple[object, ...]) -> None:
     """A limit on the size of files stands for a disk that has less room than it said."""
     offload = tmp_path / "offload"
@@ -113,7 +114,7 @@ class FailingReads:
         return os.preadv(fd, [view], offset)
 
 
-@pytest.mark.parametrize("placed", [DISK_WEIGHTS, PACKED, DISK_CACHE])
+@pytest.mark.parametrize("placed", [DISK_WEIGHTS, PACKED, DISK_CACHE, DISK_RECALL])
 def test_row_07_a_read_error_is_retried(
     tmp_path: Path, model: Path, run: Run, monkeypatch: pytest.MonkeyPatch, placed: tuple[object, ...]
 ) -> None:
@@ -128,7 +129,7 @@ def test_row_07_a_read_error_is_retried(
     assert answers(first) == answers(second)
 
 
-@pytest.mark.parametrize("placed", [DISK_WEIGHTS, DISK_CACHE])
+@pytest.mark.parametrize("placed", [DISK_WEIGHTS, DISK_CACHE, DISK_RECALL])
 def test_row_07_a_disk_that_keeps_failing_is_named(
     tmp_path: Path, model: Path, run: Run, monkeypatch: pytest.MonkeyPatch, placed: tuple[object, ...]
 ) -> None:
@@ -140,7 +141,7 @@ def test_row_07_a_disk_that_keeps_failing_is_named(
     assert "Input/output error at byte " in ran.err
     assert str(folder) in ran.err
     assert "after 3 retries" in ran.err
-    assert ("layers." if placed == DISK_WEIGHTS else "kv cache") in ran.err
+    assert {DISK_WEIGHTS: "layers.", DISK_CACHE: "kv cache", DISK_RECALL: "evicted tokens"}[placed] in ran.err
     assert left_in(tmp_path / "offload") == []
 
 
@@ -199,28 +200,31 @@ def test_row_14_damaged_weights_are_not_used_by_the_next_call(
         assert len(list(tmp_path.glob("packed-*/unit-*.bin"))) == len(units)
 
 
+@pytest.mark.parametrize(("placed", "what"), [(DISK_CACHE, "kv cache"), (DISK_RECALL, "evicted tokens")])
 def test_row_14_a_flipped_bit_in_the_cache_on_disk(
-    tmp_path: Path, model: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Path, run: Run, monkeypatch: pytest.MonkeyPatch, placed: tuple[object, ...], what: str
 ) -> None:
+    """Of evicted tokens in all that was written, as few of them come back."""
     flipped = []
     original = Syscalls.pwritev
 
     def pwritev(self: Syscalls, fd: int, view: memoryview, offset: int) -> int:
         count = original(self, fd, view, offset)
-        if not flipped and "/run-" in os.readlink(f"/proc/self/fd/{fd}"):
+        if not (flipped and placed == DISK_CACHE) and "/run-" in os.readlink(f"/proc/self/fd/{fd}"):
             flipped.append(offset)
-            direct = bytearray(view[:4096])
-            direct[7] ^= 1
+            direct = bytearray(view)
+            for at in range(7, len(direct), 4096):
+                direct[at] ^= 1
             with open(f"/proc/self/fd/{fd}", "r+b") as file:
                 file.seek(offset)
                 file.write(direct)
         return count
 
     monkeypatch.setattr(Syscalls, "pwritev", pwritev)
-    ran = run("--model", model, *DISK_CACHE, *WORK, "--offload-dir", tmp_path / "offload")
+    ran = run("--model", model, *placed, *WORK, "--offload-dir", tmp_path / "offload")
     assert flipped
     assert ran.code == 6
-    assert "kv cache: what was read at byte 0 of " in ran.err
+    assert f"{what}: what was read at byte " in ran.err
     assert "nothing of it was used" in ran.err
 
 

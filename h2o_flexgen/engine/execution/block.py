@@ -12,7 +12,7 @@ import torch
 
 from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.prefix_store import PrefixStore
-from h2o_flexgen.cache.recall import Recall, RecallCounts
+from h2o_flexgen.cache.recall import DiskShelves, Recall, RecallCounts
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
@@ -28,8 +28,9 @@ from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.sampling.sampler import Sampler
 from h2o_flexgen.engine.state.kv_store import CacheMaker, CacheStore, Place
 from h2o_flexgen.engine.state.loader import LoadedStage
+from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.models.decoder import Decoder
-from h2o_flexgen.schedule.footprint import recall_items
+from h2o_flexgen.schedule.footprint import recall_items, shelved_layers
 from h2o_flexgen.schedule.pipeline import pipeline
 from h2o_flexgen.schedule.request import BlockShape
 from h2o_flexgen.schedule.tasks import ScheduleShape, Tick, groups_of
@@ -68,7 +69,7 @@ class BlockRunner:
         waiting = WaitingQueue() if waiting is None else waiting
         device, chunk, rolling = self.stages[0].device, plan.policy.chunk, plan.request.eviction.rolling_positions
         gpu_batches = [GpuBatch(index, chunk, device, rolling) for index in range(len(rows))]
-        maker = self._maker(plan, rows, waiting, totals.recall)
+        maker = self._maker(plan, rows, waiting)
         steps = waiting.steps + max(row.steps for gpu_batch in rows for row in gpu_batch)
         groups = groups_of(len(rows), len(self.stages))
         together = [[gpu_batches[i] for i in group] for group in groups]
@@ -83,6 +84,7 @@ class BlockRunner:
                     stack.callback(stored.store.release, scheduler)
             for each in self.stages:
                 stack.callback(each.weights.reset)
+            maker = replace(maker, recall=self._open_recall(plan, len(rows), totals.recall, stack))
             stages = self._open_stages(plan, rows, waiting, maker, gpu_batches, groups, stack)
             # Transfers under way write to buffers and files that are released next; their errors no longer matter.
             for each in self.stages:
@@ -112,8 +114,7 @@ class BlockRunner:
                         if self.scores is not None and not row.paused:
                             _log(self.scores, row, [stage.caches for stage in stages])
                         yield row
-            finally:
-                # Also for a block that failed: its work took time.
+            finally:  # also for a block that failed: its work took time
                 totals.prefill_seconds += executor.prefill_seconds
                 totals.decode_seconds += executor.decode_seconds
                 totals.graph_launches += executor.graph_launches
@@ -165,9 +166,7 @@ class BlockRunner:
             expert_slots=min(stage.loaded.weights.expert_slots for stage in stages),
         )
 
-    def _maker(
-        self, plan: Plan, rows: list[list[Sequence]], waiting: WaitingQueue, counts: RecallCounts
-    ) -> CacheMaker:
+    def _maker(self, plan: Plan, rows: list[list[Sequence]], waiting: WaitingQueue) -> CacheMaker:
         """Makes the caches of each (layer, GPU batch), with room for all rows that may join it."""
         spec = self.decoder.spec
         units = [(spec.units[unit], stage) for stage in self.stages for unit in stage.units]
@@ -186,10 +185,7 @@ class BlockRunner:
                 on_cpu = plan.policy.cpu_cache_compute and plan.placement.cache[layer, gpu_batch] == "cpu"
                 devices[layer, gpu_batch] = torch.device("cpu") if on_cpu else at[layer]
         watch = None if self.scores is None else self.scores.filled
-        asked = plan.request.eviction
-        made = partial(Recall, every=asked.recall_every, counts=counts, logs=self.scores is not None)
-        recall = None if asked.recall is None else made
-        return CacheMaker(spec, self.eviction, shapes, devices, watch, recall)
+        return CacheMaker(spec, self.eviction, shapes, devices, watch)
 
     def _open_stages(
         self,
@@ -202,7 +198,6 @@ class BlockRunner:
         stack: ExitStack,
     ) -> list[Stage]:
         spec, dtype, places = self.decoder.spec, plan.request.dtype, len(rows[0])
-        self._charge_shelves(plan, len(rows), stack)
         # The most tokens of a GPU batch, in the first step or any later one.
         tokens = max(waiting.longest_prompt * places, *(gpu_batch.prompt_tokens for gpu_batch in gpu_batches))
         longest, prompt_room = max(waiting.longest_prompt, *(len(row.pass_ids) for each in rows for row in each)), 0
@@ -224,14 +219,27 @@ class BlockRunner:
             stack=stack,
         )
 
-    def _charge_shelves(self, plan: Plan, batches: int, stack: ExitStack) -> None:
-        """Charges recall's memory, which is allocated row by row; `stack` refunds it."""
-        policy = replace(plan.policy, num_gpu_batches=batches)
-        tiers = self.stages[0].tiers
-        for item in recall_items(BlockShape(plan.request, policy)):
-            tier = tiers.disk if item.tier == "disk" else tiers.memory(item.tier)
-            tier.charge(item.nbytes, item.what)
-            stack.callback(tier.refund, item.nbytes, item.what)
+    def _open_recall(
+        self, plan: Plan, batches: int, counts: RecallCounts, stack: ExitStack
+    ) -> Callable[[SequenceOf[int]], Recall] | None:
+        """Makes recalls of rows. Allocates what they have on disk, and charges memory, which is allocated row by row;
+        `stack` releases and refunds it."""
+        block, asked = BlockShape(plan.request, replace(plan.policy, num_gpu_batches=batches)), plan.request.eviction
+        tiers, items, disk = self.stages[0].tiers, list(recall_items(block)), None
+        if asked.recall is None:
+            return None
+        if asked.recall == "disk":
+            on_disk, buffer, *items = items
+            region = stack.enter_context(tiers.disk.allocate(on_disk.nbytes, on_disk.what))
+            room = stack.enter_context(tiers.cpu.allocate(buffer.nbytes, buffer.what, Pin.NEVER))
+            tokens = [*shelved_layers(plan.request).values()] * batches * block.rows
+            length = on_disk.nbytes // max(1, sum(tokens))
+            disk = DiskShelves(tiers.disk, region, tokens, length, room.tensor)
+            stack.callback(disk.close)
+        for item in items:
+            tiers.memory(item.tier).charge(item.nbytes, item.what)
+            stack.callback(tiers.memory(item.tier).refund, item.nbytes, item.what)
+        return partial(Recall, every=asked.recall_every, counts=counts, logs=self.scores is not None, disk=disk)
 
     def _slots(self, maker: CacheMaker) -> dict[tuple[int, int | None], int]:
         """The fewest slots of a layer's caches, by layer and window."""

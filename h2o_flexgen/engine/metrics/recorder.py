@@ -17,7 +17,7 @@ from h2o_flexgen.config.budget import Budget
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.config.model.spec import ModelSpec
-from h2o_flexgen.config.recall import shelved_tokens
+from h2o_flexgen.config.recall import shelf_bytes, shelved_tokens
 from h2o_flexgen.config.reports.record import RunRecord, eviction_entry, host_facts
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cores import CoreCount, sharing_warning
@@ -302,10 +302,11 @@ def _recall(request: PlanRequest, metrics: RunMetrics) -> dict[str, Any] | None:
     planned = {"written": 0, "read": 0}
     for row, times in metrics.lengths.items():
         for layer, window in enumerate(spec.windows):
-            budget, token = row.budget_in(layer, window), spec.kv_bytes_per_token_and_layer(request.dtype, layer)
-            tokens = shelved_tokens(budget, window, row.prompt, row.new, asked.recall_every)
+            budget, heads = row.budget_in(layer, window), spec.heads_of(layer).keys
+            token = shelf_bytes(asked.recall, spec.kv_bytes_per_token_and_layer(request.dtype, layer))
+            tokens = shelved_tokens(budget, window, row.prompt, row.new, asked.recall_every, asked.recall, heads)
             for way, count in zip(planned, tokens, strict=True):
-                planned[way] += times * token * count
+                planned[way] += round(times * token * count)
     return {
         "tier": asked.recall,
         "every": asked.recall_every,

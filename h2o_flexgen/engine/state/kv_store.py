@@ -207,6 +207,8 @@ class BatchCache:
     def change(self, kept: list[int], fresh: KVCache | None) -> None:
         """The decode rows at the places `kept` move to the first places, none up; `fresh` follows."""
         old, count = self.rows, len(kept)
+        if old is not None and old.recall is not None:
+            old.recall.leave(kept)
         if self.states is not None:
             self.states.move(kept)
         if not self.shape.capacity:

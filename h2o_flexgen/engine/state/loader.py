@@ -142,7 +142,8 @@ def load(
     """
     placement = plan.placement
     with ExitStack() as stack:
-        on_disk = "disk" in {*placement.weights.values(), *placement.cache.values(), *placement.hidden.values()}
+        placed = (placement.weights, placement.cache, placement.hidden)
+        on_disk = "disk" in {plan.request.eviction.recall, *(tier for each in placed for tier in each.values())}
         keeps = config.offload_dir is not None and isinstance(source, QuantisingSource)
         folder = stack.enter_context(OffloadDir(offload_dir)) if on_disk or keeps else None
         if folder is not None and _state_on_disk(plan):

@@ -14,8 +14,8 @@ enum { BITS = 4, MOST_MOVED = 64, FEW = 1 << 12, TOKEN = 32 };
 
 /* A row of `rows` in ranks.py has the same fields in the same order. */
 typedef struct {
-    char *k, *v;                  /* (kv_heads, length, dim): its shelf; NULL: it has none */
-    uint8_t *index;               /* (kv_heads, length, bytes): its keys, packed */
+    char *k, *v;                  /* (kv_heads, length, dim): its shelf; NULL: that is not in memory */
+    uint8_t *index;               /* (kv_heads, length, bytes): its keys, packed; NULL: it has no shelf */
     int64_t length, recent, most; /* `most`: tokens that may come back at once, at most MOST_MOVED */
     int64_t first, taken;         /* position of the token of step 0, and steps that were taken before it */
 } Shelved;
@@ -34,6 +34,8 @@ typedef struct {
     float *score;        /* (rows, kv_heads, capacity): +inf of what never leaves */
     int32_t *pos;        /* as `score` */
     const int64_t *next; /* (rows, kv_heads): the new tokens' slots, counted over all */
+    int32_t *moves;      /* (rows, kv_heads, MOST_MOVED, 2): what is to come from shelves that are not in memory, the
+                            slot of its head that it goes into and its position; -1 behind it */
     /* What the step has done: */
     int64_t written, looks, recalled; /* tokens that went to shelves, looks, tokens that came back: of each head */
     double held, best; /* worth of what is kept after each look that is rated, and of as many at most */
@@ -209,9 +211,14 @@ static void look(const Recall *r, const Shelved *row, int64_t task, int64_t now,
         top = score[leaving[moved].slot] > top ? score[leaving[moved].slot] : top;
     for (int64_t i = 0; i < moved; i++) {
         const int64_t slot = leaving[i].slot, from = (head * row->length + first + back[i].place) * bytes;
-        memcpy(r->k + (base + slot) * bytes, row->k + from, (size_t)bytes);
-        memcpy(r->v + (base + slot) * bytes, row->v + from, (size_t)bytes);
         pos[slot] = (int32_t)(first + back[i].place);
+        if (row->k) {
+            memcpy(r->k + (base + slot) * bytes, row->k + from, (size_t)bytes);
+            memcpy(r->v + (base + slot) * bytes, row->v + from, (size_t)bytes);
+        } else {
+            int32_t *move = r->moves + 2 * (task * MOST_MOVED + i);
+            move[0] = (int32_t)slot, move[1] = pos[slot];
+        }
         score[slot] = top;
         if (rated) held += room->mean[back[i].place] - room->mean[leaving[i].place];
     }
@@ -236,11 +243,14 @@ static void step_of(const Recall *r, int64_t task, float *scratch, Found *found)
     const Shelved *row = r->row + place;
     const int64_t now = row->first + r->step, at = head * row->length + now;
     *found = (Found){0, 0, 0, 0, 0};
-    if (!row->k || now >= row->length) return; /* it is done, and its neighbours are not */
+    if (r->moves) memset(r->moves + 2 * task * MOST_MOVED, -1, 2 * MOST_MOVED * sizeof *r->moves);
+    if (!row->index || now >= row->length) return; /* it is done, and its neighbours are not */
     const Pieces p = {r->dim, BITS, !r->bf16, r->block};
     const char *key = r->new_k.at + place * r->new_k.row + head * r->new_k.head;
-    memcpy(row->k + at * bytes, key, (size_t)bytes);
-    memcpy(row->v + at * bytes, r->new_v.at + place * r->new_v.row + head * r->new_v.head, (size_t)bytes);
+    if (row->k) {
+        memcpy(row->k + at * bytes, key, (size_t)bytes);
+        memcpy(row->v + at * bytes, r->new_v.at + place * r->new_v.row + head * r->new_v.head, (size_t)bytes);
+    }
     keep_vector(&p, key, row->index + at * kept_bytes(&p), NULL);
     found->written = 1;
     if (!looks(r, row)) return;
@@ -266,8 +276,8 @@ int recall_step(Recall *r) {
     for (int64_t i = 0; i < r->rows; i++) {
         const Shelved *row = r->row + i;
         const int64_t now = row->first + r->step;
-        work += row->k ? r->kv_heads * TOKEN : 0; /* the new one */
-        if (!row->k || now >= row->length || !looks(r, row)) continue;
+        work += row->index ? r->kv_heads * TOKEN : 0; /* the new one */
+        if (!row->index || now >= row->length || !looks(r, row)) continue;
         longest = most(longest, up(now + 1, LANES));
         work += (now + 1) * r->kv_heads;
     }
@@ -293,7 +303,7 @@ typedef struct {
     int64_t k_head, k_token; /* bytes from one to the next */
     const char *new_v;
     int64_t v_head, v_token;
-    char *k, *v; /* (kv_heads, length, dim) */
+    char *k, *v; /* (kv_heads, length, dim); NULL: they are not in memory */
     uint8_t *index;
 } Filling;
 
@@ -305,8 +315,10 @@ static void some_tokens(void *task, int64_t first, int64_t last, void *room) {
     for (int64_t i = first; i < last; i++) {
         const int64_t head = i / f->count, token = i % f->count, at = head * f->length + f->start + token;
         const char *key = f->new_k + head * f->k_head + token * f->k_token;
-        memcpy(f->k + at * bytes, key, (size_t)bytes);
-        memcpy(f->v + at * bytes, f->new_v + head * f->v_head + token * f->v_token, (size_t)bytes);
+        if (f->k) {
+            memcpy(f->k + at * bytes, key, (size_t)bytes);
+            memcpy(f->v + at * bytes, f->new_v + head * f->v_head + token * f->v_token, (size_t)bytes);
+        }
         keep_vector(&p, key, f->index + at * kept_bytes(&p), NULL);
     }
 }
