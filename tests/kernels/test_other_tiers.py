@@ -1,4 +1,4 @@
-"""Products as processors with fewer instructions make them: AVX2's, and AVX-VNNI's where it has to be emulated.
+"""Products as other processors make them: by AVX2 alone, and emulated by AVX-VNNI and by AVX-512.
 
 Compiled without optimisation, and of the sources alone that products need: seconds. What the kernels here are made of
 is not compiled again. All of the suite runs on another tier by H2O_FLEXGEN_KERNELS.
@@ -18,21 +18,28 @@ import torch
 
 from h2o_flexgen.kernels import layers, linear, native
 from h2o_flexgen.kernels.native import building, function, tiers
+from tests.kernels import emulated
 from tests.kernels.test_native_linear import check_rows, exactly, noise
 from tests.kernels.test_packed_weights import EVERY, PACKINGS, id_of, random_weight, rounded_in_spans
 from tests.seeds import torch_generator
 
-TIERS = {"avx2": building.MACHINES["avx2"], "avxvnni": ("-march=x86-64-v3", "-DEMULATED_VNNI")}
+TIERS: dict[str, tuple[str, ...]] = {
+    "avx2": building.MACHINES["avx2"],
+    "avxvnni": ("-march=x86-64-v3", "-DEMULATED_VNNI"),
+    "avx512": emulated.FLAGS,
+    "avx512-slow": (*emulated.FLAGS, building.SLOW_BF16),
+}
 CONCERNED = ("whole", "few")
-"""Sources in which the tiers differ; the others that products are made of:"""
+"""Sources in which AVX2's tiers differ; the others that products are made of:"""
 COMMON = ("product", "linear", "gemm", "exact", "weights", "team")
+ALL_THEIR_OWN = [tier for tier in TIERS if tier != "avxvnni"]
 OWN = native.library()
 pytestmark = pytest.mark.skipif(OWN is None or building.find_compiler() is None, reason="no kernels or no compiler")
 
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
-    """One for each tier."""
+    """One for each tier; without simde AVX-512's are missing."""
     folder, compiler = tmp_path_factory.mktemp("tiers"), building.find_compiler()
     assert compiler is not None
 
@@ -44,12 +51,16 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL
 
     own = tiers.best_tier()
     found = {"avx2": OWN} if own is not None and own.name == "avx2" else {}
-    missing = [tier for tier in TIERS if tier not in found]
-    jobs = [("avx2", name) for name in COMMON] + [(tier, name) for tier in missing for name in CONCERNED]
+    made_of = {
+        tier: [(tier, each) for each in CONCERNED]
+        + [(tier if tier in ALL_THEIR_OWN else "avx2", each) for each in COMMON]
+        for tier in TIERS
+        if tier not in found and (not tier.startswith("avx512") or emulated.why_not() is None)
+    }
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(compiled, jobs))
-    for tier in missing:
-        objects = [folder / f"avx2-{name}.o" for name in COMMON] + [folder / f"{tier}-{name}.o" for name in CONCERNED]
+        list(pool.map(compiled, {job: None for jobs in made_of.values() for job in jobs}))
+    for tier, jobs in made_of.items():
+        objects = [folder / f"{'-'.join(job)}.o" for job in jobs]
         made = folder / f"{tier}.so"
         command = [compiler, "-shared", "-pthread", "-Wl,-Bsymbolic,--no-undefined", *objects, "-o", made, "-lm"]
         subprocess.run(command, check=True, timeout=300)
@@ -62,6 +73,8 @@ def tier(
     request: pytest.FixtureRequest, libraries: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
     """Products are that tier's, and none is left to torch."""
+    if request.param not in libraries:
+        pytest.skip(f"AVX-512 cannot be emulated: {emulated.why_not()}")
     monkeypatch.setattr(native, "library", lambda: libraries[request.param])
     monkeypatch.setattr(layers.F, "linear", None)
     monkeypatch.setattr(layers, "MOST_ROWS", 1 << 62)
@@ -88,7 +101,7 @@ def test_whole_numbers_at_every_number_of_rows(tier: str) -> None:
             assert ((found - exact[:rows]).abs() <= unit * size[:rows]).all(), (id_of(packing), rows)
 
 
-@pytest.mark.parametrize("tier", ["avx2"], indirect=True)
+@pytest.mark.parametrize("tier", ALL_THEIR_OWN, indirect=True)
 @pytest.mark.parametrize(("outs", "ins"), [(1, 1), (17, 33), (65, 194), (3, 770)])
 def test_sixteen_bits_at_every_number_of_rows(tier: str, outs: int, ins: int) -> None:
     weight, bias, x = noise(outs, ins), noise(outs), noise(max(EVERY), ins)
@@ -98,7 +111,7 @@ def test_sixteen_bits_at_every_number_of_rows(tier: str, outs: int, ins: int) ->
         check_rows(linear(x[:rows], weight), product, None)
 
 
-@pytest.mark.parametrize("tier", ["avx2"], indirect=True)
+@pytest.mark.parametrize("tier", ALL_THEIR_OWN, indirect=True)
 @pytest.mark.parametrize("packing", PACKINGS[::4], ids=id_of)
 def test_exact_products_at_every_number_of_rows(tier: str, packing: tuple[object, ...]) -> None:
     weight = random_weight(packing, (29, 288))
