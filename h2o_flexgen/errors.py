@@ -70,6 +70,12 @@ def storage_error(found: str, error: OSError) -> StorageError:
     return StorageError(f"{found}: {error.strerror or error}", change=change)
 
 
+def cannot_write(path: object, error: OSError, other: str = "a file on another disk") -> StorageError:
+    """The StorageError for a file of results, with `other` as a place to name instead."""
+    room = "free some space, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return StorageError(f"cannot write {path}: {error.strerror or error}", change=f"{room}name {other}")
+
+
 class LockedError(H2OFlexGenError):
     """Another process works in the same place."""
 

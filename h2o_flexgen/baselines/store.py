@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from h2o_flexgen.baselines.work import Outcome
 from h2o_flexgen.config.reports.record import DERIVED, Throughput, host_facts, package_version
-from h2o_flexgen.errors import StorageError, UsageError
+from h2o_flexgen.errors import StorageError, UsageError, cannot_write
 
 _ROOT = Path(__file__).resolve().parents[2]
 KEYS = ("version", "commit", "host")
@@ -316,7 +316,7 @@ def write(path: Path, text: str, fresh: bool = False) -> None:
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise StorageError(f"cannot write {path}: {error.strerror}") from error
+        raise cannot_write(path, error) from error
 
 
 def _no_record(path: Path, why: str) -> UsageError:

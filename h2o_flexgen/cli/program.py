@@ -19,7 +19,7 @@ from typing import Any
 
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.flags import Switch
-from h2o_flexgen.errors import H2OFlexGenError, PlanError, StorageError, UsageError, is_out_of_memory
+from h2o_flexgen.errors import H2OFlexGenError, PlanError, UsageError, cannot_write, is_out_of_memory
 
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -111,7 +111,7 @@ def write_result(text: str) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise StorageError(f"cannot write to stdout: {error.strerror}") from error
+        raise cannot_write("to stdout", error, "another file for it") from error
 
 
 def add_json(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:

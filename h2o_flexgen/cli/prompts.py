@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from h2o_flexgen.config.checks import json_fault
 from h2o_flexgen.config.fold import Fold
 from h2o_flexgen.config.prompt import Prompt, Span
 from h2o_flexgen.config.response_format import ResponseFormat
@@ -168,7 +169,7 @@ def _json_prompt(line: str) -> GivenPrompt:
     try:
         entry = json.loads(line, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"is not JSON ({error})") from None
+        raise UsageError(f"is not JSON ({json_fault(error)})") from None
     if not isinstance(entry, dict):
         entry = {"prompt": entry}
     settings: dict[str, Any] = {}

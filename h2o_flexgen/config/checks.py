@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
@@ -53,6 +54,13 @@ def shown(value: object) -> str:
     """`value` in a message: its first characters where it is long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def json_fault(error: Exception) -> str:
+    """What is wrong in a line of JSON, and where; Python would count lines within it."""
+    if not isinstance(error, json.JSONDecodeError):
+        return str(error)
+    return f"{error.msg}: column {min(error.pos, len(error.doc.rstrip())) + 1}"
 
 
 def known_keys(data: object, cls: type[Any], *, derived: tuple[str, ...] = ()) -> dict[str, Any]:

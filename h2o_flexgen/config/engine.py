@@ -9,7 +9,7 @@ from itertools import product
 from os import PathLike
 from typing import Any
 
-from h2o_flexgen.config.checks import known_keys, one_of, whole
+from h2o_flexgen.config.checks import known_keys, one_of, truth, whole
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import between_commas, option, with_commas
 from h2o_flexgen.config.model.packing import CACHE_ROTATIONS, CacheBits, CacheRotation
@@ -212,6 +212,15 @@ class EngineConfig:
                         f"needed {', '.join(sorted(POLICY_FIELDS))}",
                         suggestion(key, POLICY_FIELDS),
                     )
+        self._check_kinds()
+
+    def _check_kinds(self) -> None:
+        for item in dataclasses.fields(self):
+            if isinstance(item.default, bool):
+                truth(getattr(self, item.name), item.name)
+        for name in ("path", "revision", "offload_dir", "prefix_dir"):
+            if not isinstance(getattr(self, name), str | PathLike | None):
+                raise UsageError(f"{name} is {getattr(self, name)!r}", "needed a text")
         if not isinstance(self.model, str | PathLike):
             raise UsageError(f"model is {self.model!r}", "needed a name, a folder or a file")
         if not isinstance(self.eviction, EvictionConfig):

@@ -79,22 +79,22 @@ class PlainFormat:
         try:
             row = load_json(record.data)
         except BadLine as error:
-            raise Refused(f"line {record.line} {error}", "invalid_json_line") from None
+            raise Refused(f"the line {error}", "invalid_json_line") from None
         if isinstance(row, str):
             row = {self.prompt_column: row}
         if not isinstance(row, dict):
-            raise Refused(f"line {record.line} is no JSON object and no text", "invalid_json_line")
+            raise Refused("the line is no JSON object and no text", "invalid_json_line")
         return row
 
     def _text(self, record: Record) -> str:
         if record.data is None:
-            raise Refused(f"line {record.line} is too long", "invalid_line")
+            raise Refused("the line is too long", "invalid_line")
         try:
             text: str = record.data.decode("utf-8").removesuffix("\n").removesuffix("\r")
         except UnicodeDecodeError:
-            raise Refused(f"line {record.line} is not UTF-8 text", "invalid_line") from None
+            raise Refused("the line is not UTF-8 text", "invalid_line") from None
         if "\0" in text:
-            raise Refused(f"line {record.line} holds a NUL byte, which is not text", "invalid_line")
+            raise Refused("the line holds a NUL byte, which is not text", "invalid_line")
         return text
 
     def _named(self, record: Record) -> dict[str, Any]:

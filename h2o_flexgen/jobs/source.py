@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
+from h2o_flexgen.config.checks import json_fault
 from h2o_flexgen.errors import UsageError
 
 FORMATS = ("openai", "jsonl", "text", "parquet")
@@ -169,7 +170,7 @@ def load_json(data: bytes | None) -> Any:
     except RecursionError:
         raise BadLine("is nested too deeply") from None
     except ValueError as error:
-        raise BadLine(f"is not JSON ({error})") from None
+        raise BadLine(f"is not JSON ({json_fault(error)})") from None
     if "\\ud" in text.lower():
         try:
             json.dumps(value, ensure_ascii=False).encode()

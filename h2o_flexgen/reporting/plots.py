@@ -15,7 +15,7 @@ from h2o_flexgen.config.reports.quality import (
     StreamReport,
     SuiteRecord,
 )
-from h2o_flexgen.errors import StorageError, UsageError
+from h2o_flexgen.errors import UsageError, cannot_write
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -160,7 +160,7 @@ def _save(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}") from None
+        raise cannot_write(path, error) from None
 
 
 def _log_if_wide(axes: Any, values: list[float]) -> None:

@@ -235,6 +235,12 @@ def test_arguments_of_another_kind_are_refused_in_words(model: Path) -> None:
             llm.generate(["a"], stop_strings=[b"x"])
     with pytest.raises(UsageError, match=r'policy is 5\. needed "auto", an OffloadPolicy'):
         LLM(str(model), policy=5)
+    for settings, words in (
+        ({"offload_dir": 5}, r"offload_dir is 5\. needed a text"),
+        ({"dequantize": "no"}, r"dequantize is 'no'\. needed true or false"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            LLM(str(model), **settings)
     with pytest.raises(UsageError, match="model is None"):
         LLM(None)  # type: ignore[arg-type]
 

@@ -34,6 +34,13 @@ def test_row_06_no_room_for_an_answer(model: Path, run: Run) -> None:
     assert os.stat("/dev/full").st_rdev, "a device is never replaced by a file"
 
 
+@pytest.mark.parametrize("flag", ["--trace", "--log-file", "--record-scores", "--report"])
+def test_row_06_a_file_without_room_is_named(model: Path, run: Run, flag: str) -> None:
+    ran = run("--model", model, "--prompt", "abc", "--hh-ratio", 0.5, flag, "/dev/full")
+    assert ran.code == 6
+    assert "error: cannot write /dev/full: No space left on device\n  free some space, or name a file on" in ran.err
+
+
 def test_row_06_answers_before_the_disk_filled_up_stay_valid(tmp_path: Path, model: Path) -> None:
     output = tmp_path / "answers.jsonl"
 

@@ -337,6 +337,17 @@ def test_prompts_of_json_lines_may_have_another_name(tmp_path: Path) -> None:
         form.asked(next(Source(file).records()))
 
 
+def test_a_fault_is_where_it_is_in_its_line(tmp_path: Path) -> None:
+    """Python counts the end of the line, too: it spoke of line 2 of a line."""
+    source = Source(write(tmp_path / "in.jsonl", '"x"', '{"prompt": "a",', "5"))
+    form = PlainFormat("jsonl", "m", None, 0, SamplingParams())
+    _, torn, number = source.records()
+    with pytest.raises(Refused, match=r"^the line is not JSON \(.*: column 16\)$"):
+        form.asked(torn)
+    with pytest.raises(Refused, match=r"^the line is no JSON object and no text$"):
+        form.asked(number)
+
+
 def test_parquet(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     table = arrow.table({"question": ["abcd", None, "xyz"], "key": ["a", "b", "c"], "other": [1, 2, 3]})

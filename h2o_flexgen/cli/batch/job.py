@@ -41,6 +41,7 @@ from h2o_flexgen.jobs.plain import PlainFormat
 from h2o_flexgen.jobs.requests import RequestFormat
 from h2o_flexgen.jobs.source import Record, Scan, Source
 from h2o_flexgen.planning.llm import LLM
+from h2o_flexgen.units import format_speed
 
 EXIT_RESUMABLE = 75
 _OF_RECORD = ("model", "dtype", "device", "weights", "quantization", "eviction", "policy", "peak_bytes", "warnings")
@@ -229,7 +230,8 @@ def _report(
     of this process's store of prefixes."""
     if not arguments.quiet:
         done = summary.ok + summary.failed
-        rate = f", {summary.generated_tokens / summary.seconds:,.0f} new tokens/s" if summary.seconds else ""
+        rate = f", {format_speed(summary.generated_tokens / summary.seconds)}" if summary.seconds else ""
+        rate = rate.replace(" tokens", " new tokens")
         before = f", {summary.before:,} before" if summary.before else ""
         told = "" if forecast.first is None else f", expected at first {seconds_text(forecast.first)}"
         write_result(f"{done:,} requests in {summary.seconds:,.1f} s{told}{rate}{before}\n")

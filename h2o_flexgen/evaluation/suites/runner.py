@@ -17,7 +17,7 @@ from h2o_flexgen.config.checks import known_keys, share
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.reports.quality import SuiteRecord, interval
 from h2o_flexgen.config.reports.record import utc_now
-from h2o_flexgen.errors import StorageError, UsageError
+from h2o_flexgen.errors import StorageError, UsageError, cannot_write
 from h2o_flexgen.evaluation.suites.tasks import Figures, Measured, SuiteTask, ceiling, make
 from h2o_flexgen.planning.llm import LLM
 
@@ -247,7 +247,7 @@ class SuiteRecords:
             folder.mkdir(parents=True, exist_ok=True)
             text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
         except OSError as error:
-            raise StorageError(f"cannot use {folder}: {error.strerror}") from None
+            raise StorageError(f"cannot use {folder}: {error.strerror}", change="name another with --output-dir") from None
         *lines, torn = text.split("\n")
         for number, line in enumerate(lines, 1):
             try:
@@ -276,4 +276,4 @@ class SuiteRecords:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise StorageError(f"cannot write {self._path}: {error.strerror}") from None
+            raise cannot_write(self._path, error, "another folder with --output-dir") from None
