@@ -299,9 +299,7 @@ class BenchSettings:
         one_of(self.device, "--device", DEVICES)
         one_of(self.weights, "--weights", WEIGHTS)
         one_of(self.model_impl, "--model-impl", MODEL_IMPLS)
-        if self.weight_bits not in BITS:
-            needed = f"needed one of {', '.join(map(str, BITS))}"
-            raise UsageError(f"--weight-bits is {self.weight_bits}", needed)
+        one_of(self.weight_bits, "--weight-bits", BITS)
         if self.weights == AUTO:
             object.__setattr__(self, "weights", "checkpoint" if _has_checkpoint(self.model) else "dummy")
         for size in self.batch_sizes:

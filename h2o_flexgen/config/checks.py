@@ -6,8 +6,10 @@ import dataclasses
 import functools
 import json
 import math
+import typing
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, ClassVar, Self, TypeVar
 
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
@@ -43,11 +45,11 @@ def share(value: object, label: str) -> float:
     return number
 
 
-def one_of(value: object, label: str, allowed: Collection[str]) -> None:
+def one_of(value: object, label: str, allowed: Collection[object]) -> None:
     """UsageError with a suggestion where `value` is not among those `allowed`."""
     if value not in allowed:
-        near = suggestion(str(value), allowed)
-        raise UsageError(f"{label} is {value!r}", f"needed one of {', '.join(allowed)}", near)
+        words = [str(each) for each in allowed]
+        raise UsageError(f"{label} is {value!r}", f"needed one of {', '.join(words)}", suggestion(str(value), words))
 
 
 def shown(value: object) -> str:
@@ -110,3 +112,74 @@ def refuses_unknown(what: str) -> Callable[[type[T]], type[T]]:
         return cls
 
     return decorated
+
+
+class Stored:
+    """Mixin of dataclasses that are kept as JSON objects: of their fields, and of the properties in DERIVED."""
+
+    DERIVED: ClassVar[tuple[str, ...]] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field, and what follows from them, as plain JSON values."""
+        data: dict[str, Any] = plain(self)
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """What `to_json` was called of; unknown keys raise UsageError with a suggestion."""
+        return made_of(cls, data)
+
+
+def plain(value: Any, where: str = "", owner: str = "") -> Any:
+    """A copy of `value` made of dict, list, str, bool, int, float and None; of a dataclass with one field the value of
+    that. Anything else, and a number that is not finite, raises UsageError: `where` it is, of which `owner`."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if dataclasses.is_dataclass(value):
+        names = [item.name for item in dataclasses.fields(value)]
+        if len(names) == 1:
+            return plain(getattr(value, names[0]), where, owner)
+        owner = owner or type(value).__name__
+        value = {name: getattr(value, name) for name in (*names, *getattr(value, "DERIVED", ()))}
+    if isinstance(value, Mapping):
+        within = f"{where}." if where else ""
+        return {str(key): plain(item, f"{within}{key}", owner) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, f"{where}[{position}]", owner) for position, item in enumerate(value)]
+    if hasattr(type(value), "__index__"):
+        return int(value)
+    if not hasattr(type(value), "__float__"):
+        raise UsageError(f"{where} of a {owner} is a {type(value).__name__}", "needed a plain JSON value")
+    if not math.isfinite(value):
+        raise UsageError(f"{where} of a {owner} is {float(value)}", "needed a finite number")
+    return float(value)
+
+
+def made_of(cls: type[T], data: Any, *, derived: tuple[str, ...] = ()) -> T:
+    """What `plain` made `data` of, by types of the fields of `cls`; `derived` as in `known_keys`, besides DERIVED."""
+    kinds = _kinds(cls)  # type: ignore[arg-type]
+    if len(kinds) == 1:
+        return cls(data)  # type: ignore[call-arg]
+    given = known_keys(data, cls, derived=(*derived, *getattr(cls, "DERIVED", ())))
+    return cls(**{name: _made(kinds[name], value) for name, value in given.items()})
+
+
+@functools.cache
+def _kinds(cls: type[Any]) -> dict[str, Any]:
+    """The types of the fields of a dataclass, by name."""
+    hints = typing.get_type_hints(cls)
+    return {item.name: hints[item.name] for item in dataclasses.fields(cls)}
+
+
+def _made(kind: Any, value: Any) -> Any:
+    if isinstance(kind, UnionType) and isinstance(value, list | Mapping):
+        choices = typing.get_args(kind)
+        kind = next((each for each in choices if typing.get_args(each) or dataclasses.is_dataclass(each)), Any)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return made_of(kind, value)
+    parts = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        return tuple(_made(parts[0], item) for item in value)
+    if typing.get_origin(kind) is Mapping and parts[1] not in (int, float, str, Any):
+        return {key: _made(parts[1], item) for key, item in value.items()}
+    return value

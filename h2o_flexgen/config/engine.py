@@ -181,8 +181,7 @@ class EngineConfig:
         one_of(self.dtype, "dtype", ("auto", *DTYPES))
         one_of(self.device, "device", DEVICES)
         one_of(self.cache_rotation, "cache_rotation", CACHE_ROTATIONS)
-        if self.weight_bits not in BITS:
-            raise UsageError(f"weight_bits is {self.weight_bits!r}", f"needed one of {', '.join(map(str, BITS))}")
+        one_of(self.weight_bits, "weight_bits", BITS)
         if isinstance(self.cache_bits, list):  # as JSON has pairs
             object.__setattr__(self, "cache_bits", tuple(self.cache_bits))
         if self.cache_newest is not None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Literal
 
 from h2o_flexgen.config import budget as budgets
 from h2o_flexgen.config.budget import Budget as Budget
 from h2o_flexgen.config.budget import Range
-from h2o_flexgen.config.checks import known_keys, one_of, refuses_unknown, share, truth, whole
+from h2o_flexgen.config.checks import Stored, one_of, refuses_unknown, share, truth, whole
 from h2o_flexgen.config.flags import layer_numbers, option, with_commas
 from h2o_flexgen.config.recall import EVERY, RECALL_TIERS, STATIC, RecallTier
 from h2o_flexgen.config.splits import AUTO, CHOSEN, LAYER_SPLITS, THEN_H2O, LayerSplit, Share, Split, split_of
@@ -29,7 +28,7 @@ ROW_LOGITS = 1 << 20
 
 @refuses_unknown("an option of EvictionConfig")
 @dataclass(frozen=True)
-class EvictionConfig:
+class EvictionConfig(Stored):
     """The eviction policy and its budget, as asked for; `resolve` gives tokens. Raises UsageError naming the flag."""
 
     name: str = option("full", "--eviction", help="eviction policy, or auto", metavar="NAME")
@@ -378,15 +377,6 @@ class EvictionConfig:
         else:
             asked = split.recent(share) if self.recent is None else self.recent
         return min(share.rest, max(asked, split.least_recent))
-
-    def to_json(self) -> dict[str, Any]:
-        """Every field."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> EvictionConfig:
-        """The config of `to_json`; unknown keys raise UsageError with a suggestion."""
-        return cls(**known_keys(data, cls))
 
 
 def exact_ceiling(ratio: float, count: int) -> int:

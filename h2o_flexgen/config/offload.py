@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from h2o_flexgen.config.checks import known_keys, refuses_unknown, truth, whole
+from h2o_flexgen.config.checks import Stored, made_of, refuses_unknown, truth, whole
 from h2o_flexgen.config.flags import option
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
@@ -131,7 +131,7 @@ def _placement(name: str, what: str) -> Any:
 
 @refuses_unknown("an option of OffloadPolicy")
 @dataclass(frozen=True)
-class OffloadPolicy:
+class OffloadPolicy(Stored):
     """The placements and the block shape of a run (FlexGen, arXiv 2303.06865, section 4). Hashable; raises UsageError.
 
     Placements are given as any mapping from tier to share and kept as Shares.
@@ -225,11 +225,7 @@ class OffloadPolicy:
         """The values of all fields, by name."""
         return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
 
-    def to_json(self) -> dict[str, Any]:
-        """Every field, as plain JSON values."""
-        return {name: dict(value) if isinstance(value, Shares) else value for name, value in self.fields.items()}
-
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> OffloadPolicy:
         """The policy of `to_json`; unknown keys raise UsageError with a suggestion. `made_for` is a note, not read."""
-        return cls(**known_keys(data, cls, derived=("made_for",)))
+        return made_of(cls, data, derived=("made_for",))

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from h2o_flexgen.config.checks import one_of
 from h2o_flexgen.config.offload import Shares
 from h2o_flexgen.config.placement import KINDS
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.registry import suggestion
 
 SOLVERS = ("highs", "cbc")
 SLACK = 1e-6
@@ -230,8 +230,7 @@ class _PulpModel:
 
 def _solver(pulp: Any, name: str) -> Any:
     """HiGHS runs in this process, CBC in one of its own. UsageError for another name, and for one not installed."""
-    if name not in SOLVERS:
-        raise UsageError(f"--solver is {name!r}", f"needed one of {', '.join(SOLVERS)}", suggestion(name, SOLVERS))
+    one_of(name, "--solver", SOLVERS)
     options: dict[str, Any] = {"msg": False, "gapRel": 0.0, "threads": 1}
     # A heuristic for large programs, which would take most of the time of such small ones.
     quick = {"mip_heuristic_run_feasibility_jump": False}

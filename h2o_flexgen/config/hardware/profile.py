@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
@@ -11,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.config.checks import known_keys, whole
-from h2o_flexgen.config.flags import called, flag
-from h2o_flexgen.config.hardware.rates import ComputeRates, Curve, GemmShape, LinkRate
+from h2o_flexgen.config.checks import Stored, whole
+from h2o_flexgen.config.flags import called, option
+from h2o_flexgen.config.hardware.rates import ComputeRates, LinkRate
 from h2o_flexgen.config.model.known import configs_folder
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import dtype_bytes
@@ -29,7 +28,7 @@ METHOD = 6
 
 
 @dataclass(frozen=True)
-class HardwareProfile:
+class HardwareProfile(Stored):
     """One machine as the cost model sees it.
 
     dtype      what the compute rates were measured in
@@ -88,20 +87,12 @@ class HardwareProfile:
         return self.compute[device]
 
     def to_json(self) -> dict[str, Any]:
-        plain: dict[str, Any] = _plain(self)
+        plain = super().to_json()
         for rates in plain["compute"].values():
             for name in ("packed", "experts", "prompt_tick_s"):
                 if not rates[name]:  # programs that do not know of it read the rest
                     del rates[name]
         return plain
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> HardwareProfile:
-        """The profile of `to_json`; UsageError for keys that are unknown or missing, and for impossible numbers."""
-        fields = known_keys(data, cls)
-        links = {name: LinkRate(**known_keys(rate, LinkRate)) for name, rate in fields.pop("links").items()}
-        compute = {name: _rates(rate) for name, rate in fields.pop("compute").items()}
-        return cls(links=links, compute=compute, **fields)
 
     @classmethod
     def load(cls, path: str | Path) -> HardwareProfile:
@@ -110,31 +101,6 @@ class HardwareProfile:
             return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
             raise UsageError(f"{path} is not a hardware profile: {error}", "needed what calibrate writes") from error
-
-
-def _rates(data: Mapping[str, Any]) -> ComputeRates:
-    fields = known_keys(data, ComputeRates)
-    for name in ("decode_attention", "prefill_attention"):
-        fields[name] = {kind: Curve(points) for kind, points in fields[name].items()}
-    ticks: Mapping[str, Any] = fields["tick_s"]
-    fields["tick_s"] = {kind: Curve(tuple(t)) if isinstance(t, list) else t for kind, t in ticks.items()}
-    shapes = [known_keys(shape, GemmShape) for shape in fields.get("shapes", ())]
-    fields["shapes"] = tuple(GemmShape(**{**shape, "seconds": Curve(shape["seconds"])}) for shape in shapes)
-    for name in ("packed", "experts", "prompt_tick_s"):
-        fields[name] = {key: Curve(points) for key, points in fields.get(name, {}).items()}
-    if fields.get("graph_tick_s") is not None:
-        fields["graph_tick_s"] = Curve(tuple(fields["graph_tick_s"]))
-    return ComputeRates(**{**fields, "gemm_flops": Curve(fields["gemm_flops"])})
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Curve):
-        return value.to_json()
-    if dataclasses.is_dataclass(value):
-        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 def profile_names() -> tuple[str, ...]:
@@ -241,21 +207,17 @@ class PlanningConfig:
     calibrate  True: calibrate it now, if that was never done; False: never; None: only where something has to move
     """
 
-    hardware: str | None = field(
-        default=None,
-        metadata=flag(
-            "--hardware",
-            help="plan on the rates of another machine (t4, a100, h200), or of a file that calibrate wrote",
-            metavar="NAME|FILE",
-            unset="this machine, as calibrated",
-        ),
+    hardware: str | None = option(
+        None,
+        "--hardware",
+        help="plan on the rates of another machine (t4, a100, h200), or of a file that calibrate wrote",
+        metavar="NAME|FILE",
+        unset="this machine, as calibrated",
     )
-    calibrate: bool | None = field(
-        default=None,
-        metadata=flag(
-            "--calibrate",
-            help="measure this machine first, for about 45 s, unless that was done before; without rates plans go by "
-            "rule and predict no time",
-            unset="where weights or caches must move",
-        ),
+    calibrate: bool | None = option(
+        None,
+        "--calibrate",
+        help="measure this machine first, for about 45 s, unless that was done before; without rates plans go by rule "
+        "and predict no time",
+        unset="where weights or caches must move",
     )

@@ -53,9 +53,6 @@ class Curve:
         and below the first the time does, because starting takes it."""
         return self.at(x) * max(1.0, x / self.points[-1][0])
 
-    def to_json(self) -> list[list[float]]:
-        return [list(point) for point in self.points]
-
 
 @dataclass(frozen=True)
 class LinkRate:

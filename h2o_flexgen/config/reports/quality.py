@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist, fmean, stdev
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
-from h2o_flexgen.config.checks import known_keys, share, whole
+from h2o_flexgen.config.checks import Stored, one_of, share, whole
 from h2o_flexgen.config.reports.record import RunRecord, host_facts, package_version, utc_now
 from h2o_flexgen.errors import UsageError
 
@@ -63,7 +63,7 @@ def ratio_of(right: int, cases: int) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QualityRow:
+class QualityRow(Stored):
     """One policy at one ratio. Counts, nats per token, bytes and seconds; the accuracies are computed from the counts.
 
     `eviction` is that of the recall run's record: tokens per head, [smallest, largest] where prompts differ.
@@ -79,6 +79,7 @@ class QualityRow:
     kv_bytes: int
     """KV cache of the largest block of the recall run."""
     seconds: float
+    DERIVED = ("recall_accuracy", "perplexity")
 
     def __post_init__(self) -> None:
         share(self.ratio, "ratio")
@@ -97,23 +98,9 @@ class QualityRow:
         """Per token of the model's own tokenizer."""
         return perplexity_of(self.nll)
 
-    def to_json(self) -> dict[str, Any]:
-        """Every field and what follows from them."""
-        return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in _ROW_DERIVED}}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> QualityRow:
-        """The row of `to_json`; unknown keys raise UsageError with a suggestion."""
-        values = known_keys(data, cls, derived=_ROW_DERIVED)
-        tallies = tuple(RecallTally(**known_keys(tally, RecallTally)) for tally in values["recall"])
-        return cls(**{**values, "recall": tallies})
-
-
-_ROW_DERIVED = ("recall_accuracy", "perplexity")
-
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(Stored):
     """The frame of every evaluation's report: when, where and on which model. Those that extend it add `rows`."""
 
     version: str = field(default_factory=package_version)
@@ -122,17 +109,6 @@ class Report:
     model: str
     dtype: str
     device: str
-    ROW: ClassVar[type[Any]]
-
-    def to_json(self) -> dict[str, Any]:
-        data = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        return {**data, "rows": [row.to_json() for row in data["rows"]]}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """The report of `to_json`; unknown keys raise UsageError with a suggestion."""
-        values = known_keys(data, cls)
-        return cls(**{**values, "rows": tuple(cls.ROW.from_json(row) for row in values["rows"])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +123,6 @@ class QualityReport(Report):
     """Tokens scored after each context, one at a time, with eviction active."""
     windows: int
     rows: tuple[QualityRow, ...]
-    ROW: ClassVar[type[Any]] = QualityRow
 
 
 @dataclass(frozen=True)
@@ -205,7 +180,7 @@ rolling: within the cache. absolute: in the stream, past the context."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamRow:
+class StreamRow(Stored):
     """One eviction policy with one kind of positions, over all streams.
 
     `nll` has the mean negative log-likelihood of each window of the stream in nats per token, first window first.
@@ -219,11 +194,11 @@ class StreamRow:
     kv_bytes: int
     """KV cache of the largest block."""
     seconds: float
+    DERIVED = ("perplexity",)
 
     def __post_init__(self) -> None:
         whole(self.kv_bytes, "kv_bytes", 0)
-        if self.positions not in POSITIONS:
-            raise UsageError(f"positions is {self.positions!r}", f"needed one of {', '.join(POSITIONS)}")
+        one_of(self.positions, "positions", POSITIONS)
         if not self.nll or any(not math.isfinite(value) or value < 0 for value in self.nll):
             raise UsageError(f"nll is {self.nll}", "needed finite numbers, at least 0")
 
@@ -231,16 +206,6 @@ class StreamRow:
     def perplexity(self) -> tuple[float, ...]:
         """Of each window, per token of the model's own tokenizer."""
         return tuple(map(perplexity_of, self.nll))
-
-    def to_json(self) -> dict[str, Any]:
-        """Every field and what follows from them."""
-        return {**dataclasses.asdict(self), "perplexity": self.perplexity}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> StreamRow:
-        """The row of `to_json`; unknown keys raise UsageError with a suggestion."""
-        values = known_keys(data, cls, derived=("perplexity",))
-        return cls(**{**values, "nll": tuple(values["nll"])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +223,6 @@ class StreamReport(Report):
     """Scored tokens to a window: window i holds the positions from `prompt` + i * `window` on."""
     streams: int
     rows: tuple[StreamRow, ...]
-    ROW: ClassVar[type[Any]] = StreamRow
 
     def starts(self) -> list[int]:
         """Position of the first token of each window."""
@@ -324,7 +288,7 @@ def _quantile(freedom: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuiteRecord:
+class SuiteRecord(Stored):
     """A figure of a suite. `low` and `high` end its 95 % confidence interval over `n` cases, of which `values` are.
 
     cell: names what was measured, settings included: a rerun measures a cell only if it has no record.
@@ -351,13 +315,3 @@ class SuiteRecord:
     """Tokens of the full cache's answers, with which others are compared."""
     date: str = ""
     dtype: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> SuiteRecord:
-        """The record of `to_json`; unknown keys raise UsageError with a suggestion."""
-        values = known_keys(data, cls)
-        answers = tuple(tuple(answer) for answer in values.get("answers", ()))
-        return cls(**{**values, "values": tuple(values["values"]), "answers": answers})

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from h2o_flexgen.config.checks import known_keys, truth, whole
+from h2o_flexgen.config.checks import known_keys, plain, truth, whole
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.errors import UsageError
 
@@ -196,7 +196,7 @@ class RunRecord(Throughput):
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
-            object.__setattr__(self, item.name, _plain(getattr(self, item.name), item.name))
+            object.__setattr__(self, item.name, plain(getattr(self, item.name), item.name, "RunRecord"))
         if self.weights not in ("checkpoint", "dummy"):
             raise UsageError(f"weights is {self.weights!r}", "needed checkpoint or dummy")
         counts = ("prompt_len", "gen_len", "sequences", "prompt_tokens", "generated_tokens", "flops")
@@ -219,7 +219,7 @@ class RunRecord(Throughput):
         """Every field and every rate, as plain JSON values. Rates follow the times they come from."""
         data: dict[str, Any] = {}
         for item in dataclasses.fields(self):
-            data[item.name] = _plain(getattr(self, item.name), item.name)
+            data[item.name] = plain(getattr(self, item.name), item.name, "RunRecord")
             if item.name == "total_s":
                 data.update((name, getattr(self, name)) for name in DERIVED)
         return data
@@ -243,21 +243,3 @@ class RunRecord(Throughput):
             if name in data and stored != computed and not (stored and computed and math.isclose(stored, computed)):
                 raise UsageError(f"{name} is {stored!r}", f"its tokens and seconds give {computed!r}")
         return record
-
-
-def _plain(value: Any, where: str) -> Any:
-    """A copy of `value` made of dict, list, str, bool, int, float and None; anything else raises UsageError."""
-    if value is None or isinstance(value, str | bool):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, f"{where}[{position}]") for position, item in enumerate(value)]
-    if hasattr(type(value), "__index__"):
-        return int(value)
-    if hasattr(type(value), "__float__"):
-        number = float(value)
-        if math.isfinite(number):
-            return number
-        raise UsageError(f"{where} of a RunRecord is {number}", "needed a finite number")
-    raise UsageError(f"{where} of a RunRecord is a {type(value).__name__}", "needed a plain JSON value")

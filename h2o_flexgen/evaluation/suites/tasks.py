@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from h2o_flexgen.cache.eviction import EVICTION_POLICIES
 from h2o_flexgen.cache.eviction.ceiling import CEILING, CeilingPolicy, Foresight
-from h2o_flexgen.config.checks import known_keys, whole
+from h2o_flexgen.config.checks import Stored, whole
 from h2o_flexgen.config.prompt import Prompt, Span, TokenSpan, token_spans
 from h2o_flexgen.config.reports.quality import FigureKind
 from h2o_flexgen.config.sampling import SamplingParams
@@ -43,7 +43,7 @@ _PLACES = ("cabinet", "barn", "gate", "office", "bridge", "desk", "locker", "gar
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuiteTask:
+class SuiteTask(Stored):
     """What is measured, and of how much. Raises UsageError for values that make no sense.
 
     perplexity: `cases` windows of `text`, `context` tokens read and evicted from, `continuation` more scored. recall:
@@ -96,15 +96,6 @@ class SuiteTask:
                 raise UsageError(f"answers is {self.answers!r}", 'needed "number" or "words"')
             if self.keys > len(_COLOURS) * len(_PLACES):
                 raise UsageError(f"keys is {self.keys}", f"needed at most {len(_COLOURS) * len(_PLACES)}")
-
-    @classmethod
-    def from_json(cls, data: Any) -> SuiteTask:
-        """The task of a suite's file; unknown keys raise UsageError with a suggestion."""
-        values: dict[str, Any] = known_keys(data, cls)
-        for name in ("lengths", "depths", "part"):
-            if name in values:
-                values[name] = tuple(values[name])
-        return cls(**values)
 
 
 class Figures(NamedTuple):
