@@ -16,7 +16,7 @@ from h2o_flexgen.cli.program import add_json, output_file
 from h2o_flexgen.cli.prompts import GivenPrompt, as_conversations, checked_text, demo_prompts, read_prompts, stop_texts
 from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.flags import add_arguments, called, from_namespace, given
+from h2o_flexgen.config.flags import add_arguments, as_typed, called, from_namespace, given
 from h2o_flexgen.config.hardware.profile import HardwareProfile, PlanningConfig, find_profile
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.response_format import ResponseFormat
@@ -116,28 +116,23 @@ def _checked(args: argparse.Namespace, notes: list[str]) -> RunArguments:
         needed = "needed --output FILE, --trace FILE, --report FILE or --record-scores FILE"
         raise UsageError("--overwrite is given without --output", needed)
     planning = from_namespace(PlanningConfig, args)
-    return RunArguments(
-        engine=engine,
-        sampling=sampling,
-        hardware=None if planning.hardware is None else find_profile(planning.hardware),
-        calibrate=planning.calibrate,
-        prompts=tuple(checked_text(text, "--prompt") for text in args.prompt),
-        prompts_file=_path(args.prompts),
-        prompt_len=args.prompt_len,
-        num_prompts=args.num_prompts,
-        chat=args.chat,
-        system=None if args.system is None else checked_text(args.system, "--system"),
-        skip=args.on_error == "skip",
-        output=_path(args.output),
-        overwrite=args.overwrite,
-        log_file=None if args.no_log else output_file("--log-file", args.log_file, keep=False),
-        trace_file=output_file("--trace", args.trace, keep=not args.overwrite),
-        report_file=output_file("--report", args.report, keep=not args.overwrite),
-        scores_file=output_file("--record-scores", args.record_scores, keep=not args.overwrite),
-        quiet=args.quiet,
-        json=args.json,
-        notes=tuple(notes),
-    )
+    made: dict[str, Any] = {
+        "engine": engine,
+        "sampling": sampling,
+        "hardware": None if planning.hardware is None else find_profile(planning.hardware),
+        "calibrate": planning.calibrate,
+        "prompts": tuple(checked_text(text, "--prompt") for text in args.prompt),
+        "prompts_file": None if args.prompts is None else Path(args.prompts),
+        "system": None if args.system is None else checked_text(args.system, "--system"),
+        "skip": args.on_error == "skip",
+        "output": None if args.output is None else Path(args.output),
+        "log_file": None if args.no_log else output_file("--log-file", args.log_file, keep=False),
+        "trace_file": output_file("--trace", args.trace, keep=not args.overwrite),
+        "report_file": output_file("--report", args.report, keep=not args.overwrite),
+        "scores_file": output_file("--record-scores", args.record_scores, keep=not args.overwrite),
+        "notes": tuple(notes),
+    }
+    return RunArguments(**{**as_typed(RunArguments, args), **made})
 
 
 def _form(path: str) -> ResponseFormat:
@@ -151,10 +146,6 @@ def _form(path: str) -> ResponseFormat:
         raise error.reworded(lambda words: words.replace("the schema", f"--json-schema {path}: the schema")) from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"--json-schema {path} is not JSON: {error}", "needed a JSON schema") from None
-
-
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)
 
 
 def refuse_known(args: argparse.Namespace) -> None:

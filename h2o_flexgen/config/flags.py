@@ -119,6 +119,12 @@ def given(cls: type[Any], namespace: argparse.Namespace) -> dict[str, Any]:
     return {item.name: getattr(namespace, item.dest) for item in _flagged(cls) if hasattr(namespace, item.dest)}
 
 
+def as_typed(cls: type[Any], namespace: argparse.Namespace) -> dict[str, Any]:
+    """The values of flags that are called like fields of the dataclass `cls`, as they were parsed."""
+    names = [item.name for item in dataclasses.fields(cls)]
+    return {name: getattr(namespace, name) for name in names if hasattr(namespace, name)}
+
+
 def _in_flags(cls: type[Any], message: str) -> str:
     """`message` with flags for the fields of `cls`: "top_k=-1", "dtype is 'x'", "needed do_sample=True".
 

@@ -15,7 +15,7 @@ from h2o_flexgen.cli.program import add_json
 from h2o_flexgen.cli.prompts import stop_texts
 from h2o_flexgen.config.checks import whole
 from h2o_flexgen.config.engine import EngineConfig
-from h2o_flexgen.config.flags import called, from_namespace, given
+from h2o_flexgen.config.flags import as_typed, called, from_namespace, given
 from h2o_flexgen.config.hardware.profile import HardwareProfile, PlanningConfig, find_profile
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.errors import UsageError
@@ -82,34 +82,22 @@ def _checked(args: argparse.Namespace, notes: list[str]) -> BatchArguments:
     if args.at_risk is not None and not 0 < args.at_risk <= 1:
         raise UsageError(f"--at-risk is {args.at_risk}", "needed a share above 0, up to 1")
     planning = from_namespace(PlanningConfig, args)
-    return BatchArguments(
-        engine=engine,
-        sampling=from_namespace(SamplingParams, args, defaults={"stop_strings": typed.get("stop_strings", ())}),
-        typed=typed,
-        hardware=None if planning.hardware is None else find_profile(planning.hardware),
-        calibrate=planning.calibrate,
-        input=Path(args.input_file if args.plan is None else args.plan),
-        output=Path(args.output or ""),
-        error_file=None if args.error_file is None else Path(args.error_file),
-        format=args.format,
-        prompt_column=args.prompt_column,
-        id_column=args.id_column,
-        chat=args.chat,
-        served_model_name=tuple(args.served_model_name),
-        shard=args.shard,
-        ray=None if args.ray is None else whole(args.ray, "--ray", 1),
-        at_risk=args.at_risk,
-        overwrite=args.overwrite,
-        resume=args.resume,
-        retry_failed=args.retry_failed,
-        ordered=args.ordered,
-        strict=args.strict,
-        quiet=args.quiet,
-        json=args.json,
-        notes=tuple(notes),
-        plan=args.plan is not None,
-        sample=whole(args.sample, "--sample", 0),
-    )
+    made: dict[str, Any] = {
+        "engine": engine,
+        "sampling": from_namespace(SamplingParams, args, defaults={"stop_strings": typed.get("stop_strings", ())}),
+        "typed": typed,
+        "hardware": None if planning.hardware is None else find_profile(planning.hardware),
+        "calibrate": planning.calibrate,
+        "input": Path(args.input_file if args.plan is None else args.plan),
+        "output": Path(args.output or ""),
+        "error_file": None if args.error_file is None else Path(args.error_file),
+        "served_model_name": tuple(args.served_model_name),
+        "ray": None if args.ray is None else whole(args.ray, "--ray", 1),
+        "notes": tuple(notes),
+        "plan": args.plan is not None,
+        "sample": whole(args.sample, "--sample", 0),
+    }
+    return BatchArguments(**{**as_typed(BatchArguments, args), **made})
 
 
 def _require_files(args: argparse.Namespace) -> None:
