@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.calibration.timing import Repeats, Sample, Spreads, Timer
+from h2o_flexgen.closing import Closing
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import TENSOR_ALIGN, round_up
 from h2o_flexgen.config.offload import Kernels
@@ -55,7 +56,7 @@ def arena_size(free: int) -> int:
     return min(wanted, max(free // 8, 16 * MIB)) // (2 * MIB) * (2 * MIB)
 
 
-class Bench:
+class Bench(Closing):
     """One compute device. Owns its arena: memory of the kind that weights and caches lie in, full of small numbers.
 
     `arena_bytes`: how much; None: `arena_size`. `spreads` and `repeats` are those of the whole calibration, `cap` its
@@ -132,9 +133,3 @@ class Bench:
     def close(self) -> None:
         del self.arena
         self._allocation.free()
-
-    def __enter__(self) -> Bench:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

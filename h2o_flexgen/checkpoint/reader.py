@@ -26,6 +26,7 @@ from h2o_flexgen.checkpoint.files import CheckpointFile, Problems
 from h2o_flexgen.checkpoint.quantized import Array, Read
 from h2o_flexgen.checkpoint.shards import find_shards
 from h2o_flexgen.checkpoint.source import convert, copy, flat_out
+from h2o_flexgen.closing import Closing
 from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import PAGE
@@ -93,7 +94,7 @@ def _check_tied(source: CheckpointSource, binding: Binding, root: str) -> None:
         )
 
 
-class CheckpointSource:
+class CheckpointSource(Closing):
     """The weights of an open checkpoint: a WeightSource. It owns the open files; reading is thread-safe.
 
     Every read checks afterwards that the file is still the one that was opened: ModelError otherwise. `packings`: the
@@ -225,12 +226,6 @@ class CheckpointSource:
         self._chunks.close()
         for file in self._files:
             file.close()
-
-    def __enter__(self) -> CheckpointSource:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def _fingerprint(files: Iterable[CheckpointFile], tensors: Mapping[str, FoundTensor]) -> str:

@@ -9,13 +9,14 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 
 from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.cache.prefix_store import PrefixStore
+from h2o_flexgen.closing import Closing
+from h2o_flexgen.config.checks import one_of
 from h2o_flexgen.config.engine import PREFIX_DISK, PREFIX_MEM, EngineConfig
 from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.config.sampling import SamplingLike, SamplingParams
@@ -97,7 +98,7 @@ def _and_turns(every: _CallWork, rows: Iterable[Sequence]) -> _CallWork:
     return _CallWork(every.prompts + more.prompts, every.steps + more.steps)
 
 
-class Engine:
+class Engine(Closing):
     """An offline engine. A context manager: `close` stops its threads and removes its files.
 
     `settings` are the fields of EngineConfig by name; `planner` decides what the policy leaves open. The first call
@@ -176,8 +177,7 @@ class Engine:
             if not isinstance(params, SamplingParams):
                 raise UsageError("settings by name are given beside a list of SamplingParams", "needed one of the two")
             params = params.with_kwargs(**settings)
-        if on_error not in ON_ERROR:
-            raise UsageError(f"on_error is {on_error!r}", f"needed one of {', '.join(ON_ERROR)}")
+        one_of(on_error, "on_error", ON_ERROR)
         refused: list[RefusedPrompt] | None = [] if on_error == "skip" else None
         rows = self._reader().read(prompts, params, refused, _SKIP)
         if refused is not None and rows:
@@ -296,14 +296,6 @@ class Engine:
         if self._pins is not None:
             self._pins.close()
         self.model.source.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _fitting(self, rows: list[Sequence], refused: list[RefusedPrompt]) -> list[Sequence]:
         """Those of `rows` that can be planned; longer ones are added to `refused`. PlanError if none can be planned."""

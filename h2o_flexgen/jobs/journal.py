@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from h2o_flexgen.closing import Closing
 from h2o_flexgen.errors import H2OFlexGenError, LockedError, UsageError
 from h2o_flexgen.jobs.files import AppendedFile, FileSystem, storage_failure
 
@@ -43,7 +44,7 @@ class FinishedEntry(NamedTuple):
     size: int
 
 
-class JobResults:
+class JobResults(Closing):
     """Output files of one job that are locked as long as this lives. A context manager.
 
     `error_file`: where failed requests go, if not into `output`. Nothing is written before `begin`. `state` has a byte
@@ -130,12 +131,6 @@ class JobResults:
             if file is not None:
                 file.close()
         self._outputs, self._journal = [], None
-
-    def __enter__(self) -> JobResults:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # Opening
 

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 import xxhash
 
+from h2o_flexgen.closing import Closing
 from h2o_flexgen.config.model.tensors import PAGE, page_floor
 from h2o_flexgen.errors import StorageError
 from h2o_flexgen.memory.cuda import Device
@@ -37,7 +38,7 @@ def checksum(tensors: Iterable[torch.Tensor]) -> bytes:
     return state.digest()
 
 
-class CopyEngine:
+class CopyEngine(Closing):
     """Moves bytes on threads of its own: `read_threads` for disk reads, one for disk writes, one per other link.
 
     Order between tickets is given by `after` alone; otherwise earlier ones are preferred. A source must not change, nor
@@ -204,12 +205,6 @@ class CopyEngine:
             for file in self._files.values():
                 file.close()
             self._files.clear()
-
-    def __enter__(self) -> CopyEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _file(self, path: str, ours: bool = False) -> DirectFile:
         with self._files_lock:

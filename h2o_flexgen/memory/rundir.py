@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from h2o_flexgen.closing import Closing
 from h2o_flexgen.errors import StorageError, UsageError, storage_error
 from h2o_flexgen.units import format_bytes
 
@@ -33,7 +34,7 @@ _OPEN_LOCK = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class OffloadDir:
+class OffloadDir(Closing):
     """The offload folder of one run, and the run's private folder in it. A context manager.
 
     UsageError for a path that is not a folder, a symbolic link, another user's, or writable by all; StorageError where
@@ -130,12 +131,6 @@ class OffloadDir:
         self.closed = True
         self._close_descriptors()
         atexit.unregister(self.close)
-
-    def __enter__(self) -> OffloadDir:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _make_run_folder(self) -> None:
         self._run_name = f"run-{os.getpid()}-{secrets.token_hex(8)}"

@@ -11,6 +11,7 @@ from typing import Self
 
 import torch
 
+from h2o_flexgen.closing import Closing
 from h2o_flexgen.config.model.tensors import PAGE, page_ceil
 from h2o_flexgen.errors import PlanError, StorageError, storage_error
 from h2o_flexgen.memory.cuda import Device, open_device
@@ -276,7 +277,7 @@ class DiskTier(Ledger):
             raise storage_error(f"{what} needs {format_bytes(size)} at {path}", error) from error
 
 
-class Tiers:
+class Tiers(Closing):
     """The tiers of one run. `gpu` is None on a machine that computes on its CPU. A context manager; owns no folder.
 
     `pins`: what page-locks memory of the cpu tier for a real GPU.
@@ -317,12 +318,6 @@ class Tiers:
         for tier in (self.gpu, self.cpu, self.disk):
             if tier is not None:
                 tier.close()
-
-    def __enter__(self) -> Tiers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def make_tiers(

@@ -21,6 +21,7 @@ from h2o_flexgen.checkpoint.gguf.header import GgufHeader
 from h2o_flexgen.checkpoint.gguf.names import StoredTensor, bind, packings_of
 from h2o_flexgen.checkpoint.reader import CHUNK, ChunkReader
 from h2o_flexgen.checkpoint.source import convert, copy, flat_out
+from h2o_flexgen.closing import Closing
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.memory.handle import Location, torch_dtype
@@ -31,7 +32,7 @@ _MOST_THREADS = 4
 _SERIAL = 1 << 14  # numbers; half of what torch gives to a second thread
 
 
-class GgufSource:
+class GgufSource(Closing):
     """The weights of a GGUF model: a WeightSource. It owns the open files; reading is thread-safe.
 
     packings    the tensors that it can fill as PackedWeight, by canonical name; any tensor can be read as floats
@@ -134,12 +135,6 @@ class GgufSource:
             self._chunks.close()
         for file in self._files:
             file.close()
-
-    def __enter__(self) -> GgufSource:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _rows(self, name: str, bound: StoredTensor, part: range) -> Iterator[tuple[range, np.ndarray]]:
         """Rows `part` of a tensor as the file has them, some at a time: which, and their bytes (rows, blocks, n)."""
