@@ -37,7 +37,7 @@ from h2o_flexgen.config.flags import add_arguments, called, from_namespace
 from h2o_flexgen.config.hardware.profile import HardwareProfile, kept_file, load_kept
 from h2o_flexgen.config.hardware.rates import ComputeRates, Curve
 from h2o_flexgen.cores import sharing_warning
-from h2o_flexgen.errors import UsageError, cannot_write
+from h2o_flexgen.errors import UsageError, writing
 from h2o_flexgen.units import format_bytes, format_rate, format_seconds
 
 TAKEN = (
@@ -66,10 +66,8 @@ def main(argv: Sequence[str] | None) -> int:
     finally:
         progress.close()
     if output is not None:
-        try:
+        with writing(output):
             output.write_text(profile_text(profile), encoding="utf-8")
-        except OSError as error:
-            raise cannot_write(output, error) from None
     write_result(profile_table(profile) + "\n")
     write_json(json.dumps(profile.to_json(), allow_nan=False), args.json)
     kept = kept_file(calibration.key)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Self
 
 
@@ -70,10 +71,16 @@ def storage_error(found: str, error: OSError) -> StorageError:
     return StorageError(f"{found}: {error.strerror or error}", change=change)
 
 
-def cannot_write(path: object, error: OSError, other: str = "a file on another disk") -> StorageError:
-    """The StorageError for a file of results, with `other` as a place to name instead."""
-    room = "free some space, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-    return StorageError(f"cannot write {path}: {error.strerror or error}", change=f"{room}name {other}")
+@contextmanager
+def writing(path: object, other: str = "a file on another disk") -> Iterator[None]:
+    """Raises StorageError where `path`, a file of results, cannot be written meanwhile; `other` could be named instead."""
+    try:
+        yield
+    except BrokenPipeError:  # who read it has gone
+        raise
+    except OSError as error:
+        room = "free some space, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise StorageError(f"cannot write {path}: {error.strerror or error}", change=f"{room}name {other}") from error
 
 
 class LockedError(H2OFlexGenError):

@@ -25,7 +25,7 @@ from h2o_flexgen.cli.parser import Parser
 from h2o_flexgen.cli.program import add_json, look_up_model, output_file, print_error, program, write_json, write_result
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace, given
-from h2o_flexgen.errors import UsageError, cannot_write
+from h2o_flexgen.errors import UsageError, writing
 from h2o_flexgen.evaluation.settings import EvaluationSettings, StreamSettings, read_cases, read_text
 from h2o_flexgen.reporting.plots import check_plot, plot_quality, plot_stream, plot_suite
 from h2o_flexgen.reporting.tables import quality_line, quality_table, stream_line, stream_table, suite_line, suite_table
@@ -73,10 +73,8 @@ def main(argv: Sequence[str] | None) -> int:
         curves = evaluate_streams(streams, settings, model, engine, lambda row: print_error(stream_line(row)))
         data, table, draw = curves.to_json(), stream_table(curves), partial(plot_stream, curves)
     if output is not None:
-        try:
+        with writing(output):
             output.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise cannot_write(output, error) from None
     if plot is not None and draw is not None:
         draw(plot)
     write_result(table + "\n")

@@ -10,6 +10,8 @@ import logging
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -59,6 +61,19 @@ def _temporary(instead_of: str) -> Path:
         return Path(instead_of)  # nothing can be written at all: whoever tries says so
     log.warning("%s cannot be written: %s holds kernels, calibrations and packed weights instead", instead_of, own)
     return own
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Where to write what becomes the file `path` at the end, complete or not there at all; makes its folder."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        yield temporary
+        temporary.replace(path)
+    finally:
+        with suppress(OSError):  # it is not there once it was renamed
+            temporary.unlink()
 
 
 def last_part(name: str) -> str:

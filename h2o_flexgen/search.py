@@ -19,7 +19,7 @@ from h2o_flexgen.cli.search_arguments import parse_search
 from h2o_flexgen.config.hardware.profile import misfits
 from h2o_flexgen.cost.explain import explain, to_json
 from h2o_flexgen.cost.search import SearchResult, search
-from h2o_flexgen.errors import cannot_write
+from h2o_flexgen.errors import writing
 
 
 @program
@@ -32,16 +32,13 @@ def main(argv: Sequence[str] | None) -> int:
         print_error(f"note: {why}")
     result = search(request, arguments.solver)
     entry = to_json(result)
-    path = arguments.output
-    try:
-        if path is not None:
-            made_for = {name: value for name, value in entry.items() if name != "policy"}
-            policy = {**result.policy.to_json(), "made_for": made_for}
-            path.write_text(json.dumps(policy, indent=1) + "\n", encoding="utf-8")
-        if (path := arguments.simulate) is not None:
+    if (path := arguments.output) is not None:
+        made_for = {name: value for name, value in entry.items() if name != "policy"}
+        with writing(path):
+            path.write_text(json.dumps({**result.policy.to_json(), "made_for": made_for}, indent=1) + "\n", encoding="utf-8")
+    if (path := arguments.simulate) is not None:
+        with writing(path):
             result.predicted.block.timeline.write_chrome_trace(path, "predicted")
-    except OSError as error:
-        raise cannot_write(path, error) from error
     if not arguments.quiet:
         write_result(_table(result))
     write_json(json.dumps(entry), arguments.json)

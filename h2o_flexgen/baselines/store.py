@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 
 from h2o_flexgen.baselines.work import Outcome
 from h2o_flexgen.config.reports.record import DERIVED, Throughput, host_facts, package_version
-from h2o_flexgen.errors import StorageError, UsageError, cannot_write
+from h2o_flexgen.errors import StorageError, UsageError, writing
+from h2o_flexgen.folders import whole_file
 
 _ROOT = Path(__file__).resolve().parents[2]
 KEYS = ("version", "commit", "host")
@@ -307,16 +308,12 @@ def read(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 def write(path: Path, text: str, fresh: bool = False) -> None:
     """A file of the comparison, whole or not at all. StorageError where it cannot be written, or `fresh` and there."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     if fresh and path.exists():
         raise StorageError(f"cannot write {path}: it is there already, and records are not overwritten")
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise cannot_write(path, error) from error
+        with whole_file(path) as partial:
+            partial.write_text(text, encoding="utf-8")
 
 
 def _no_record(path: Path, why: str) -> UsageError:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from h2o_flexgen.config.model.packing import groupwise
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.reports.record import host_facts
 from h2o_flexgen.engine.execution.cuda_graphs import recorder
+from h2o_flexgen.folders import whole_file
 from h2o_flexgen.kernels.native import why_not
 from h2o_flexgen.kernels.native.tiers import wanted
 from h2o_flexgen.kernels.triton_available import serves
@@ -76,17 +76,12 @@ def cached_profile(
 def keep_profile(profile: HardwareProfile, key: str) -> Path | None:
     """Writes `profile` where `cached_profile` looks; None, with a warning, where that cannot be written."""
     path = kept_file(key)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary.write_text(profile_text(profile), encoding="utf-8")
-        os.replace(temporary, path)
+        with whole_file(path) as temporary:
+            temporary.write_text(profile_text(profile), encoding="utf-8")
     except OSError as error:
         log.warning("the profile cannot be kept in %s: %s", path.parent, error.strerror)
         return None
-    finally:
-        with suppress(OSError):  # it is not there once it was renamed, or where there is no folder
-            temporary.unlink()
     return path
 
 

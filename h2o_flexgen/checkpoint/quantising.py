@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import WeightGroup
 from h2o_flexgen.errors import StorageError
+from h2o_flexgen.folders import whole_file
 from h2o_flexgen.huge import LARGE
 from h2o_flexgen.memory.handle import Location, torch_dtype
 from h2o_flexgen.memory.rundir import OffloadDir
@@ -156,11 +156,9 @@ def _read(path: Path, spec: ModelSpec) -> dict[str, Tensor] | None:
 
 
 def _write(path: Path, found: Importance) -> None:
-    """A file that is complete or not there. One that cannot be written is measured again by the next run."""
-    temporary = path.with_suffix(".tmp")
+    """Where the file cannot be written, the next run measures again."""
     try:
-        torch.save(dict(found), temporary)
-        os.replace(temporary, path)
+        with whole_file(path) as temporary:
+            torch.save(dict(found), temporary)
     except (OSError, RuntimeError) as error:
         log.warning("which inputs matter cannot be kept in %s: %s", path.parent, error)
-        temporary.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from h2o_flexgen.config.reports.record import RunRecord, eviction_entry
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.requests.chat import marked_chat
-from h2o_flexgen.errors import UsageError, cannot_write
+from h2o_flexgen.errors import UsageError, writing
 from h2o_flexgen.pages.reading import Material
 from h2o_flexgen.pages.traces import TraceFile
 from h2o_flexgen.pages.whole import write_page
@@ -153,20 +153,18 @@ def _report(llm: LLM, record: RunRecord, arguments: RunArguments) -> None:
     if not arguments.quiet and record.sequences:
         print_error(run_report(record))
     write_json(record.to_line(), arguments.json)
-    path = arguments.log_file
-    try:
-        if path is not None:
-            path = _log_path(path, record)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(flexgen_log(record, llm.model.spec))
-        predicted = None if llm.last_plan is None or not llm.config.trace else predicted_timeline(llm.last_plan)
-        if (path := arguments.trace_file) is not None:
+    if arguments.log_file is not None:
+        path = _log_path(arguments.log_file, record)
+        with writing(path), path.open("a", encoding="utf-8") as file:
+            file.write(flexgen_log(record, llm.model.spec))
+    predicted = None if llm.last_plan is None or not llm.config.trace else predicted_timeline(llm.last_plan)
+    if (path := arguments.trace_file) is not None:
+        with writing(path):
             llm.timeline.write_chrome_trace(path, predicted=predicted)
-        scores = None if llm.score_log is None else _scores(llm, record)
-        if (path := arguments.scores_file) is not None and scores is not None:
+    scores = None if llm.score_log is None else _scores(llm, record)
+    if (path := arguments.scores_file) is not None and scores is not None:
+        with writing(path):
             path.write_text(json.dumps(scores) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise cannot_write(path, error) from error
     if arguments.report_file is not None:
         material = Material()
         material.add("this run", record.to_json())

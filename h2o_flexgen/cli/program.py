@@ -19,7 +19,7 @@ from typing import Any
 
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.flags import Switch
-from h2o_flexgen.errors import H2OFlexGenError, PlanError, UsageError, cannot_write, is_out_of_memory
+from h2o_flexgen.errors import H2OFlexGenError, PlanError, UsageError, is_out_of_memory, writing
 
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -104,14 +104,9 @@ def leaving_at_once() -> Iterator[None]:
 
 def write_result(text: str) -> None:
     """Results on stdout, at once. BrokenPipeError where the reader has gone, StorageError where there is no room."""
-    try:
-        with _above_bars():
-            sys.stdout.write(text)
-            sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise cannot_write("to stdout", error, "another file for it") from error
+    with writing("to stdout", "another file for it"), _above_bars():
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 def add_json(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:

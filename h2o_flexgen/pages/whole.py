@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from h2o_flexgen.config.reports.record import RunRecord
-from h2o_flexgen.errors import UsageError, cannot_write
+from h2o_flexgen.errors import UsageError, writing
 from h2o_flexgen.pages import machine, quality, throughput, tokens
 from h2o_flexgen.pages.page import Chapter, Passage, Table, render
 from h2o_flexgen.pages.reading import Json, Material, Run, model_name, object_in
@@ -34,10 +34,8 @@ def page_of(material: Material, title: str = "") -> str:
 def write_page(material: Material, path: Path, title: str = "") -> int:
     """Writes the page; returns its bytes. StorageError where that fails."""
     text = page_of(material, title)
-    try:
+    with writing(path):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise cannot_write(path, error) from None
     return len(text.encode())
 
 

@@ -15,7 +15,7 @@ from h2o_flexgen.config.reports.quality import (
     StreamReport,
     SuiteRecord,
 )
-from h2o_flexgen.errors import UsageError, cannot_write
+from h2o_flexgen.errors import UsageError, writing
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -157,10 +157,8 @@ def _budget_axis(axes: Any, ratios: Sequence[float]) -> None:
 
 
 def _save(figure: Any, path: Path) -> None:
-    try:
+    with writing(path):
         figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise cannot_write(path, error) from None
 
 
 def _log_if_wide(axes: Any, values: list[float]) -> None:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h2o_flexgen.folders import cached
+from h2o_flexgen.folders import cached, whole_file
 
 log = logging.getLogger(__name__)
 
@@ -59,16 +58,12 @@ def _read(path: Path, count: int) -> NDArray[np.int32] | None:
 
 
 def _write(path: Path, pairs: NDArray[np.int32]) -> None:
-    """A file that is complete or not there; a run goes on without it."""
-    temporary = path.with_name(f"{path.stem}.{os.getpid()}.tmp")
+    """A run goes on without the file."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with temporary.open("wb") as file:
+        with whole_file(path) as temporary, temporary.open("wb") as file:
             np.save(file, pairs)
-        temporary.replace(path)
     except OSError as error:
         log.debug("merges are not kept in %s: %s", path.parent, error)
-        temporary.unlink(missing_ok=True)
 
 
 def _pairs(tokens: list[str], scores: list[float]) -> NDArray[np.int32]:

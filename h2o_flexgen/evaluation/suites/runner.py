@@ -17,7 +17,7 @@ from h2o_flexgen.config.checks import known_keys, share
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.reports.quality import SuiteRecord, interval
 from h2o_flexgen.config.reports.record import utc_now
-from h2o_flexgen.errors import StorageError, UsageError, cannot_write
+from h2o_flexgen.errors import StorageError, UsageError, writing
 from h2o_flexgen.evaluation.suites.tasks import Figures, Measured, SuiteTask, ceiling, make
 from h2o_flexgen.planning.llm import LLM
 
@@ -270,10 +270,7 @@ class SuiteRecords:
         self.found[records[0].cell] = list(records)
 
     def _write(self, text: str, mode: str) -> None:
-        try:
-            with self._path.open(mode, encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise cannot_write(self._path, error, "another folder with --output-dir") from None
+        with writing(self._path, "another folder with --output-dir"), self._path.open(mode, encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())

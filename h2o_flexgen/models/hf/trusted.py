@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import transformers
 
 from h2o_flexgen.errors import ModelError
-from h2o_flexgen.folders import cached
+from h2o_flexgen.folders import cached, whole_file
 
 LOWEST, HIGHEST = (5, 20), (5, 24)
 """The releases of transformers that were swept: the first and the last."""
@@ -330,11 +329,8 @@ def tested(config: Mapping[str, Any]) -> Way | None:
 
 def keep(config: Mapping[str, Any], way: Way) -> None:
     """For later runs, what a test has found. OSError where it cannot be written."""
-    path = _verdict(config)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(way._asdict()), encoding="utf-8")
-    os.replace(temporary, path)
+    with whole_file(_verdict(config)) as temporary:
+        temporary.write_text(json.dumps(way._asdict()), encoding="utf-8")
 
 
 def _verdict(config: Mapping[str, Any]) -> Path:
