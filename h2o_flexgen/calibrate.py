@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -162,22 +162,6 @@ def profile_table(profile: HardwareProfile) -> str:
     return "\n".join(lines)
 
 
-def _experts(device: str, rates: ComputeRates) -> Iterator[str]:
-    if not rates.experts:
-        return
-    yield ""
-    counts = sorted({n for curve in rates.experts.values() for n, _ in curve.points})
-    yield from _aligned(
-        [
-            [f"{device}: an expert, by its tokens", *(f"{n:g}" for n in counts)],
-            *(
-                [f"  {bits} bits", *map(format_seconds, map(curve.time_at, counts))]
-                for bits, curve in rates.experts.items()
-            ),
-        ]
-    )
-
-
 def _device(device: str, rates: ComputeRates) -> Iterator[str]:
     flops = {
         f"{shape.out_features} x {shape.in_features}": {
@@ -187,44 +171,23 @@ def _device(device: str, rates: ComputeRates) -> Iterator[str]:
     }
     flops["others"] = dict(rates.gemm_flops.points)
     counts = sorted({n for known in flops.values() for n in known})
-    yield ""
-    yield from _aligned(
-        [
-            [f"{device}: products, TFLOP/s by rows", *(f"{n:g}" for n in counts)],
-            *([of, *(f"{known[n] / 1e12:.3g}" if n in known else "-" for n in counts)] for of, known in flops.items()),
-        ]
-    )
+    rows = {of: [f"{known[n] / 1e12:.3g}" if n in known else "-" for n in counts] for of, known in flops.items()}
+    yield from _grid(f"{device}: products, TFLOP/s by rows", counts, rows)
     if rates.packed:
-        yield ""
-        counts = sorted({n for curve in rates.packed.values() for n, _ in curve.points})
-        yield from _aligned(
-            [
-                [f"{device}: products of packed weights, times as long by rows", *(f"{n:g}" for n in counts)],
-                *([f"  {bits} bits", *(f"{curve.at(n):.2f}" for n in counts)] for bits, curve in rates.packed.items()),
-            ]
-        )
-    yield from _experts(device, rates)
+        counts = _sizes(rates.packed)
+        rows = {f"  {bits} bits": [f"{curve.at(n):.2f}" for n in counts] for bits, curve in rates.packed.items()}
+        yield from _grid(f"{device}: products of packed weights, times as long by rows", counts, rows)
+    if rates.experts:
+        counts = _sizes(rates.experts)
+        rows = {f"  {bits} bits": [*map(format_seconds, map(of.time_at, counts))] for bits, of in rates.experts.items()}
+        yield from _grid(f"{device}: an expert, by its tokens", counts, rows)
     decode, prefill = rates.decode_attention, rates.prefill_attention
-    sizes = sorted({x for curve in decode.values() for x, _ in curve.points})
-    times = [[(x, decode[kind].time_at(x)) for x in sizes] for kind in ("plain", "scored")]
-    yield ""
-    yield from _aligned(
-        [
-            [f"{device}: attention of a decode step, by K and V", *map(format_bytes, sizes)],
-            *(
-                [f"  {kind}", *(f"{format_seconds(t)}, {format_rate(x / t)}" for x, t in row)]
-                for kind, row in zip(("plain", "scored"), times, strict=True)
-            ),
-        ]
-    )
-    keys = [x for x, _ in prefill["plain"].points]
-    yield ""
-    yield from _aligned(
-        [
-            [f"{device}: attention of prompts, TFLOP/s by keys", *(f"{n:g}" for n in keys)],
-            *([f"  {kind}", *(f"{prefill[kind].at(n) / 1e12:.3g}" for n in keys)] for kind in ("plain", "scored")),
-        ]
-    )
+    sizes, keys = _sizes(decode), _sizes({"plain": prefill["plain"]})
+    times = {kind: [(x, decode[kind].time_at(x)) for x in sizes] for kind in ("plain", "scored")}
+    rows = {f"  {kind}": [f"{format_seconds(t)}, {format_rate(x / t)}" for x, t in row] for kind, row in times.items()}
+    yield from _grid(f"{device}: attention of a decode step, by K and V", map(format_bytes, sizes), rows)
+    rows = {f"  {kind}": [f"{prefill[kind].at(n) / 1e12:.3g}" for n in keys] for kind in ("plain", "scored")}
+    yield from _grid(f"{device}: attention of prompts, TFLOP/s by keys", keys, rows)
     yield ""
     memory, elementwise = format_rate(rates.memory_bytes_per_s), format_rate(rates.elementwise_bytes_per_s)
     yield f"{device}: memory {memory}, elementwise {elementwise}; sampling {format_seconds(rates.sample_s)} per row"
@@ -236,6 +199,16 @@ def _device(device: str, rates: ComputeRates) -> Iterator[str]:
     curve = rates.tick_s["attn"]
     by = f" by {', '.join(f'{x:g}' for x, _ in curve.points)} rows" if isinstance(curve, Curve) else ""
     yield f"{device}: ticks beyond all that{by}: {', '.join(f'{k} {_tick(s)}' for k, s in rates.tick_s.items())}"
+
+
+def _sizes(curves: Mapping[str, Curve]) -> list[float]:
+    return sorted({x for curve in curves.values() for x, _ in curve.points})
+
+
+def _grid(title: str, heads: Iterable[float | str], rows: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Figures by name, over the numbers that they were measured at."""
+    over = (head if isinstance(head, str) else f"{head:g}" for head in heads)
+    yield from ("", *_aligned([(title, *over), *((name, *row) for name, row in rows.items())]))
 
 
 def _tick(seconds: float | Curve) -> str:
