@@ -18,13 +18,13 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from benchmarks.records import LLAMA, LLAMA_1B, ROOT, arguments, in_process, provenance, run_all, spread
+from benchmarks.records import LLAMA_1B, ROOT, arguments, in_process, provenance, run_all, shaped, spread
 from h2o_flexgen.baselines.store import Record
 
 MODULES, NATIVE, PEER = "modules", "native", "transformers"
 LONG = {"vocab_size": 32000, "max_position_embeddings": 8192, "torch_dtype": "bfloat16", "rope_theta": 10000.0}
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama": {**LLAMA, **LLAMA_1B},
+    "llama": LLAMA_1B,
     "gemma2": {
         **{**LONG, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": 1536},
         **{"intermediate_size": 6144, "num_hidden_layers": 18, "num_attention_heads": 8, "num_key_value_heads": 4},
@@ -63,10 +63,7 @@ def run(point: Record) -> int:
 
 
 def _folder(point: Record) -> str:
-    folder = SCRATCH / f"modules-{point['shape']}"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES[point["shape"]]), encoding="utf-8")
-    return str(folder)
+    return shaped(SCRATCH / f"modules-{point['shape']}", SHAPES[point["shape"]])
 
 
 def _prompts(point: Record, batch: int) -> list[list[int]]:
@@ -98,7 +95,7 @@ def theirs(point: Record) -> list[Record]:
     import transformers
 
     from h2o_flexgen.baselines.settings import usable_threads
-    from h2o_flexgen.baselines.transformers import GenerationTimer
+    from h2o_flexgen.baselines.transformers import GenerationTimer, generate
 
     torch.set_num_threads(usable_threads())
     config = transformers.AutoConfig.from_pretrained(_folder(point))
@@ -108,18 +105,9 @@ def theirs(point: Record) -> list[Record]:
     cells = []
     for batch in point["batches"]:
         ids = torch.tensor(_prompts(point, batch))
-        how = {"do_sample": False, "pad_token_id": 0}
-        with torch.inference_mode():
-            model.generate(ids[:, :8], attention_mask=torch.ones_like(ids[:, :8]), max_new_tokens=3, **how)
-            timer = GenerationTimer(ids.device)
-            tokens = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=point["new"] + 1,
-                stopping_criteria=transformers.StoppingCriteriaList([timer]),
-                **how,
-            )
-        done = timer.outcome(tokens, 0.0, {}, {})
+        generate(model, ids[:, :8], 3, {})
+        timer = GenerationTimer(ids.device)
+        done = timer.outcome(generate(model, ids, point["new"] + 1, {}, timer), 0.0, {}, {})
         cells.append({"batch": batch, "prefill_s": done.prefill_s, "decode_s": done.decode_s})
     return cells
 

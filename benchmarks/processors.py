@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.records import LLAMA_1B, ROOT, arguments, in_process, llama, provenance, run_all, spread
+from benchmarks.records import LLAMA_1B, ROOT, arguments, in_process, provenance, run_all, shaped, spread
 from h2o_flexgen.baselines.process import run_command
 from h2o_flexgen.baselines.settings import usable_threads
 from h2o_flexgen.baselines.store import Record
@@ -117,7 +117,7 @@ def _model(point: Record) -> Path:
     """The folder or file of a point's model: LLaMA's shape is written down here."""
     if point["bits"] is None:
         return Path(expanded(point["model"]))
-    return llama(SCRATCH / "models" / point["model"], **LLAMA_1B)
+    return Path(shaped(SCRATCH / "models" / point["model"], LLAMA_1B))
 
 
 def _file(point: Record) -> Path:

@@ -26,7 +26,7 @@ from h2o_flexgen.baselines.store import Record, RecordFile, origin
 from h2o_flexgen.config.reports.record import utc_now
 
 ROOT = Path(__file__).resolve().parents[1]
-LLAMA = {
+LLAMA_1B: Record = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_act": "silu",
@@ -36,8 +36,6 @@ LLAMA = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "torch_dtype": "bfloat16",
-}
-LLAMA_1B: dict[str, int | bool] = {
     "hidden_size": 2048,
     "intermediate_size": 8192,
     "num_hidden_layers": 16,
@@ -127,11 +125,11 @@ def in_process(module: str, point: Record) -> Record:
     return run_json([sys.executable, "-m", f"benchmarks.{module}", "--run", json.dumps(point)])
 
 
-def llama(folder: Path, **sizes: int | bool) -> Path:
-    """A folder with the config.json of a LLaMA of these sizes: random weights are as good, and its context is long."""
+def shaped(folder: Path, config: Record) -> str:
+    """The folder of a model of this config.json alone: random weights are as good."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**LLAMA, **sizes}, indent=2) + "\n", encoding="utf-8")
-    return folder
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return str(folder)
 
 
 def repeat(

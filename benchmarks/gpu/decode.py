@@ -9,7 +9,6 @@ do; the full cache grows, and its record says how far. Nothing is projected. `st
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.section import ONE, Section, module_command, run, serve, timed, tiny_model
+from benchmarks.records import shaped
 from h2o_flexgen.baselines.store import Record
 from h2o_flexgen.config.model.known import known_config
 
@@ -56,11 +56,9 @@ def works(folder: Path, dry_run: bool) -> list[Work]:
     if dry_run:
         model = tiny_model(folder / "tiny-opt")
         return [Work(model, 2, 32, 32, 8, budget, True) for budget in (math.ceil(RATIO * 64), None)]
-    model = folder / "opt-6.7b-4096-positions"
-    model.mkdir()
     config = {**(known_config("opt-6.7b") or {}), "max_position_embeddings": 4096}
-    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return [Work(str(model), 24, 2048, 2048, 256, budget) for budget in (math.ceil(RATIO * 4096), None)]
+    model = shaped(folder / "opt-6.7b-4096-positions", config)
+    return [Work(model, 24, 2048, 2048, 256, budget) for budget in (math.ceil(RATIO * 4096), None)]
 
 
 def one(told: dict[str, Any]) -> Record:

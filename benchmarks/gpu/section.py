@@ -18,9 +18,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.records import ROOT, versions
+from benchmarks.records import ROOT, shaped, versions
 from h2o_flexgen.baselines.process import Finished, RunFailed, run_command
 from h2o_flexgen.baselines.store import Record, RecordFile
+from h2o_flexgen.config.model.known import known_config
 from h2o_flexgen.config.reports.record import host_facts, utc_now
 from h2o_flexgen.schedule.tasks import FIRST_REPLAYED
 
@@ -32,9 +33,7 @@ WARM_UP = 8
 """New tokens of each sequence: a decode step has been recorded and launched as a whole by then."""
 FEWEST = 3
 """Steps that a mean is taken of."""
-TINY_OPT: dict[str, Any] = {
-    "model_type": "opt",
-    "architectures": ["OPTForCausalLM"],
+TINY_OPT = {
     "vocab_size": 512,
     "hidden_size": 64,
     "word_embed_proj_dim": 64,
@@ -42,12 +41,9 @@ TINY_OPT: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
-    "pad_token_id": 1,
-    "bos_token_id": 2,
-    "eos_token_id": 2,
     "torch_dtype": "bfloat16",
 }
-"""What a dry run computes with."""
+"""What a dry run computes with: in place of the sizes of OPT-125M."""
 
 
 @dataclass(frozen=True)
@@ -164,10 +160,7 @@ def scratch_folder() -> Path:
 
 
 def tiny_model(folder: Path) -> str:
-    """A folder with the config.json of a tiny OPT."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(TINY_OPT), encoding="utf-8")
-    return str(folder)
+    return shaped(folder, {**(known_config("opt-125m") or {}), **TINY_OPT})
 
 
 class _Enough(Exception):

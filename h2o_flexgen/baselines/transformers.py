@@ -113,9 +113,9 @@ def timed(
     prompts = torch.tensor(work.prompts, device="cuda" if use_cuda(work) else "cpu")
     cache = _static_cache(work) if static else {}
     room = None if static else _room(model.config, work, prompts.device)
-    _generate(model, prompts[:, :WARMUP_PROMPT], WARMUP_NEW, cache)
+    generate(model, prompts[:, :WARMUP_PROMPT], WARMUP_NEW, cache)
     timer = GenerationTimer(prompts.device)
-    tokens = _generate(model, prompts, work.gen_len, cache, timer)
+    tokens = generate(model, prompts, work.gen_len, cache, timer)
     del room
     facts = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(prompts.device), **cache}
     return timer.outcome(tokens, load_s, versions, {**facts, "threads": torch.get_num_threads(), **detail})
@@ -146,7 +146,7 @@ def _static_cache(work: AdapterWork) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def _generate(
+def generate(
     model: Any, prompts: torch.Tensor, new_tokens: int, cache: dict[str, Any], timer: GenerationTimer | None = None
 ) -> torch.Tensor:
     """`new_tokens` greedy tokens for each row of `prompts` (n, S), as (n, new_tokens); `cache` says what holds keys."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.triton_available import interpreting
 from h2o_flexgen.kernels.triton_decode_kernels import capped, product
-from h2o_flexgen.kernels.types import KeysValues, PrefillAttention
+from h2o_flexgen.kernels.types import KeysValues, PrefillAttention, fit
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_MULTIPLE = 8  # of numbers per head, on a GPU
@@ -95,9 +95,9 @@ def prefill_attention(
 
     The numbers of a head lie side by side in all of them, or are copied so that they do.
     """
-    q, k, v = (_dense(x) for x in (q, k, v))
+    q, k, v = (fit(x) for x in (q, k, v))
     if past is not None:
-        past = KeysValues(*(_dense(x) for x in past)) if past.k.shape[1] else None
+        past = KeysValues(*(fit(x) for x in past)) if past.k.shape[1] else None
     before = 0 if past is None else past.k.shape[1]
     if window is not None and window >= before + q.shape[2]:
         window = None
@@ -207,10 +207,6 @@ def _torch_flash(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool)
 
 def _base_2(soft_cap: float | None) -> float | None:
     return None if soft_cap is None else soft_cap * _LOG2_E
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _asked(q: Tensor, lse: Tensor, out: Tensor | None) -> Asked:

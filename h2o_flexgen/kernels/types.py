@@ -16,7 +16,7 @@ class KeysValues(NamedTuple):
     v: Tensor
 
 
-def fit(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+def fit(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """`x` as kernels of a decode step take it: in `dtype` (None: its own), with the numbers of a head side by side."""
     if dtype is not None and x.dtype is not dtype:
         x = x.to(dtype)
