@@ -73,7 +73,7 @@ def storage_error(found: str, error: OSError) -> StorageError:
 
 @contextmanager
 def writing(path: object, other: str = "a file on another disk") -> Iterator[None]:
-    """Raises StorageError where `path`, a file of results, cannot be written meanwhile; `other` could be named instead."""
+    """Raises StorageError where `path`, a file of results, cannot be written meanwhile; `other` is a place instead."""
     try:
         yield
     except BrokenPipeError:  # who read it has gone

@@ -34,8 +34,9 @@ def main(argv: Sequence[str] | None) -> int:
     entry = to_json(result)
     if (path := arguments.output) is not None:
         made_for = {name: value for name, value in entry.items() if name != "policy"}
+        policy = {**result.policy.to_json(), "made_for": made_for}
         with writing(path):
-            path.write_text(json.dumps({**result.policy.to_json(), "made_for": made_for}, indent=1) + "\n", encoding="utf-8")
+            path.write_text(json.dumps(policy, indent=1) + "\n", encoding="utf-8")
     if (path := arguments.simulate) is not None:
         with writing(path):
             result.predicted.block.timeline.write_chrome_trace(path, "predicted")

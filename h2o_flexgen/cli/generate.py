@@ -154,8 +154,8 @@ def _report(llm: LLM, record: RunRecord, arguments: RunArguments) -> None:
         print_error(run_report(record))
     write_json(record.to_line(), arguments.json)
     if arguments.log_file is not None:
-        path = _log_path(arguments.log_file, record)
-        with writing(path), path.open("a", encoding="utf-8") as file:
+        log = _log_path(arguments.log_file, record)
+        with writing(log), log.open("a", encoding="utf-8") as file:
             file.write(flexgen_log(record, llm.model.spec))
     predicted = None if llm.last_plan is None or not llm.config.trace else predicted_timeline(llm.last_plan)
     if (path := arguments.trace_file) is not None:

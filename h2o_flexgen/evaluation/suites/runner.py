@@ -247,7 +247,8 @@ class SuiteRecords:
             folder.mkdir(parents=True, exist_ok=True)
             text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
         except OSError as error:
-            raise StorageError(f"cannot use {folder}: {error.strerror}", change="name another with --output-dir") from None
+            why = f"cannot use {folder}: {error.strerror}"
+            raise StorageError(why, change="name another with --output-dir") from None
         *lines, torn = text.split("\n")
         for number, line in enumerate(lines, 1):
             try:
