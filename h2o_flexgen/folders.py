@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import Self
 
 log = logging.getLogger(__name__)
 
@@ -79,3 +80,16 @@ def whole_file(path: Path) -> Iterator[Path]:
 def last_part(name: str) -> str:
     """The last component of a path, or of a model's name on the hub."""
     return name.rstrip("/").rpartition("/")[2] or name
+
+
+class Closing:
+    """Mixin of context managers that end with `close`: files, folders, and what works on them."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

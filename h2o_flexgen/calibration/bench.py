@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.calibration.timing import Repeats, Sample, Spreads, Timer
-from h2o_flexgen.closing import Closing
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import TENSOR_ALIGN, round_up
 from h2o_flexgen.config.offload import Kernels
 from h2o_flexgen.engine.limits.devices import cgroup_room, rss
+from h2o_flexgen.folders import Closing
 from h2o_flexgen.memory.cuda import open_device
 from h2o_flexgen.memory.handle import torch_dtype
 from h2o_flexgen.memory.pages import DeviceMemory, HostMemory

@@ -26,11 +26,11 @@ from h2o_flexgen.checkpoint.files import CheckpointFile, Problems
 from h2o_flexgen.checkpoint.quantized import Array, Read
 from h2o_flexgen.checkpoint.shards import find_shards
 from h2o_flexgen.checkpoint.source import convert, copy, flat_out
-from h2o_flexgen.closing import Closing
 from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import PAGE
 from h2o_flexgen.errors import ModelError, OwnHeadError
+from h2o_flexgen.folders import Closing
 from h2o_flexgen.memory.disk import host_view
 from h2o_flexgen.memory.handle import Location, torch_dtype
 from h2o_flexgen.memory.pages import HostMemory

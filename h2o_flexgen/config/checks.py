@@ -114,7 +114,7 @@ def refuses_unknown(what: str) -> Callable[[type[T]], type[T]]:
     return decorated
 
 
-class Stored:
+class KeptAsJson:
     """Mixin of dataclasses that are kept as JSON objects: of their fields, and of the properties in DERIVED."""
 
     DERIVED: ClassVar[tuple[str, ...]] = ()

@@ -11,7 +11,7 @@ from typing import Literal
 from h2o_flexgen.config import budget as budgets
 from h2o_flexgen.config.budget import Budget as Budget
 from h2o_flexgen.config.budget import Range
-from h2o_flexgen.config.checks import Stored, one_of, refuses_unknown, share, truth, whole
+from h2o_flexgen.config.checks import KeptAsJson, one_of, refuses_unknown, share, truth, whole
 from h2o_flexgen.config.flags import layer_numbers, option, with_commas
 from h2o_flexgen.config.recall import EVERY, RECALL_TIERS, STATIC, RecallTier
 from h2o_flexgen.config.splits import AUTO, CHOSEN, LAYER_SPLITS, THEN_H2O, LayerSplit, Share, Split, split_of
@@ -28,7 +28,7 @@ ROW_LOGITS = 1 << 20
 
 @refuses_unknown("an option of EvictionConfig")
 @dataclass(frozen=True)
-class EvictionConfig(Stored):
+class EvictionConfig(KeptAsJson):
     """The eviction policy and its budget, as asked for; `resolve` gives tokens. Raises UsageError naming the flag."""
 
     name: str = option("full", "--eviction", help="eviction policy, or auto", metavar="NAME")

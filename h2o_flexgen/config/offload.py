@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from h2o_flexgen.config.checks import Stored, made_of, refuses_unknown, truth, whole
+from h2o_flexgen.config.checks import KeptAsJson, made_of, refuses_unknown, truth, whole
 from h2o_flexgen.config.flags import option
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
@@ -131,7 +131,7 @@ def _placement(name: str, what: str) -> Any:
 
 @refuses_unknown("an option of OffloadPolicy")
 @dataclass(frozen=True)
-class OffloadPolicy(Stored):
+class OffloadPolicy(KeptAsJson):
     """The placements and the block shape of a run (FlexGen, arXiv 2303.06865, section 4). Hashable; raises UsageError.
 
     Placements are given as any mapping from tier to share and kept as Shares.

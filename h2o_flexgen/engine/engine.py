@@ -15,7 +15,6 @@ import torch
 
 from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.cache.prefix_store import PrefixStore
-from h2o_flexgen.closing import Closing
 from h2o_flexgen.config.checks import one_of
 from h2o_flexgen.config.engine import PREFIX_DISK, PREFIX_MEM, EngineConfig
 from h2o_flexgen.config.reports.record import RunRecord
@@ -39,7 +38,7 @@ from h2o_flexgen.engine.sampling.hf_generate import Generator
 from h2o_flexgen.engine.sampling.sampler import Sampler
 from h2o_flexgen.engine.state.loader import Loaded, Progress, bytes_on_disk, load
 from h2o_flexgen.errors import PlanError, UsageError
-from h2o_flexgen.folders import expanded
+from h2o_flexgen.folders import Closing, expanded
 from h2o_flexgen.kernels.native import library, must_compile
 from h2o_flexgen.kernels.prompt import by_triton
 from h2o_flexgen.schedule.request import Caps, PlanRequest

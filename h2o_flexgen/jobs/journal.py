@@ -21,8 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from h2o_flexgen.closing import Closing
 from h2o_flexgen.errors import H2OFlexGenError, LockedError, UsageError
+from h2o_flexgen.folders import Closing
 from h2o_flexgen.jobs.files import AppendedFile, FileSystem, storage_failure
 
 VERSION = 1

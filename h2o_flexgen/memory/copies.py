@@ -11,9 +11,9 @@ from typing import TypeAlias
 import torch
 import xxhash
 
-from h2o_flexgen.closing import Closing
 from h2o_flexgen.config.model.tensors import PAGE, page_floor
 from h2o_flexgen.errors import StorageError
+from h2o_flexgen.folders import Closing
 from h2o_flexgen.memory.cuda import Device
 from h2o_flexgen.memory.device_copies import DeviceCopies, move
 from h2o_flexgen.memory.disk import DirectFile, HostView, Syscalls, host_view

@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from h2o_flexgen.closing import Closing
 from h2o_flexgen.errors import StorageError, UsageError, storage_error
+from h2o_flexgen.folders import Closing
 from h2o_flexgen.units import format_bytes
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from typing import Self
 
 import torch
 
-from h2o_flexgen.closing import Closing
 from h2o_flexgen.config.model.tensors import PAGE, page_ceil
 from h2o_flexgen.errors import PlanError, StorageError, storage_error
+from h2o_flexgen.folders import Closing
 from h2o_flexgen.memory.cuda import Device, open_device
 from h2o_flexgen.memory.disk import DirectFile, Syscalls
 from h2o_flexgen.memory.pages import Allocation, BufferPool, DeviceMemory, HostMemory

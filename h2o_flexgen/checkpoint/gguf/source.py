@@ -21,9 +21,9 @@ from h2o_flexgen.checkpoint.gguf.header import GgufHeader
 from h2o_flexgen.checkpoint.gguf.names import StoredTensor, bind, packings_of
 from h2o_flexgen.checkpoint.reader import CHUNK, ChunkReader
 from h2o_flexgen.checkpoint.source import convert, copy, flat_out
-from h2o_flexgen.closing import Closing
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
+from h2o_flexgen.folders import Closing
 from h2o_flexgen.memory.handle import Location, torch_dtype
 from h2o_flexgen.quant import PackedWeight, Weight
 

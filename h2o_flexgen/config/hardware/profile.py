@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.config.checks import Stored, whole
+from h2o_flexgen.config.checks import KeptAsJson, whole
 from h2o_flexgen.config.flags import called, option
 from h2o_flexgen.config.hardware.rates import ComputeRates, LinkRate
 from h2o_flexgen.config.model.known import configs_folder
@@ -28,7 +28,7 @@ METHOD = 6
 
 
 @dataclass(frozen=True)
-class HardwareProfile(Stored):
+class HardwareProfile(KeptAsJson):
     """One machine as the cost model sees it.
 
     dtype      what the compute rates were measured in

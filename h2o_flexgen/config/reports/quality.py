@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import NormalDist, fmean, stdev
 from typing import Any, Literal, NamedTuple
 
-from h2o_flexgen.config.checks import Stored, one_of, share, whole
+from h2o_flexgen.config.checks import KeptAsJson, one_of, share, whole
 from h2o_flexgen.config.reports.record import RunRecord, host_facts, package_version, utc_now
 from h2o_flexgen.errors import UsageError
 
@@ -63,7 +63,7 @@ def ratio_of(right: int, cases: int) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QualityRow(Stored):
+class QualityRow(KeptAsJson):
     """One policy at one ratio. Counts, nats per token, bytes and seconds; the accuracies are computed from the counts.
 
     `eviction` is that of the recall run's record: tokens per head, [smallest, largest] where prompts differ.
@@ -100,7 +100,7 @@ class QualityRow(Stored):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(Stored):
+class Report(KeptAsJson):
     """The frame of every evaluation's report: when, where and on which model. Those that extend it add `rows`."""
 
     version: str = field(default_factory=package_version)
@@ -180,7 +180,7 @@ rolling: within the cache. absolute: in the stream, past the context."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamRow(Stored):
+class StreamRow(KeptAsJson):
     """One eviction policy with one kind of positions, over all streams.
 
     `nll` has the mean negative log-likelihood of each window of the stream in nats per token, first window first.
@@ -288,7 +288,7 @@ def _quantile(freedom: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuiteRecord(Stored):
+class SuiteRecord(KeptAsJson):
     """A figure of a suite. `low` and `high` end its 95 % confidence interval over `n` cases, of which `values` are.
 
     cell: names what was measured, settings included: a rerun measures a cell only if it has no record.

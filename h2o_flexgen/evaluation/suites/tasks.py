@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from h2o_flexgen.cache.eviction import EVICTION_POLICIES
 from h2o_flexgen.cache.eviction.ceiling import CEILING, CeilingPolicy, Foresight
-from h2o_flexgen.config.checks import Stored, whole
+from h2o_flexgen.config.checks import KeptAsJson, whole
 from h2o_flexgen.config.prompt import Prompt, Span, TokenSpan, token_spans
 from h2o_flexgen.config.reports.quality import FigureKind
 from h2o_flexgen.config.sampling import SamplingParams
@@ -43,7 +43,7 @@ _PLACES = ("cabinet", "barn", "gate", "office", "bridge", "desk", "locker", "gar
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuiteTask(Stored):
+class SuiteTask(KeptAsJson):
     """What is measured, and of how much. Raises UsageError for values that make no sense.
 
     perplexity: `cases` windows of `text`, `context` tokens read and evicted from, `continuation` more scored. recall:
