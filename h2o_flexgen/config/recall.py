@@ -31,12 +31,13 @@ RATED = 8
 """One look of so many is rated for the record's hit rate, as finding the most that could be had takes time."""
 SHELF_BUFFER = 4 << 20
 """Bytes of the host buffer through which evicted tokens go to disk and come back."""
-_MOST = 64
+MOST = 64
+"""Tokens that come back to a row and KV head at one look, at most: MOST_MOVED in recall.c."""
 
 
 def most_moved(budget: Budget) -> int:
     """Tokens that come back at one look, at most: a quarter of those chosen by score."""
-    return min(_MOST, max(1, budget.heavy // 4))
+    return min(MOST, max(1, budget.heavy // 4))
 
 
 def index_packing(dim: int) -> CachePacking:

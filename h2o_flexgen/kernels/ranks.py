@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from h2o_flexgen.config.recall import MOST
 from h2o_flexgen.kernels.native import function, library, structure
 from h2o_flexgen.kernels.pieces import MAX_DIM
 from h2o_flexgen.kernels.types import KeysValues, Ranking
@@ -93,10 +94,6 @@ class Recalled(NamedTuple):
     best: float
 
 
-MOST_RECALLED = 64
-"""Tokens that come back to a row and KV head at one look, at most: MOST_MOVED in recall.c."""
-
-
 def _pointers(held: KeysValues | None) -> tuple[int, int]:
     return (0, 0) if held is None else (held.k.data_ptr(), held.v.data_ptr())
 
@@ -129,7 +126,7 @@ class NativeRecall:
             for row in rows
         ]
         kv_heads = next((len(row.packed) for row in rows if row is not None), 0)
-        self.moves = torch.empty(len(rows), kv_heads, MOST_RECALLED, 2, dtype=torch.int32)
+        self.moves = torch.empty(len(rows), kv_heads, MOST, 2, dtype=torch.int32)
         self._table = torch.tensor(table, dtype=torch.int64)
         self._task = _Recall(rows=len(rows), first=first, every=every, rates=rates, near=near, block=block)
         self._task.row, self._task.window = self._table.data_ptr(), window or 0
