@@ -62,8 +62,8 @@ def format_rate(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:.3g} GB/s"
 
 
-def format_speed(tokens_per_second: float | None) -> str:
-    """A throughput: "1,024 tokens/s", "8.31 tokens/s"; "-" for None."""
+def format_speed(tokens_per_second: float | None, what: str = "tokens") -> str:
+    """A throughput of `what`: "1,024 tokens/s", "8.31 tokens/s"; "-" for None."""
     if tokens_per_second is None:
         return "-"
-    return f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second >= 100 else f"{tokens_per_second:.3g} tokens/s"
+    return f"{tokens_per_second:,.0f} {what}/s" if tokens_per_second >= 100 else f"{tokens_per_second:.3g} {what}/s"

@@ -230,11 +230,11 @@ def _report(
     of this process's store of prefixes."""
     if not arguments.quiet:
         done = summary.ok + summary.failed
-        rate = f", {format_speed(summary.generated_tokens / summary.seconds)}" if summary.seconds else ""
-        rate = rate.replace(" tokens", " new tokens")
+        rate = summary.generated_tokens / summary.seconds if summary.seconds else None
+        speed = "" if rate is None else f", {format_speed(rate, 'new tokens')}"
         before = f", {summary.before:,} before" if summary.before else ""
         told = "" if forecast.first is None else f", expected at first {seconds_text(forecast.first)}"
-        write_result(f"{done:,} requests in {summary.seconds:,.1f} s{told}{rate}{before}\n")
+        write_result(f"{done:,} requests in {summary.seconds:,.1f} s{told}{speed}{before}\n")
         if stored.prompts:
             write_result(f"prefixes: {stored.found:,} of {stored.tokens:,} prompt tokens were found in the store\n")
     if summary.first_failure is not None:
