@@ -11,12 +11,12 @@ from typing import TypeAlias
 import torch
 import xxhash
 
-from h2o_flexgen.config.model.tensors import PAGE, page_floor
+from h2o_flexgen.config.model.tensors import page_floor
 from h2o_flexgen.errors import StorageError
 from h2o_flexgen.folders import Closing
 from h2o_flexgen.memory.cuda import Device
 from h2o_flexgen.memory.device_copies import DeviceCopies, move
-from h2o_flexgen.memory.disk import DirectFile, HostView, Syscalls, host_view
+from h2o_flexgen.memory.disk import DirectFile, HostView, host_view
 from h2o_flexgen.memory.handle import Extent
 from h2o_flexgen.memory.tiers import Region
 from h2o_flexgen.memory.transfers import LinkMeters, Operation, Ticket, TraceCallback, Workers
@@ -39,7 +39,7 @@ def checksum(tensors: Iterable[torch.Tensor]) -> bytes:
 
 
 class CopyEngine(Closing):
-    """Moves bytes on threads of its own: `read_threads` for disk reads, one for disk writes, one per other link.
+    """Moves bytes on threads of its own: READ_THREADS for disk reads, one for disk writes, one per other link.
 
     Order between tickets is given by `after` alone; otherwise earlier ones are preferred. A source must not change, nor
     a target be used, before the ticket is done. Errors surface at `Ticket.wait`. Copies to and from `device` are queued
@@ -50,18 +50,10 @@ class CopyEngine(Closing):
     def __init__(
         self,
         *,
-        read_threads: int = READ_THREADS,
-        chunk: int = CHUNK,
         trace: TraceCallback | None = None,
-        direct: bool = True,
-        syscalls: Syscalls | None = None,
         device: Device | None = None,
         bounce: torch.Tensor | None = None,
     ) -> None:
-        if read_threads < 1 or chunk < PAGE or chunk % PAGE:
-            raise ValueError(f"{read_threads} reader threads with chunks of {chunk} bytes: needed >= 1 and whole pages")
-        self._read_threads, self._chunk = read_threads, chunk
-        self._direct, self._sys = direct, syscalls or Syscalls()
         self._meters = LinkMeters()
         self._workers = Workers(self._meters, trace)
         self._files: dict[str, DirectFile] = {}
@@ -94,7 +86,6 @@ class CopyEngine(Closing):
         *,
         digest: bytes | None = None,
         after: After = None,
-        label: str = "",
     ) -> Ticket:
         """Fill the extents' places in `buffer` (1-D uint8, host); in place by O_DIRECT where it starts on a page.
 
@@ -105,7 +96,7 @@ class CopyEngine(Closing):
         for extent in extents:
             if not 0 <= extent.buffer_offset <= extent.buffer_offset + extent.nbytes <= len(out.view):
                 raise ValueError(f"{extent.name} does not fit into a buffer of {len(out.view)} bytes")
-        label = label or (extents[0].name if extents else "nothing")
+        label = extents[0].name if extents else "nothing"
 
         def check() -> None:
             for path in dict.fromkeys(extent.path for extent in extents):
@@ -117,18 +108,16 @@ class CopyEngine(Closing):
         operations = (
             Operation(partial(self._read, out, extent, start, size), size)
             for extent in extents
-            for start, size in _cuts(extent.file_offset, extent.nbytes, self._chunk)
+            for start, size in _cuts(extent.file_offset, extent.nbytes)
         )
         nbytes = sum(extent.nbytes for extent in extents)
         return self._submit("disk-read", Ticket(label, "disk->cpu", nbytes, operations, _tickets(after), check))
 
-    def read_region(
-        self, region: Region, out: torch.Tensor, *, digest: bytes | None = None, after: After = None
-    ) -> Ticket:
-        """Fill `out` (contiguous, host) from the start of `region`; checked against `digest`, or the last write's."""
+    def read_region(self, region: Region, out: torch.Tensor, *, after: After = None) -> Ticket:
+        """Fill `out` (contiguous, host) from the start of `region`; checked against the last write's digest."""
 
         def check() -> None:
-            expected = digest if digest is not None else region.digest_of(out.nbytes)
+            expected = region.digest_of(out.nbytes)
             if expected is not None and checksum((out,)) != expected:
                 raise bit_flip(region.what, region.file.path, region.offset)
 
@@ -167,7 +156,7 @@ class CopyEngine(Closing):
             return self._on_device.submit(dst, src, link, _tickets(after), label, sender)
         operations = [Operation(partial(_convert, dst, src), dst.nbytes)]
         if dst.dtype == src.dtype and dst.is_contiguous() and src.is_contiguous():
-            parts = (tensor.view(-1).view(torch.uint8).split(self._chunk) for tensor in (dst, src))
+            parts = (tensor.view(-1).view(torch.uint8).split(CHUNK) for tensor in (dst, src))
             operations = [Operation(partial(move, *pair), len(pair[0])) for pair in zip(*parts, strict=True)]
         return self._submit(link, Ticket(label, link, dst.nbytes, operations, _tickets(after)))
 
@@ -209,7 +198,7 @@ class CopyEngine(Closing):
     def _file(self, path: str, ours: bool = False) -> DirectFile:
         with self._files_lock:
             if path not in self._files:
-                self._files[path] = DirectFile.open(path, ours=ours, direct=self._direct, syscalls=self._sys)
+                self._files[path] = DirectFile.open(path, ours=ours)
             return self._files[path]
 
     def _collect(self, wait: bool = False) -> None:
@@ -217,7 +206,7 @@ class CopyEngine(Closing):
             self._on_device.collect(wait)
 
     def _submit(self, queue: str, ticket: Ticket) -> Ticket:
-        return self._workers.submit(queue, ticket, self._read_threads if queue == "disk-read" else 1)
+        return self._workers.submit(queue, ticket, READ_THREADS if queue == "disk-read" else 1)
 
     def _in_region(
         self, region: Region, transfer: Callable[[HostView, int, int, int, str], None], tensor: torch.Tensor
@@ -228,7 +217,7 @@ class CopyEngine(Closing):
             raise ValueError(f"{tensor.nbytes} bytes do not fit into the {region.nbytes} bytes of {region.what}")
         return [
             Operation(partial(transfer, view, start, region.offset + start, size, region.what), size)
-            for start, size in _cuts(0, tensor.nbytes, self._chunk)
+            for start, size in _cuts(0, tensor.nbytes)
         ]
 
     def _read(self, out: HostView, extent: Extent, offset: int, nbytes: int) -> None:
@@ -242,11 +231,11 @@ def _tickets(after: After) -> tuple[Ticket, ...]:
     return tuple(ticket for ticket in after if ticket is not None)
 
 
-def _cuts(offset: int, nbytes: int, chunk: int) -> Iterator[tuple[int, int]]:
+def _cuts(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
     """[offset, offset + nbytes) as (start, size) pairs that meet on page boundaries."""
     start, end = offset, offset + nbytes
     while start < end:
-        stop = min(page_floor(start) + chunk, end)
+        stop = min(page_floor(start) + CHUNK, end)
         yield start, stop - start
         start = stop
 

@@ -29,22 +29,6 @@ _BOUNCE = 1 << 20
 _RETRY = (errno.EIO, errno.EAGAIN, errno.EINTR)
 
 
-class Syscalls:
-    """The system calls that move bytes, so that tests can make them fail."""
-
-    def preadv(self, fd: int, view: memoryview, offset: int) -> int:
-        """Bytes read into `view`, 0 at the end of the file."""
-        return os.preadv(fd, [view], offset)
-
-    def pwritev(self, fd: int, view: memoryview, offset: int) -> int:
-        """Bytes written from `view`."""
-        return os.pwritev(fd, [view], offset)
-
-    def fallocate(self, fd: int, nbytes: int) -> None:
-        """Reserve the first `nbytes` of a file on the disk."""
-        os.posix_fallocate(fd, 0, nbytes)
-
-
 class HostView(NamedTuple):
     """Host bytes and the address where they start."""
 
@@ -70,21 +54,15 @@ class DirectFile:
     raises ModelError, one of ours StorageError; a file opened for writing is never checked.
     """
 
-    def __init__(
-        self, path: str, fd: int, *, writable: bool = False, ours: bool = False, direct: bool = True,
-        syscalls: Syscalls | None = None,
-    ) -> None:  # fmt: skip
-        self.path, self.fd = path, fd
-        self._ours, self._sys = ours, syscalls or Syscalls()
+    def __init__(self, path: str, fd: int, *, writable: bool = False, ours: bool = False) -> None:
+        self.path, self.fd, self._ours = path, fd, ours
         info = os.fstat(fd)
         self._opened = None if writable else info
         self._bounces = threading.local()
-        self.direct = direct and stat.S_ISREG(info.st_mode) and self._set_direct(True)
+        self.direct = stat.S_ISREG(info.st_mode) and self._set_direct(True)
 
     @classmethod
-    def open(
-        cls, path: str, *, ours: bool = False, direct: bool = True, syscalls: Syscalls | None = None
-    ) -> DirectFile:
+    def open(cls, path: str, *, ours: bool = False) -> DirectFile:
         """Open for reading, following links. ModelError (StorageError if `ours`) where there is no such file."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -92,7 +70,7 @@ class DirectFile:
             if ours or error.errno in (errno.EMFILE, errno.ENFILE, errno.EIO):
                 raise storage_error(f"cannot open {path}", error) from error
             raise ModelError(f"cannot open {path}: {error.strerror}") from error
-        return cls(path, fd, ours=ours, direct=direct, syscalls=syscalls)
+        return cls(path, fd, ours=ours)
 
     def read(self, out: HostView, at: int, offset: int, nbytes: int, name: str) -> None:
         """Fill out[at : at + nbytes] with the file's bytes from `offset` on; `name` is for messages.
@@ -104,7 +82,7 @@ class DirectFile:
         if nbytes == 0:
             return
         if not self.direct:
-            self._transfer(self._sys.preadv, out.view[at : at + nbytes], offset, nbytes, name)
+            self._transfer(os.preadv, out.view[at : at + nbytes], offset, nbytes, name)
             self._forget(offset, nbytes)
             return
         low, high = page_floor(offset), page_ceil(end)
@@ -118,7 +96,7 @@ class DirectFile:
         if low < high:
             place = at + low - offset
             window = out.view[place : place + high - low]
-            self._transfer(self._sys.preadv, window, low, min(high, end) - low, name)
+            self._transfer(os.preadv, window, low, min(high, end) - low, name)
         else:
             low = high = end
         self._read_bounced(out.view, at, offset, min(low, end), name)
@@ -135,19 +113,19 @@ class DirectFile:
             raise ValueError(f"{self.path}: writes start on a page, not at byte {offset}")
         end = at + nbytes
         if not self.direct:
-            self._transfer(self._sys.pwritev, data.view[at:end], offset, nbytes, name)
+            self._transfer(os.pwritev, data.view[at:end], offset, nbytes, name)
             self._forget(max(0, offset - nbytes), 2 * nbytes)  # starts this span's write-back, drops the one before
             return
         if (data.address + at) % PAGE == 0:
             whole = page_floor(nbytes)
-            self._transfer(self._sys.pwritev, data.view[at : at + whole], offset, whole, name)
+            self._transfer(os.pwritev, data.view[at : at + whole], offset, whole, name)
             at, offset = at + whole, offset + whole
         while at < end:
             size = min(_BOUNCE, end - at)
             bounce, padded = self._bounce(), page_ceil(size)
             bounce[:size] = data.view[at : at + size]
             bounce[size:padded] = bytes(padded - size)
-            self._transfer(self._sys.pwritev, bounce[:padded], offset, padded, name)
+            self._transfer(os.pwritev, bounce[:padded], offset, padded, name)
             at, offset = at + size, offset + size
 
     def check(self) -> None:
@@ -182,7 +160,7 @@ class DirectFile:
             low = page_floor(offset)
             size = min(low + _BOUNCE, end) - offset
             bounce, skip = self._bounce(), offset - low
-            self._transfer(self._sys.preadv, bounce[: page_ceil(skip + size)], low, skip + size, name)
+            self._transfer(os.preadv, bounce[: page_ceil(skip + size)], low, skip + size, name)
             view[at : at + size] = bounce[skip : skip + size]
             at, offset = at + size, offset + size
 
@@ -194,7 +172,7 @@ class DirectFile:
         return view
 
     def _transfer(
-        self, call: Callable[[int, memoryview, int], int], view: memoryview, offset: int, need: int, name: str
+        self, call: Callable[[int, list[memoryview], int], int], view: memoryview, offset: int, need: int, name: str
     ) -> None:
         """Call until `need` bytes of `view` (which may be longer, whole pages) went through.
 
@@ -204,7 +182,7 @@ class DirectFile:
         while done < need:
             direct, reason = self.direct, "no more bytes"
             try:
-                count = call(self.fd, view[done:], offset + done)
+                count = call(self.fd, [view[done:]], offset + done)
             except OSError as error:
                 if error.errno == errno.EINVAL and direct:
                     self._set_direct(False)

@@ -15,7 +15,7 @@ from h2o_flexgen.config.model.tensors import PAGE, page_ceil
 from h2o_flexgen.errors import PlanError, StorageError, storage_error
 from h2o_flexgen.folders import Closing
 from h2o_flexgen.memory.cuda import Device, open_device
-from h2o_flexgen.memory.disk import DirectFile, Syscalls
+from h2o_flexgen.memory.disk import DirectFile
 from h2o_flexgen.memory.pages import Allocation, BufferPool, DeviceMemory, HostMemory
 from h2o_flexgen.memory.pinned import Pin, PinnedPool
 from h2o_flexgen.memory.rundir import OffloadDir
@@ -236,9 +236,9 @@ class Region(Lease):
 class DiskTier(Ledger):
     """Regions in `folder` (None: a run without an offload folder), under a capacity. Owns the files it makes."""
 
-    def __init__(self, capacity: int | None, folder: OffloadDir | None, syscalls: Syscalls | None = None) -> None:
+    def __init__(self, capacity: int | None, folder: OffloadDir | None) -> None:
         super().__init__("disk", capacity)
-        self._folder, self._sys = folder, syscalls or Syscalls()
+        self._folder = folder
 
     def allocate(self, nbytes: int, what: str) -> Region:
         """A region of `nbytes` in a file of its own, its blocks reserved now.
@@ -267,8 +267,8 @@ class DiskTier(Ledger):
         path, fd = folder.new_file("region")
         try:
             if size:
-                self._sys.fallocate(fd, size)
-            return Region(DirectFile(path, fd, writable=True, ours=True, syscalls=self._sys), 0, nbytes, what, self)
+                os.posix_fallocate(fd, 0, size)
+            return Region(DirectFile(path, fd, writable=True, ours=True), 0, nbytes, what, self)
         except OSError as error:
             os.close(fd)
             folder.remove_file(path)

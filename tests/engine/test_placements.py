@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from pathlib import Path
@@ -13,7 +14,6 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.errors import PlanError
-from h2o_flexgen.memory.disk import Syscalls
 from h2o_flexgen.memory.pages import HostMemory
 from h2o_flexgen.memory.rundir import OffloadDir
 from h2o_flexgen.memory.tiers import Ledger
@@ -205,7 +205,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(
     of these."""
     offload, done = tmp_path / "offload", set[str]()
 
-    def noting(owner: type, name: str) -> None:
+    def noting(owner: Any, name: str) -> None:
         whole = getattr(owner, name)
 
         def noted(*given: Any, **named: Any) -> Any:
@@ -214,8 +214,8 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(
 
         monkeypatch.setattr(owner, name, noted)
 
-    for name in ("preadv", "pwritev", "fallocate"):
-        noting(Syscalls, name)
+    for name in ("preadv", "pwritev", "posix_fallocate"):
+        noting(os, name)
     for owner, name in ((Ledger, "charge"), (HostMemory, "allocate"), (OffloadDir, "__init__")):
         noting(owner, name)
     settings: dict[str, Any] = {"dtype": "float32", "offload_dir": str(offload)}
@@ -227,7 +227,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(
         assert (done, llm._loaded, offload.exists()) == (set(), None, False)
     with Engine(checkpoint("opt")[1], **settings, policy=ON_CPU["all-disk"]) as llm:
         llm.generate(prompts_of(LENGTHS[:2]), **SETTINGS)
-    assert done == {"preadv", "pwritev", "fallocate", "charge", "allocate", "__init__"}
+    assert done == {"preadv", "pwritev", "posix_fallocate", "charge", "allocate", "__init__"}
 
 
 def test_a_peak_above_the_cap_is_told_with_both(checkpoint, monkeypatch) -> None:

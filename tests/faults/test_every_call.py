@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.memory.disk import Syscalls
 from tests.faulty_io import Leftovers
 from tests.programs import Run, answers, left_in
 
@@ -35,8 +34,8 @@ class FaultyCalls:
         self.left, self.code, self.fired, self._lock = nth, code, False, threading.Lock()
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        for name in ("preadv", "pwritev", "fallocate"):
-            patch.setattr(Syscalls, name, self._failing(getattr(Syscalls, name)))
+        for name in ("preadv", "pwritev", "posix_fallocate"):
+            patch.setattr(os, name, self._failing(getattr(os, name)))
 
     def _failing(self, real: object) -> object:
         def call(*arguments: object) -> object:

@@ -14,7 +14,6 @@ import pytest
 
 from h2o_flexgen.engine.execution.executor import Executor
 from h2o_flexgen.errors import StorageError
-from h2o_flexgen.memory.disk import Syscalls
 from h2o_flexgen.memory.rundir import OffloadDir
 from h2o_flexgen.planning.llm import LLM
 from tests.programs import Child, Run, answers, left_in
@@ -103,6 +102,9 @@ def test_row_06_an_offload_folder_that_fills_up(tmp_path: Path, model: Path, pla
     assert not list(offload.glob("packed-*/*.tmp"))
 
 
+PREADV = os.preadv
+
+
 class FailingReads:
     """preadv that fails for files in `folder`: the first `times` calls, after `after` good ones."""
 
@@ -110,7 +112,7 @@ class FailingReads:
         self.folder, self.left, self.after, self.failed = str(folder), times, after, 0
         self._lock = threading.Lock()
 
-    def __call__(self, syscalls: Syscalls, fd: int, view: memoryview, offset: int) -> int:
+    def __call__(self, fd: int, views: list[memoryview], offset: int) -> int:
         with self._lock:
             if os.readlink(f"/proc/self/fd/{fd}").startswith(self.folder):
                 self.after -= 1
@@ -118,7 +120,7 @@ class FailingReads:
                     self.left -= 1
                     self.failed += 1
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return os.preadv(fd, [view], offset)
+        return PREADV(fd, views, offset)
 
 
 @pytest.mark.parametrize("placed", [DISK_WEIGHTS, PACKED, DISK_CACHE, DISK_RECALL])
@@ -130,7 +132,7 @@ def test_row_07_a_read_error_is_retried(
     first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
     assert run(*arguments, "-o", first).code == 0
     failing = FailingReads(folder, 2, after=3)
-    monkeypatch.setattr(Syscalls, "preadv", lambda *a: failing(*a))
+    monkeypatch.setattr(os, "preadv", failing)
     assert run(*arguments, "-o", second).code == 0
     assert failing.failed == 2
     assert answers(first) == answers(second)
@@ -142,7 +144,7 @@ def test_row_07_a_disk_that_keeps_failing_is_named(
 ) -> None:
     folder = model if placed == DISK_WEIGHTS else tmp_path / "offload"
     failing = FailingReads(folder, 10**6, after=19 if placed == DISK_WEIGHTS else 3)
-    monkeypatch.setattr(Syscalls, "preadv", lambda *a: failing(*a))
+    monkeypatch.setattr(os, "preadv", failing)
     ran = run("--model", model, *placed, *WORK, "--offload-dir", tmp_path / "offload")
     assert ran.code == 6
     assert "Input/output error at byte " in ran.err
@@ -213,13 +215,13 @@ def test_row_14_a_flipped_bit_in_the_cache_on_disk(
 ) -> None:
     """Of evicted tokens in all that was written, as few of them come back."""
     flipped = []
-    original = Syscalls.pwritev
+    original = os.pwritev
 
-    def pwritev(self: Syscalls, fd: int, view: memoryview, offset: int) -> int:
-        count = original(self, fd, view, offset)
+    def pwritev(fd: int, views: list[memoryview], offset: int) -> int:
+        count = original(fd, views, offset)
         if not (flipped and placed == DISK_CACHE) and "/run-" in os.readlink(f"/proc/self/fd/{fd}"):
             flipped.append(offset)
-            direct = bytearray(view)
+            direct = bytearray(views[0])
             for at in range(7, len(direct), 4096):
                 direct[at] ^= 1
             with open(f"/proc/self/fd/{fd}", "r+b") as file:
@@ -227,7 +229,7 @@ def test_row_14_a_flipped_bit_in_the_cache_on_disk(
                 file.write(direct)
         return count
 
-    monkeypatch.setattr(Syscalls, "pwritev", pwritev)
+    monkeypatch.setattr(os, "pwritev", pwritev)
     ran = run("--model", model, *placed, *WORK, "--offload-dir", tmp_path / "offload")
     assert flipped
     assert ran.code == 6
@@ -290,14 +292,14 @@ def test_an_engine_survives_a_failing_disk(tmp_path: Path, model: Path, monkeypa
 
 
 def _fail_once_for_good(monkeypatch: pytest.MonkeyPatch, name: str, after: int, folder: str) -> None:
-    original: Callable[..., int] = getattr(Syscalls, name)
+    original: Callable[..., int] = getattr(os, name)
     calls = [0]
 
-    def call(self: Syscalls, fd: int, view: memoryview, offset: int) -> int:
+    def call(fd: int, views: list[memoryview], offset: int) -> int:
         if os.readlink(f"/proc/self/fd/{fd}").startswith(folder):
             calls[0] += 1
             if calls[0] > after:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return original(self, fd, view, offset)
+        return original(fd, views, offset)
 
-    monkeypatch.setattr(Syscalls, name, call)
+    monkeypatch.setattr(os, name, call)

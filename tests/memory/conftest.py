@@ -11,12 +11,15 @@ from tempfile import TemporaryDirectory, mkdtemp
 
 import pytest
 
-from h2o_flexgen.memory.disk import Syscalls
+from h2o_flexgen.memory import copies
+from h2o_flexgen.memory.disk import DirectFile
 from h2o_flexgen.memory.rundir import OffloadDir
 from h2o_flexgen.memory.tiers import Tiers, make_tiers
 
+PREADV, PWRITEV = os.preadv, os.pwritev
 
-class Faulty(Syscalls):
+
+class Faulty:
     """Fails where `when(call number, from 1)` says so: with `error`, or by letting only `short` bytes through."""
 
     def __init__(self, when: Callable[[int], bool], error: int = errno.EIO, short: int | None = None) -> None:
@@ -24,29 +27,38 @@ class Faulty(Syscalls):
         self.calls = 0
         self._lock = threading.Lock()
 
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        """From now on these are the system's calls."""
+        patch.setattr(os, "preadv", self.preadv)
+        patch.setattr(os, "pwritev", self.pwritev)
+
     def _fails(self) -> bool:
         with self._lock:
             self.calls += 1
             return self.when(self.calls)
 
-    def preadv(self, fd: int, view: memoryview, offset: int) -> int:
+    def preadv(self, fd: int, views: list[memoryview], offset: int) -> int:
+        return self._moved(PREADV, fd, views, offset)
+
+    def pwritev(self, fd: int, views: list[memoryview], offset: int) -> int:
+        return self._moved(PWRITEV, fd, views, offset)
+
+    def _moved(self, real: Callable[..., int], *arguments: object) -> int:
         if not self._fails():
-            return super().preadv(fd, view, offset)
+            return real(*arguments)
         if self.short is None:
             raise OSError(self.error, os.strerror(self.error))
-        return min(self.short, super().preadv(fd, view, offset))
+        return min(self.short, real(*arguments))
 
-    def pwritev(self, fd: int, view: memoryview, offset: int) -> int:
-        if not self._fails():
-            return super().pwritev(fd, view, offset)
-        if self.short is None:
-            raise OSError(self.error, os.strerror(self.error))
-        return min(self.short, super().pwritev(fd, view, offset))
 
-    def fallocate(self, fd: int, nbytes: int) -> None:
-        if self._fails():
-            raise OSError(self.error, os.strerror(self.error))
-        super().fallocate(fd, nbytes)
+def without_direct(patch: pytest.MonkeyPatch) -> None:
+    """A file system that knows no O_DIRECT."""
+    patch.setattr(DirectFile, "_set_direct", lambda self, wanted: False)
+
+
+def in_chunks(patch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Copies go piece by piece, of so many bytes."""
+    patch.setattr(copies, "CHUNK", nbytes)
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from h2o_flexgen.errors import ModelError, StorageError
-from h2o_flexgen.memory.disk import RETRIES, DirectFile, Syscalls, host_view
+from h2o_flexgen.memory.disk import RETRIES, DirectFile, host_view
 from h2o_flexgen.memory.pages import HostMemory
-from tests.memory.conftest import Faulty
+from tests.memory.conftest import PREADV, Faulty, without_direct
 
 SHM = Path("/dev/shm")
 
@@ -32,8 +32,12 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.fixture(params=["direct", "buffered"])
-def file(request: pytest.FixtureRequest, payload: tuple[str, bytes]) -> Iterator[DirectFile]:
-    opened = DirectFile.open(payload[0], direct=request.param == "direct")
+def file(
+    request: pytest.FixtureRequest, payload: tuple[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[DirectFile]:
+    if request.param != "direct":
+        without_direct(monkeypatch)
+    opened = DirectFile.open(payload[0])
     if request.param == "direct" and not opened.direct:
         pytest.skip("no O_DIRECT here")
     yield opened
@@ -62,9 +66,13 @@ def test_any_span_to_any_place(file: DirectFile, payload: tuple[str, bytes], dat
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize(("lead", "nbytes"), [(0, 8192), (0, 10000), (8, 8192), (8, (1 << 20) + 77), (0, 0), (0, 5)])
-def test_writes_come_back(tmp_path: Path, direct: bool, lead: int, nbytes: int) -> None:
+def test_writes_come_back(
+    tmp_path: Path, direct: bool, lead: int, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not direct:
+        without_direct(monkeypatch)
     fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
-    file = DirectFile(str(tmp_path / "f"), fd, writable=True, direct=direct)
+    file = DirectFile(str(tmp_path / "f"), fd, writable=True)
     data = aligned(nbytes, lead).random_(0, 256)
     file.write(host_view(data), 0, 4096, nbytes, "t")
     out = aligned(nbytes)
@@ -89,23 +97,24 @@ def test_a_file_system_in_memory(payload: tuple[str, bytes]) -> None:
         path.unlink()
 
 
-class NoDirect(Syscalls):
+class NoDirect:
     """A file system that takes the O_DIRECT flag and then refuses every read with it."""
 
     def __init__(self) -> None:
         self.file: DirectFile | None = None
         self.refused = 0
 
-    def preadv(self, fd: int, view: memoryview, offset: int) -> int:
+    def preadv(self, fd: int, views: list[memoryview], offset: int) -> int:
         if self.file is not None and self.file.direct:
             self.refused += 1
             raise OSError(errno.EINVAL, "Invalid argument")
-        return super().preadv(fd, view, offset)
+        return PREADV(fd, views, offset)
 
 
-def test_direct_io_refused_at_the_first_read(payload: tuple[str, bytes]) -> None:
+def test_direct_io_refused_at_the_first_read(payload: tuple[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     calls = NoDirect()
-    file = calls.file = DirectFile.open(payload[0], syscalls=calls)
+    monkeypatch.setattr(os, "preadv", calls.preadv)
+    file = calls.file = DirectFile.open(payload[0])
     out = aligned(len(payload[1]))
     file.read(host_view(out), 0, 0, out.numel(), "t")
     assert as_bytes(out) == payload[1]
@@ -114,12 +123,13 @@ def test_direct_io_refused_at_the_first_read(payload: tuple[str, bytes]) -> None
     file.close()
 
 
-def test_buffered_reads_do_not_fill_the_page_cache(payload: tuple[str, bytes]) -> None:
+def test_buffered_reads_do_not_fill_the_page_cache(payload: tuple[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    without_direct(monkeypatch)
     path, data = payload
     fd = os.open(path, os.O_RDWR)
     os.fsync(fd)
     os.close(fd)
-    file = DirectFile.open(path, direct=False)
+    file = DirectFile.open(path)
     out = aligned(len(data))
     assert _cached_pages(path) > 0  # just written
     file.read(host_view(out), 0, 0, out.numel(), "t")
@@ -142,13 +152,16 @@ def _cached_pages(path: str) -> int:
 @pytest.mark.parametrize("short", [None, 0, 1, 1000, 4096, 5000])
 @pytest.mark.parametrize("direct", [True, False])
 def test_one_failing_read_is_retried_wherever_it_happens(
-    payload: tuple[str, bytes], short: int | None, direct: bool
+    payload: tuple[str, bytes], short: int | None, direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not direct:
+        without_direct(monkeypatch)
     path, data = payload
     failing = 1
     while True:
         calls = Faulty(lambda n, failing=failing: n == failing, short=short)  # type: ignore[misc]
-        file = DirectFile.open(path, direct=direct, syscalls=calls)
+        calls.install(monkeypatch)
+        file = DirectFile.open(path)
         out = aligned(len(data))
         file.read(host_view(out), 0, 0, out.numel(), "t")
         file.close()
@@ -160,10 +173,14 @@ def test_one_failing_read_is_retried_wherever_it_happens(
 
 
 @pytest.mark.parametrize("short", [None, 0])
-def test_a_read_that_keeps_failing_names_everything(payload: tuple[str, bytes], short: int | None) -> None:
+def test_a_read_that_keeps_failing_names_everything(
+    payload: tuple[str, bytes], short: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_direct(monkeypatch)
     path, data = payload
     calls = Faulty(lambda n: n > 1, short=short)
-    file = DirectFile.open(path, direct=False, syscalls=calls)
+    calls.install(monkeypatch)
+    file = DirectFile.open(path)
     out = host_view(aligned(len(data)))
     file.read(out, 0, 0, 4096, "t")
     with pytest.raises(StorageError) as failed:
@@ -175,9 +192,10 @@ def test_a_read_that_keeps_failing_names_everything(payload: tuple[str, bytes], 
     assert calls.calls == 2 + RETRIES
 
 
-def test_other_errors_are_not_retried(payload: tuple[str, bytes]) -> None:
+def test_other_errors_are_not_retried(payload: tuple[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Faulty(lambda _: True, error=errno.EACCES)
-    file = DirectFile.open(payload[0], syscalls=calls)
+    calls.install(monkeypatch)
+    file = DirectFile.open(payload[0])
     with pytest.raises(StorageError, match="Permission denied"):
         file.read(host_view(aligned(4096)), 0, 0, 4096, "t")
     assert calls.calls == 1
@@ -185,13 +203,14 @@ def test_other_errors_are_not_retried(payload: tuple[str, bytes]) -> None:
 
 
 @pytest.mark.parametrize("short", [None, 0, 1, 4096])
-def test_one_failing_write_is_retried(tmp_path: Path, short: int | None) -> None:
+def test_one_failing_write_is_retried(tmp_path: Path, short: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     data = aligned(5 * 4096 + 17).random_(0, 256)
     failing = 1
     while True:
         calls = Faulty(lambda n, failing=failing: n == failing, short=short)  # type: ignore[misc]
         fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        file = DirectFile(str(tmp_path / "f"), fd, writable=True, syscalls=calls)
+        calls.install(monkeypatch)
+        file = DirectFile(str(tmp_path / "f"), fd, writable=True)
         file.write(host_view(data), 0, 0, data.numel(), "t")
         file.close()
         assert (tmp_path / "f").read_bytes()[: data.numel()] == as_bytes(data)
@@ -202,9 +221,10 @@ def test_one_failing_write_is_retried(tmp_path: Path, short: int | None) -> None
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_disk_that_fills_up(tmp_path: Path, error: int) -> None:
+def test_a_disk_that_fills_up(tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Faulty(lambda _: True, error=error)
-    file = DirectFile(str(tmp_path / "f"), os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT), syscalls=calls)
+    calls.install(monkeypatch)
+    file = DirectFile(str(tmp_path / "f"), os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT))
     with pytest.raises(StorageError, match="kv cache: byte 0 of") as full:
         file.write(host_view(aligned(4096)), 0, 0, 4096, "kv cache")
     assert full.value.exit_code == 6

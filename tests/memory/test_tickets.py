@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen.errors import StorageError
+from h2o_flexgen.memory import copies
 from h2o_flexgen.memory.copies import CopyEngine
+from h2o_flexgen.memory.handle import Extent
 from h2o_flexgen.memory.transfers import Ticket
 from tests.memory.buffers import padded, whole
-from tests.memory.conftest import Faulty, engine_threads
+from tests.memory.conftest import PREADV, engine_threads, in_chunks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,34 +62,39 @@ def test_a_blocked_ticket_does_not_hold_up_the_queue() -> None:
     assert order == ["free", "blocked"]
 
 
-def test_earlier_tickets_go_first(payload: tuple[str, bytes]) -> None:
+def test_earlier_tickets_go_first(payload: tuple[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    in_chunks(monkeypatch, 4096)
+    monkeypatch.setattr(copies, "READ_THREADS", 1)
     path, data = payload
     rows: list[str] = []
     gate = threading.Event()
-    with CopyEngine(read_threads=1, chunk=4096, trace=lambda task, *_: rows.append(task)) as engine:
+    with CopyEngine(trace=lambda task, *_: rows.append(task)) as engine:
         engine.run(lambda: gate.wait(10) and None, "disk->cpu", label="gate")
-        for label in ("first", "second", "third"):
-            engine.read_extents(whole(path, len(data)), padded(len(data)), label=label)
+        for name in ("first", "second", "third"):
+            engine.read_extents((Extent(path, 0, len(data), 0, name),), padded(len(data)))
         gate.set()
         engine.drain()
     assert rows == ["gate", "first", "second", "third"]
 
 
-def test_a_ticket_is_not_done_while_a_piece_of_it_runs(payload: tuple[str, bytes]) -> None:
+def test_a_ticket_is_not_done_while_a_piece_of_it_runs(
+    payload: tuple[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After an error the buffer must be the caller's again: no reader may still be writing into it."""
     path, data = payload
     inside, gate = threading.Event(), threading.Event()
 
-    class SlowSecond(Faulty):
-        def preadv(self, fd: int, view: memoryview, offset: int) -> int:
-            if offset == 0:
-                inside.set()
-                gate.wait(10)
-                return super().preadv(fd, view, offset)
-            inside.wait(10)
-            raise OSError(errno.EACCES, "refused")
+    def slow_second(fd: int, views: list[memoryview], offset: int) -> int:
+        if offset == 0:
+            inside.set()
+            gate.wait(10)
+            return PREADV(fd, views, offset)
+        inside.wait(10)
+        raise OSError(errno.EACCES, "refused")
 
-    with CopyEngine(chunk=65536, syscalls=SlowSecond(lambda _: False)) as engine:
+    in_chunks(monkeypatch, 65536)
+    monkeypatch.setattr(os, "preadv", slow_second)
+    with CopyEngine() as engine:
         ticket = engine.read_extents(whole(path, len(data)), padded(len(data)))
         inside.wait(10)
         time.sleep(0.1)  # room for the error to end it too early
@@ -121,19 +128,22 @@ def test_close_drops_what_has_not_started() -> None:
         engine.run(lambda: None, "cpu->disk")
 
 
-def test_close_in_the_middle_of_a_large_read_is_prompt(tmp_path: Path) -> None:
-    class Slow(Faulty):
-        def preadv(self, fd: int, view: memoryview, offset: int) -> int:
-            time.sleep(0.02)
-            return super().preadv(fd, view, offset)
+def test_close_in_the_middle_of_a_large_read_is_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def slow(fd: int, views: list[memoryview], offset: int) -> int:
+        time.sleep(0.02)
+        calls.append(offset)
+        return PREADV(fd, views, offset)
 
     (tmp_path / "f").write_bytes(bytes(400 * 4096))
-    slow = Slow(lambda _: False)
-    with CopyEngine(chunk=4096, syscalls=slow) as engine:
+    in_chunks(monkeypatch, 4096)
+    monkeypatch.setattr(os, "preadv", slow)
+    with CopyEngine() as engine:
         ticket = engine.read_extents(whole(str(tmp_path / "f"), 400 * 4096), padded(400 * 4096))
         time.sleep(0.05)
-        before = slow.calls
-    assert slow.calls < before + 100  # of 400
+        before = len(calls)
+    assert len(calls) < before + 100  # of 400
     with pytest.raises(RuntimeError, match="dropped"):
         ticket.wait()
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import threading
@@ -15,7 +16,6 @@ from h2o_flexgen.memory.pages import HostMemory
 from h2o_flexgen.memory.pinned import PinnedPool
 from h2o_flexgen.memory.rundir import OffloadDir
 from h2o_flexgen.memory.tiers import DiskTier, Ledger, Tier, make_tiers
-from tests.memory.conftest import Faulty
 from tests.memory.fake_cuda import FakeDevice
 
 MIB = 1 << 20
@@ -187,10 +187,15 @@ def test_disk_regions_are_preallocated_counted_and_removed(tmp_path: Path) -> No
 
 
 def test_a_full_disk_is_found_before_the_work(tmp_path: Path) -> None:
+    def full_disk(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     with OffloadDir(tmp_path / "off") as folder:
-        tier = DiskTier(None, folder, Faulty(lambda _: True, error=28))
-        with pytest.raises(StorageError, match="No space left") as full:
-            tier.allocate(MIB, "kv cache")
+        tier = DiskTier(None, folder)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", full_disk)
+            with pytest.raises(StorageError, match="No space left") as full:
+                tier.allocate(MIB, "kv cache")
         assert full.value.exit_code == 6
         assert tier.used == 0
         assert sorted(os.listdir(folder.run_path)) == ["lock"], "no half-made file stays"
