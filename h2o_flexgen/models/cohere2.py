@@ -23,17 +23,6 @@ def _more(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 FAMILY = LlamaLike(
     "cohere2",
-    vocab_size=256000,
-    hidden_size=8192,
-    intermediate_size=22528,
-    num_hidden_layers=40,
-    num_attention_heads=64,
-    max_position_embeddings=8192,
-    tie_word_embeddings=True,
-    bos_token_id=5,
-    eos_token_id=255001,
-    pad_token_id=0,
-    attention_bias=False,
     switches={"norm": "layernorm", "norm_bias": False, "parallel": True, "one_norm": True},
     more=_more,
     checkpoint_names=lambda spec: pairs_apart(spec, plain_names(spec, {**PARTS, "mlp.norm": PARTS["attn.norm"]})),

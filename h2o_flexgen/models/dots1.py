@@ -22,13 +22,6 @@ def _more(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 FAMILY = LlamaLike(
     "dots1",
-    vocab_size=152064,
-    hidden_size=4608,
-    intermediate_size=10944,
-    num_hidden_layers=62,
-    num_key_value_heads=32,
-    max_position_embeddings=2048,
-    attention_bias=False,
     experts=True,
     switches={"qk_norm": True},
     more=_more,

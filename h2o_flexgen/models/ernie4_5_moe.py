@@ -54,18 +54,6 @@ def _names(spec: ModelSpec) -> Names:
 
 FAMILY = LlamaLike(
     "ernie4_5_moe",
-    vocab_size=103424,
-    hidden_size=2560,
-    intermediate_size=12288,
-    num_hidden_layers=28,
-    num_attention_heads=20,
-    num_key_value_heads=4,
-    max_position_embeddings=131072,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=True,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
     experts=True,
     rotary=partial(read_rotary, theta=5e5),
     more=_more,

@@ -22,13 +22,6 @@ def _windows(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 FAMILY = LlamaLike(
     "exaone4",
-    vocab_size=102400,
-    intermediate_size=16384,
-    num_key_value_heads=32,
-    max_position_embeddings=2048,
-    rms_norm_eps=1e-5,
-    bos_token_id=0,
-    eos_token_id=2,
     switches={"pre_norm": False, "post_norms": True, "qk_norm": True},
     more=_windows,
     checkpoint_names=olmo2.FAMILY.checkpoint_names,

@@ -24,8 +24,6 @@ def _more(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 FAMILY = replace(
     gemma3.FAMILY,
     family="gemma2",
-    vocab_size=256000,
-    max_position_embeddings=8192,
     stretched=False,
     rotary=read_rotary,
     switches={"norm_offset": 1.0, "post_norms": True},

@@ -28,15 +28,6 @@ def _names(spec: ModelSpec) -> Names:
 
 FAMILY = LlamaLike(
     "glm4",
-    vocab_size=151552,
-    intermediate_size=13696,
-    num_hidden_layers=40,
-    num_key_value_heads=2,
-    head_dim=128,
-    max_position_embeddings=131072,
-    rms_norm_eps=1.5625e-7,
-    pad_token_id=151329,
-    attention_bias=True,
     filled=lambda read: read.filled(eos_token_id=[151329, 151336, 151338]),
     rotary=partial(read_rotary, share=0.5),
     switches={"post_norms": True, "output_bias": False},

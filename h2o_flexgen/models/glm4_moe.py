@@ -13,7 +13,6 @@ from h2o_flexgen.models.llama_like import LlamaLike, switched
 from h2o_flexgen.models.mixture import EXPERTS, SHARED, names_beside_dense, predicting_layers, read_groups
 from h2o_flexgen.models.rope_fields import read_rotary
 
-_HEADS = 96
 _CHOICE = {"mlp.choice": "mlp.gate.e_score_correction_bias"}
 
 
@@ -21,7 +20,7 @@ def _filled(read: ConfigReader) -> ConfigReader:
     """Without head_dim heads are as wide as hidden_size has it; the default sizes make no whole number, and get 128."""
     if "hidden_size" not in read:
         return read
-    return read.filled(head_dim=read.whole("hidden_size") // read.whole("num_attention_heads", _HEADS))
+    return read.filled(head_dim=read.whole("hidden_size") // read.whole("num_attention_heads", 96))
 
 
 def _more(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -32,15 +31,6 @@ def _more(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 FAMILY = LlamaLike(
     "glm4_moe",
-    vocab_size=151552,
-    intermediate_size=10944,
-    num_hidden_layers=46,
-    num_attention_heads=_HEADS,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=131072,
-    rms_norm_eps=1e-5,
-    attention_bias=False,
     experts=True,
     filled=_filled,
     rotary=partial(read_rotary, share=0.5),

@@ -56,16 +56,6 @@ def _names(spec: ModelSpec) -> Names:
 
 FAMILY = LlamaLike(
     "gpt_oss",
-    vocab_size=201088,
-    hidden_size=2880,
-    intermediate_size=2880,
-    num_hidden_layers=36,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=64,
-    max_position_embeddings=131072,
-    rms_norm_eps=1e-5,
-    attention_bias=True,
     stretched=True,
     experts=True,
     rotary=partial(read_rotary, theta=150000.0, usual=_YARN),

@@ -5,12 +5,9 @@ No torch. IBM Granite Team, "Granite 3.0 Language Models", 2024.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from h2o_flexgen.config.model.spec import ModelSpec
-from h2o_flexgen.models import llama
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.llama_like import switched
+from h2o_flexgen.models.llama_like import LlamaLike, switched
 
 
 def multiplied(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -24,4 +21,4 @@ def multiplied(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     )
 
 
-FAMILY = replace(llama.FAMILY, family="granite", more=multiplied)
+FAMILY = LlamaLike("granite", more=multiplied)

@@ -5,12 +5,10 @@ No torch. IBM Granite Team, "Granite 3.0 Language Models", 2024.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models import granite
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.llama_like import switched
+from h2o_flexgen.models.llama_like import LlamaLike, switched
 from h2o_flexgen.models.mixture import EXPERTS, either, mixture_names, read_experts
 from h2o_flexgen.models.stored import Names
 
@@ -30,4 +28,4 @@ def _names(spec: ModelSpec) -> Names:
     return either(old, new)
 
 
-FAMILY = replace(granite.FAMILY, family="granitemoe", mlp_bias=None, experts=True, more=_more, checkpoint_names=_names)
+FAMILY = LlamaLike("granitemoe", experts=True, more=_more, checkpoint_names=_names)

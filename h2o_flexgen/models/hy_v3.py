@@ -49,15 +49,6 @@ def _names(spec: ModelSpec) -> Names:
 
 FAMILY = LlamaLike(
     "hy_v3",
-    vocab_size=120832,
-    intermediate_size=13312,
-    num_hidden_layers=80,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=131072,
-    rms_norm_eps=1e-5,
-    attention_bias=False,
     experts=True,
     rotary=partial(read_rotary, theta=11158840.0),
     switches={"qk_norm": True},

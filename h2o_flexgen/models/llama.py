@@ -6,13 +6,4 @@ arXiv 2407.21783. `pretraining_tp` splits products without changing them, and is
 
 from h2o_flexgen.models.llama_like import LlamaLike
 
-FAMILY = LlamaLike(
-    "llama",
-    vocab_size=32000,
-    intermediate_size=11008,
-    max_position_embeddings=2048,
-    bos_token_id=1,
-    eos_token_id=2,
-    attention_bias=False,
-    mlp_bias=False,
-)
+FAMILY = LlamaLike("llama")

@@ -6,6 +6,7 @@ sliding window of the latest tokens only: Beltagy et al., "Longformer", arXiv 20
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,6 +38,53 @@ PARTS = {
 _OUTER = {"embed.tokens": "embed_tokens.weight", "head.norm.weight": "norm.weight"}
 _WINDOWED = {"full_attention": False, "sliding_attention": True}
 
+_KEYS = """
+vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+max_position_embeddings rms_norm_eps tie_word_embeddings bos_token_id eos_token_id pad_token_id attention_bias mlp_bias
+"""
+_ROWS = """
+family        vocab hidden   ffn layers heads kv head positions       eps tied    bos    eos    pad qkv mlp
+llama         32000   4096 11008     32    32  -    -      2048      1e-6   no      1      2      -  no  no
+mistral       32000   4096 14336     32    32  8    -    131072      1e-6   no      1      2      -   -   -
+ministral3   131072   4096 14336     34    32  8  128    262144      1e-5   no      1      2     11   -   -
+qwen2        151936   4096 22016     32    32 32    -     32768      1e-6   no      -      -      -   -   -
+qwen3        151936   4096 22016     32    32 32  128     32768      1e-6   no      -      -      -  no   -
+granite       32000   4096 11008     32    32  -    -      2048      1e-6   no      1      2      -  no  no
+olmo2         50304   4096 11008     32    32  -    -      2048      1e-5   no      -  50279      1  no   -
+olmo3         50304   4096 11008     32    32  -    -      2048      1e-5   no      -  50279      1  no   -
+exaone4      102400   4096 16384     32    32 32    -      2048      1e-5   no      0      2      -   -   -
+cohere2      256000   8192 22528     40    64  -    -      8192      1e-6  yes      5 255001      0  no   -
+glm4         151552   4096 13696     40    32  2  128    131072 1.5625e-7   no      -      - 151329 yes   -
+smollm3      128256   2048 11008     36    16  4    -     32768      1e-6  yes 128000 128001 128004  no  no
+seed_oss     155136   4096 27648     64    80  8  128    524288      1e-6   no      0      2      1 yes  no
+phi3          32064   3072  8192     32    32  -    -      4096      1e-5   no      1  32000  32000   -   -
+gemma2       256000   2304  9216     26     8  4  256      8192      1e-6  yes      2      1      0  no   -
+gemma3_text  262208   2304  9216     26     8  4  256    131072      1e-6  yes      2      1      0  no   -
+mixtral       32000   4096 14336     32    32  8    -    131072      1e-5   no      1      2      -   -   -
+qwen2_moe    151936   2048  5632     24    16 16    -     32768      1e-6   no      -      -      -   -   -
+qwen3_moe    151936   2048  6144     24    32  4    -     32768      1e-6   no      -      -      -  no   -
+olmoe         50304   2048  2048     16    16  -    -      4096      1e-5   no      -  50279      1  no   -
+granitemoe    32000   4096 11008     32    32  -    -      2048      1e-6   no      1      2      -  no   -
+gpt_oss      201088   2880  2880     36    64  8   64    131072      1e-5   no      -      -      - yes   -
+dots1        152064   4608 10944     62    32 32    -      2048      1e-6   no      -      -      -  no   -
+ernie4_5_moe 103424   2560 12288     28    20  4    -    131072      1e-5  yes      1      2      0   -   -
+glm4_moe     151552   4096 10944     46    96  8  128    131072      1e-5   no      -      -      -  no   -
+hy_v3        120832   4096 13312     80    64  8  128    131072      1e-5   no      -      -      -  no   -
+minimax_m2   200064   3072  1536     62    48  8  128    196608      1e-6   no 200034 200020      -   -   -
+"""
+_CELLS = {"-": "null", "yes": "true", "no": "false"}
+
+
+def _row(cells: list[str]) -> dict[str, Any]:
+    return dict(zip(_KEYS.split(), (json.loads(_CELLS.get(cell, cell)) for cell in cells), strict=True))
+
+
+DEFAULTS = {family: _row(cells) for family, *cells in map(str.split, _ROWS.splitlines()[2:])}
+"""What config classes of transformers have for the keys that a config.json leaves out, by the family, then by the key.
+
+"-" stands for null; with `attention_bias` and `mlp_bias` for a family that has no such key.
+"""
+
 
 def plain_names(spec: ModelSpec, parts: Mapping[str, str] = PARTS) -> Names:
     """For every canonical tensor the names it may have in a checkpoint, the usual one first; `parts` of a layer."""
@@ -47,11 +95,9 @@ def plain_names(spec: ModelSpec, parts: Mapping[str, str] = PARTS) -> Names:
 class LlamaLike:
     """A family of decoders of RMS norms, rotary positions and a gated MLP, called `family` as its model_type.
 
-    First come the defaults of its config class in transformers for the keys that a config.json leaves out.
+    What a config.json leaves out is in `DEFAULTS`. `attention_bias` is of q, k, v and the output projection; without
+    `num_key_value_heads` there are as many as query heads, and `head_dim` is hidden_size / num_attention_heads.
 
-    num_key_value_heads  None: as many as query heads
-    head_dim        None: hidden_size / num_attention_heads
-    attention_bias  of q, k, v and the output projection, and `mlp_bias`: the keys' defaults; None: no such key is read
     stretched       whether max_position_embeddings is the context after stretching by RoPE scaling
     experts         whether its layers have mixtures of experts
     filled          the config with values for some of the keys that it leaves out
@@ -63,23 +109,8 @@ class LlamaLike:
     """
 
     family: str
-    vocab_size: int
-    intermediate_size: int
-    max_position_embeddings: int
-    hidden_size: int = 4096
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    rms_norm_eps: float = 1e-6
     activation_key: str = "hidden_act"
     activation: str = "silu"
-    tie_word_embeddings: bool = False
-    bos_token_id: int | None = None
-    eos_token_id: int | None = None
-    pad_token_id: int | None = None
-    attention_bias: bool | None = None
-    mlp_bias: bool | None = None
     stretched: bool = False
     experts: bool = False
     filled: Callable[[ConfigReader], ConfigReader] = lambda read: read
@@ -91,22 +122,20 @@ class LlamaLike:
 
     def spec_from_config(self, read: ConfigReader) -> ModelSpec:
         """The ModelSpec of a config.json. Raises ModelError."""
-        read = self.filled(read)
-        hidden = read.whole("hidden_size", self.hidden_size)
-        heads = read.whole("num_attention_heads", self.num_attention_heads)
-        head_dim = read.whole_or_null("head_dim", self.head_dim)
+        read, usual = self.filled(read), DEFAULTS[self.family]
+        hidden, heads = (read.whole(key, usual[key]) for key in ("hidden_size", "num_attention_heads"))
+        head_dim = read.whole_or_null("head_dim", usual["head_dim"])
         if head_dim is None:
             head_dim = read.divide("hidden_size", hidden, "num_attention_heads", heads)
-        positions = read.whole("max_position_embeddings", self.max_position_embeddings)
+        positions = read.whole("max_position_embeddings", usual["max_position_embeddings"])
         rotary = self.rotary(read, head_dim, positions)
         attention, mlp = (
-            default is not None and read.flag(key, default)
-            for key, default in (("attention_bias", self.attention_bias), ("mlp_bias", self.mlp_bias))
+            usual[key] is not None and read.flag(key, usual[key]) for key in ("attention_bias", "mlp_bias")
         )
         arch = ArchSpec(
             family=self.family,
             norm="rmsnorm",
-            norm_eps=read.number("rms_norm_eps", self.rms_norm_eps),
+            norm_eps=read.number("rms_norm_eps", usual["rms_norm_eps"]),
             activation=read.choice(self.activation_key, self.activation, ACTIVATIONS),
             gated_mlp=True,
             qkv_bias=attention,
@@ -114,22 +143,22 @@ class LlamaLike:
             mlp_bias=mlp,
             positions="rotary",
             rotary=rotary,
-            tied_head=read.flag("tie_word_embeddings", self.tie_word_embeddings),
+            tied_head=read.flag("tie_word_embeddings", usual["tie_word_embeddings"]),
         )
         spec = ModelSpec(
             name=read.name,
-            vocab_size=read.whole("vocab_size", self.vocab_size),
+            vocab_size=read.whole("vocab_size", usual["vocab_size"]),
             hidden_size=hidden,
-            ffn_size=read.whole("intermediate_size", self.intermediate_size),
-            num_layers=read.whole("num_hidden_layers", self.num_hidden_layers),
+            ffn_size=read.whole("intermediate_size", usual["intermediate_size"]),
+            num_layers=read.whole("num_hidden_layers", usual["num_hidden_layers"]),
             num_heads=heads,
-            num_kv_heads=read.whole_or_null("num_key_value_heads", self.num_key_value_heads) or heads,
+            num_kv_heads=read.whole_or_null("num_key_value_heads", usual["num_key_value_heads"]) or heads,
             head_dim=head_dim,
             embed_dim=hidden,
             max_positions=positions if self.stretched else context(rotary, positions),
             arch=replace(arch, **self.switches),
             dtype=read.dtype("float32"),
-            **read.special_tokens(self.bos_token_id, self.eos_token_id, self.pad_token_id),
+            **read.special_tokens(usual["bos_token_id"], usual["eos_token_id"], usual["pad_token_id"]),
         )
         return self.more(spec, read)
 

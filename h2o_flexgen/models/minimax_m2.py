@@ -36,16 +36,6 @@ def _names(spec: ModelSpec) -> Names:
 
 FAMILY = LlamaLike(
     "minimax_m2",
-    vocab_size=200064,
-    hidden_size=3072,
-    intermediate_size=1536,
-    num_hidden_layers=62,
-    num_attention_heads=48,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=196608,
-    bos_token_id=200034,
-    eos_token_id=200020,
     experts=True,
     rotary=_rotary,
     switches={"qk_norm": True, "qk_norm_joint": True},

@@ -35,16 +35,6 @@ def _rotary(read: ConfigReader, head_dim: int, positions: int) -> RotarySpec:
 
 FAMILY = LlamaLike(
     "ministral3",
-    vocab_size=131072,
-    intermediate_size=14336,
-    num_hidden_layers=34,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=262144,
-    rms_norm_eps=1e-5,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=11,
     rotary=_rotary,
     more=lambda spec, read: everywhere(spec, read, read.whole_or_null("sliding_window", None)),
 )

@@ -7,11 +7,5 @@ from h2o_flexgen.models.llama_like import LlamaLike, everywhere
 
 FAMILY = LlamaLike(
     "mistral",
-    vocab_size=32000,
-    intermediate_size=14336,
-    num_key_value_heads=8,
-    max_position_embeddings=131072,
-    bos_token_id=1,
-    eos_token_id=2,
     more=lambda spec, read: everywhere(spec, read, read.whole_or_null("sliding_window", 4096)),
 )

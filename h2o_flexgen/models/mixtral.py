@@ -5,13 +5,11 @@ No torch. Jiang et al., "Mixtral of Experts", arXiv 2401.04088.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from h2o_flexgen.config.model.spec import ModelSpec
-from h2o_flexgen.models import mistral
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.llama_like import everywhere, switched
+from h2o_flexgen.models.llama_like import LlamaLike, everywhere, switched
 from h2o_flexgen.models.mixture import EXPERTS, mixture_names, read_experts
 from h2o_flexgen.models.rope_fields import read_rotary
 from h2o_flexgen.models.stored import Names
@@ -37,12 +35,4 @@ def _names(spec: ModelSpec) -> Names:
     }
 
 
-FAMILY = replace(
-    mistral.FAMILY,
-    family="mixtral",
-    rms_norm_eps=1e-5,
-    experts=True,
-    rotary=partial(read_rotary, theta=1e6),
-    more=_more,
-    checkpoint_names=_names,
-)
+FAMILY = LlamaLike("mixtral", experts=True, rotary=partial(read_rotary, theta=1e6), more=_more, checkpoint_names=_names)

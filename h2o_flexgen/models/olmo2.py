@@ -11,13 +11,6 @@ _NORMS = {"attn.post_norm": "post_attention_layernorm", "mlp.post_norm": "post_f
 
 FAMILY = LlamaLike(
     "olmo2",
-    vocab_size=50304,
-    intermediate_size=11008,
-    max_position_embeddings=2048,
-    rms_norm_eps=1e-5,
-    eos_token_id=50279,
-    pad_token_id=1,
-    attention_bias=False,
     switches={"pre_norm": False, "post_norms": True, "qk_norm": True, "qk_norm_joint": True},
     checkpoint_names=partial(plain_names, parts={**PARTS, **_NORMS}),
 )

@@ -12,7 +12,7 @@ from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models import olmo2
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.gemma3 import global_rotary, local_rotary
-from h2o_flexgen.models.llama_like import all_but_every, switched
+from h2o_flexgen.models.llama_like import DEFAULTS, all_but_every, switched
 
 _THETA = 5e5
 
@@ -21,7 +21,7 @@ def _windows(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     spec = all_but_every(spec, read, read.whole_or_null("sliding_window", 4096), 4)
     if spec.arch.window is None:
         return spec
-    positions = read.whole("max_position_embeddings", olmo2.FAMILY.max_position_embeddings)
+    positions = read.whole("max_position_embeddings", DEFAULTS["olmo3"]["max_position_embeddings"])
     theta = read.number("rope_theta", _THETA)
     return switched(spec, local_rotary=local_rotary(read, spec.head_dim, positions, theta))
 

@@ -19,16 +19,6 @@ def _more(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 FAMILY = LlamaLike(
     "olmoe",
-    vocab_size=50304,
-    hidden_size=2048,
-    intermediate_size=2048,
-    num_hidden_layers=16,
-    num_attention_heads=16,
-    max_position_embeddings=4096,
-    rms_norm_eps=1e-5,
-    eos_token_id=50279,
-    pad_token_id=1,
-    attention_bias=False,
     experts=True,
     switches={"qk_norm": True, "qk_norm_joint": True},
     more=_more,

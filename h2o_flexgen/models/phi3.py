@@ -45,14 +45,6 @@ def _names(spec: ModelSpec) -> Names:
 
 FAMILY = LlamaLike(
     "phi3",
-    vocab_size=32064,
-    hidden_size=3072,
-    intermediate_size=8192,
-    max_position_embeddings=4096,
-    rms_norm_eps=1e-5,
-    bos_token_id=1,
-    eos_token_id=32000,
-    pad_token_id=32000,
     rotary=_rotary,
     more=lambda spec, read: everywhere(spec, read, read.whole_or_null("sliding_window", None)),
     checkpoint_names=_names,

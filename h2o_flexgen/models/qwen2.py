@@ -5,12 +5,4 @@ No torch. Yang et al., "Qwen2.5 Technical Report", arXiv 2412.15115.
 
 from h2o_flexgen.models.llama_like import LlamaLike, from_layer_on
 
-FAMILY = LlamaLike(
-    "qwen2",
-    vocab_size=151936,
-    intermediate_size=22016,
-    num_key_value_heads=32,
-    max_position_embeddings=32768,
-    switches={"qkv_bias": True},
-    more=from_layer_on,
-)
+FAMILY = LlamaLike("qwen2", switches={"qkv_bias": True}, more=from_layer_on)

@@ -38,13 +38,6 @@ def _more(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 FAMILY = LlamaLike(
     "qwen2_moe",
-    vocab_size=151936,
-    hidden_size=2048,
-    intermediate_size=5632,
-    num_hidden_layers=24,
-    num_attention_heads=16,
-    num_key_value_heads=16,
-    max_position_embeddings=32768,
     experts=True,
     more=_more,
     checkpoint_names=partial(names_beside_dense, parts={**EXPERTS, **_SHARED}),

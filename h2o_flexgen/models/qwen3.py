@@ -5,14 +5,4 @@ No torch. Yang et al., "Qwen3 Technical Report", arXiv 2505.09388.
 
 from h2o_flexgen.models.llama_like import LlamaLike, from_layer_on
 
-FAMILY = LlamaLike(
-    "qwen3",
-    vocab_size=151936,
-    intermediate_size=22016,
-    num_key_value_heads=32,
-    head_dim=128,
-    max_position_embeddings=32768,
-    attention_bias=False,
-    switches={"qk_norm": True},
-    more=from_layer_on,
-)
+FAMILY = LlamaLike("qwen3", switches={"qk_norm": True}, more=from_layer_on)

@@ -23,17 +23,4 @@ def _more(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return everywhere(switched(spec, experts=experts), read, window_in_use(read))
 
 
-FAMILY = LlamaLike(
-    "qwen3_moe",
-    vocab_size=151936,
-    hidden_size=2048,
-    intermediate_size=6144,
-    num_hidden_layers=24,
-    num_key_value_heads=4,
-    max_position_embeddings=32768,
-    attention_bias=False,
-    experts=True,
-    switches={"qk_norm": True},
-    more=_more,
-    checkpoint_names=mixture_names,
-)
+FAMILY = LlamaLike("qwen3_moe", experts=True, switches={"qk_norm": True}, more=_more, checkpoint_names=mixture_names)

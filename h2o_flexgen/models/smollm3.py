@@ -32,21 +32,4 @@ def _turned(read: ConfigReader, layers: int) -> list[bool]:
     return [number == 1 for number in listed[:layers]]
 
 
-FAMILY = LlamaLike(
-    "smollm3",
-    vocab_size=128256,
-    hidden_size=2048,
-    intermediate_size=11008,
-    num_hidden_layers=36,
-    num_attention_heads=16,
-    num_key_value_heads=4,
-    max_position_embeddings=32768,
-    tie_word_embeddings=True,
-    bos_token_id=128000,
-    eos_token_id=128001,
-    pad_token_id=128004,
-    attention_bias=False,
-    mlp_bias=False,
-    rotary=partial(read_rotary, theta=2e6),
-    more=_positions,
-)
+FAMILY = LlamaLike("smollm3", rotary=partial(read_rotary, theta=2e6), more=_positions)
