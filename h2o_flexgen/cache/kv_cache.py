@@ -481,18 +481,12 @@ class KVCache:
         """Scores, (b, kv_heads, capacity) float32, +inf for sinks and unused slots; None for policies without."""
         return self._slots.score
 
-    def kept_of(self, row_id: int) -> list[list[int]] | None:
-        """Positions held by the row of this id, for each KV head; None where it is not here. For inspection."""
-        row = self.row_ids.index(row_id) if row_id in self.row_ids else None
-        return None if row is None else [self.kept(row, head) for head in range(self.shape.kv_heads)]
-
-    def kept_in(self, row_id: int, ranges: Sequence[tuple[int, int]]) -> list[float] | None:
-        """How many positions of each range the row of this id holds, the mean over KV heads; None: it is not here."""
-        if row_id not in self.row_ids:
-            return None
-        pos = self.pos[self.row_ids.index(row_id)]
+    def kept_in(self, row: int, ranges: Sequence[tuple[int, int]]) -> list[float]:
+        """How many positions of each range a row holds, the mean over KV heads."""
+        pos = self.pos[row]
         counts = [((pos >= start) & (pos < stop)).sum() for start, stop in ranges]
-        return (torch.stack(counts) / len(pos)).tolist()
+        found: list[float] = (torch.stack(counts) / len(pos)).tolist()
+        return found
 
     def kept(self, row: int, head: int) -> list[int]:
         """Positions held by one row and KV head, ascending."""

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
+from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.cache.prefix_store import PrefixStore
 from h2o_flexgen.cache.recall import DiskShelves, Recall, RecallCounts
 from h2o_flexgen.cache.shape import CacheShape
@@ -26,7 +27,7 @@ from h2o_flexgen.engine.metrics.trace import ScoreLog, Trace
 from h2o_flexgen.engine.metrics.work_counter import WorkCounter
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.sampling.sampler import Sampler
-from h2o_flexgen.engine.state.kv_store import CacheMaker, CacheStore, Place
+from h2o_flexgen.engine.state.kv_store import CacheMaker, Place
 from h2o_flexgen.engine.state.loader import LoadedStage
 from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.models.decoder import Decoder
@@ -96,31 +97,23 @@ class BlockRunner:
                 together,
                 self.sampler,
                 self.trace,
+                totals,
                 partial(self._prompts_through, totals, stages),
                 overlap=plan.policy.overlap,
                 finite=FiniteCheck() if self.check_finite else None,
-                rolling=rolling,
             )
             executor.path_sums = self.prefixes is not None and self.prefixes.sums
             stack.callback(executor.close)
             totals.hold([(stage.caches.nbytes, stage.caches.state_bytes) for stage in stages])
             counter = WorkCounter(self.decoder.spec, plan, totals.work)
             ticks = self._ticks(self._shape(plan, steps, stages, len(rows)), schedulers, gpu_batches, counter, executor)
-            try:
-                while finished := executor.advance(ticks):
-                    for row in finished:
-                        self._count_row(row, totals, stages)
-                        counter.finished(row)
-                        if self.scores is not None and not row.paused:
-                            _log(self.scores, row, [stage.caches for stage in stages])
-                        yield row
-            finally:  # also for a block that failed: its work took time
-                totals.prefill_seconds += executor.prefill_seconds
-                totals.decode_seconds += executor.decode_seconds
-                totals.graph_launches += executor.graph_launches
-                totals.experts_read += executor.mixture.read
-                totals.experts_of += executor.mixture.of
-                totals.not_recorded = totals.not_recorded or executor.not_recorded
+            while finished := executor.advance(ticks):
+                for row in finished:
+                    self._count_row(row, totals, stages)
+                    counter.finished(row)
+                    if self.scores is not None and not row.paused:
+                        self.scores.ended(row, _holding(row, stages))
+                    yield row
 
     def _queries(self, maker: CacheMaker, row: Sequence) -> int:
         """The most of a row's last queries that its cache in any layer looks at."""
@@ -281,12 +274,11 @@ def _count_spans(row: Sequence, when: str, stages: list[Stage]) -> None:
     """Notes how many tokens of the row's spans are kept now, the mean over layers."""
     if row.spans:
         ranges = [(span.start, span.stop) for span in row.spans]
-        layers = [counts for stage in stages for counts in stage.caches.kept_in(row.row_id, ranges)]
+        layers = [cache.kept_in(place, ranges) for _, cache, place in _holding(row, stages)]
         layers = layers or [[float(stop - start) for start, stop in ranges]]  # caches that modules make evict nothing
         row.kept[when] = [sum(counts) / len(layers) for counts in zip(*layers, strict=True)]
 
 
-def _log(scores: ScoreLog, row: Sequence, stores: SequenceOf[CacheStore]) -> None:
-    """What a finished row's caches hold, and what came back to them."""
-    returns = [store.returns_of(row.row_id) for store in stores]
-    scores.ended(row, [store.kept_of(row.row_id) for store in stores], returns)
+def _holding(row: Sequence, stages: list[Stage]) -> Iterator[tuple[int, KVCache, int]]:
+    """See `CacheStore.holding`."""
+    return (held for stage in stages for held in stage.caches.holding(row.row_id))

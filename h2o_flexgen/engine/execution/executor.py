@@ -20,6 +20,7 @@ from h2o_flexgen.engine.execution.attention import PrefixPath, PromptAttention, 
 from h2o_flexgen.engine.execution.cuda_graphs import DecodeGraphs, Launched, recorder
 from h2o_flexgen.engine.execution.mixture import Mixture
 from h2o_flexgen.engine.execution.stages import Stage
+from h2o_flexgen.engine.metrics.recorder import BlockTotals
 from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.sampling.sampler import Sampler
@@ -79,20 +80,21 @@ class Executor:
         groups: SequenceOf[list[GpuBatch]],
         sampler: Sampler,
         trace: Trace,
+        totals: BlockTotals,
         on_prompts: Callable[[GpuBatch, UnitSpec], None],
         *,
         overlap: bool = True,
         finite: FiniteCheck | None = None,
-        rolling: bool = False,
     ) -> None:
-        """groups: GPU batches that go through a unit one right after the other. on_prompts: called after each unit of a
-        GPU batch with fresh prompts. rolling: keys are rotated by their place in the cache."""
+        """groups: GPU batches that go through a unit one right after the other. totals: get seconds, experts and
+        recordings. on_prompts: called after each unit of a GPU batch with fresh prompts."""
         self._decoder, self._all_stages, self._maker = decoder, stages, maker
-        self._sampler, self._trace, self._on_prompts = sampler, trace, on_prompts
-        self._overlap, self._finite, self._rolling = overlap, finite, rolling
+        self._sampler, self._trace, self._totals, self._on_prompts = sampler, trace, totals, on_prompts
+        self._overlap, self._finite = overlap, finite
         self.path_sums = False
         """As in `PromptAttention`."""
         self._gpu_batches = [gpu_batch for group in groups for gpu_batch in group]
+        self._rolling = self._gpu_batches[0].rolling
         self._passes = _passes(decoder)
         made = [_StageGroup(group, PrefixPath(), StatePath()) for group in groups]
         self._groups = [group for group in made for _ in group.gpu_batches]
@@ -118,17 +120,6 @@ class Executor:
             TaskKind.STORE_HIDDEN: lambda t: self._stages[t.unit].store_hidden(self._gpu_batches[t.batch]),
             TaskKind.PASS_HIDDEN: lambda t: self._stages[t.unit].leave(self._gpu_batches[t.batch]),
         }
-        self.prefill_seconds = self.decode_seconds = 0.0
-
-    @property
-    def graph_launches(self) -> int:
-        """Decode steps of single GPU batches that were launched as CUDA graphs."""
-        return 0 if self._graphs is None else self._graphs.launches
-
-    @property
-    def not_recorded(self) -> str | None:
-        """Why recording failed; None if it did not."""
-        return None if self._graphs is None else self._graphs.failure
 
     def close(self) -> None:
         """Drops recorded steps, and ends the modules' forwards."""
@@ -136,6 +127,8 @@ class Executor:
             self._passes.close()
         if self._graphs is not None:
             self._graphs.close()
+            self._totals.graph_launches += self._graphs.launches
+            self._totals.not_recorded = self._totals.not_recorded or self._graphs.failure
 
     def advance(self, ticks: Iterator[Tick]) -> list[Sequence]:
         """Walks `ticks` until sequences finish, which it returns; none once there are no more ticks."""
@@ -167,13 +160,15 @@ class Executor:
     def _count(self, prompts: float, since: float) -> float:
         """The time now. Divides the seconds since `since` between prefill and decode by the share of prompt tokens."""
         now = time.perf_counter()
-        self.prefill_seconds += prompts * (now - since)
-        self.decode_seconds += (1 - prompts) * (now - since)
+        self._totals.prefill_seconds += prompts * (now - since)
+        self._totals.decode_seconds += (1 - prompts) * (now - since)
         return now
 
     def chosen(self, step: int, unit: UnitSpec) -> list[int]:
         """The experts of `unit` that the tokens of `step` chose, once all its GPU batches have been routed."""
         chosen = self.mixture.chosen(unit)
+        self._totals.experts_read += len(chosen)
+        self._totals.experts_of += len(unit.experts)
         self._stages[unit.index].loaded.weights.choose([unit.experts[expert] for expert in chosen])
         return chosen
 

@@ -27,8 +27,6 @@ class Mixture:
     def __init__(self, decoder: Decoder, gpu_batches: Sequence[GpuBatch]) -> None:
         self._decoder, self._gpu_batches = decoder, gpu_batches
         self.step = 0
-        self.read = self.of = 0
-        """Experts that were chosen, and all that could have been."""
         self._few = set[int]()  # the units whose tokens chose few experts the last time
         self._parts: list[tuple[GpuBatch, int, Tensor, Tensor, Tensor | None]] = []  # tokens, and `Routed` without x
         self._x: Tensor | None = None  # of the parts together, or of all that there will be
@@ -90,8 +88,6 @@ class Mixture:
         self._pending = dict(zip(tokens, self._out.split(list(tokens.values())), strict=True))
         self._choices = Choices.of(LARGE.joined(experts), LARGE.joined(shares))
         numbers = self._choices.numbers
-        self.read += len(numbers)
-        self.of += len(unit.experts)
         (self._few.add if len(numbers) < _MOST * len(unit.experts) else self._few.discard)(unit.index)
         return numbers
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from torch import Tensor
 
+from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.config.model.spec import ModelSpec, UnitSpec
 from h2o_flexgen.engine.limits import devices as machine
 from h2o_flexgen.engine.requests.sequence import Sequence
@@ -174,17 +175,16 @@ class ScoreLog:
         if row_id not in self._left_out:
             self._scores.setdefault(row_id, {})[layer] = scores.tolist()
 
-    def ended(
-        self,
-        row: Sequence,
-        kept: SequenceOf[Mapping[int, list[list[int]]]],
-        returns: SequenceOf[Mapping[int, list[list[tuple[int, int]]]]],
-    ) -> None:
-        """Takes a finished sequence. By stage, layer and KV head, `kept` has the positions that its caches hold, and
-        `returns` those that recall has brought back, and how often."""
+    def ended(self, row: Sequence, held: Iterable[tuple[int, KVCache, int]]) -> None:
+        """Takes a finished sequence: the positions that it holds by layer, cache and place, and those that recall has
+        brought back, and how often."""
         if row.row_id in self._scores:
-            self._ended[row.row_id] = row, {layer: heads for stage in kept for layer, heads in stage.items()}
-            self._returns[row.row_id] = {layer: heads for stage in returns for layer, heads in stage.items()}
+            kept, returns = dict[int, list[list[int]]](), dict[int, list[list[tuple[int, int]]]]()
+            for layer, cache, place in held:
+                kept[layer] = [cache.kept(place, head) for head in range(cache.shape.kv_heads)]
+                if cache.recall is not None and (back := cache.recall.returns(place)) is not None:
+                    returns[layer] = back
+            self._ended[row.row_id], self._returns[row.row_id] = (row, kept), returns
 
     def to_json(self, eviction: Mapping[str, Any], decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
         """Everything recorded as plain JSON, by layer and KV head. eviction: of the run's record. decode: from token

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -380,28 +380,12 @@ class CacheStore:
             raise RuntimeError(f"cache of layer {layer}, GPU batch {gpu_batch} holds no transfer buffer")
         self._release(moving, moving.save(moving.buffer[: moving.cache.nbytes]))
 
-    def kept_of(self, row_id: int) -> dict[int, list[list[int]]]:
-        """Positions held by the row of this id, by layer and KV head; empty if it is not here."""
-        held = {
-            layer: cache.rows.kept_of(row_id) for (layer, _), cache in self._caches.items() if cache.rows is not None
-        }
-        return {layer: heads for layer, heads in held.items() if heads is not None}
-
-    def returns_of(self, row_id: int) -> dict[int, list[list[tuple[int, int]]]]:
-        """`Recall.returns` of the row of this id, by layer; empty without recall, or if it is not here."""
-        caches = {layer: cache.rows for (layer, _), cache in self._caches.items() if cache.rows is not None}
-        found = {
-            layer: cache.recall.returns(cache.row_ids.index(row_id))
-            for layer, cache in caches.items()
-            if cache.recall is not None and row_id in cache.row_ids
-        }
-        return {layer: heads for layer, heads in found.items() if heads is not None}
-
-    def kept_in(self, row_id: int, ranges: SequenceOf[tuple[int, int]]) -> list[list[float]]:
-        """Positions of each range held by the row of this id, by layer, the mean over KV heads."""
-        caches = (cache.settled().rows if cache.filling else cache.rows for cache in self._caches.values())
-        held = (None if rows is None else rows.kept_in(row_id, ranges) for rows in caches)
-        return [counts for counts in held if counts is not None]
+    def holding(self, row_id: int) -> Iterator[tuple[int, KVCache, int]]:
+        """The layers and caches that hold the row of this id, and its place there. For inspection."""
+        for (layer, _), cache in self._caches.items():
+            rows = cache.settled().rows if cache.filling else cache.rows
+            if rows is not None and row_id in rows.row_ids:
+                yield layer, rows, rows.row_ids.index(row_id)
 
     def _release(self, moving: _MovingCache, ticket: Ticket | None) -> None:
         self._used.remove(moving)
