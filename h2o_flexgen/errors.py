@@ -5,7 +5,16 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import Self, TypeVar
+
+_Value = TypeVar("_Value")
+
+
+def required(value: _Value | None, missing: str) -> _Value:
+    """`value`, which only a mistake of ours leaves None: RuntimeError with `missing` then."""
+    if value is None:
+        raise RuntimeError(missing)
+    return value
 
 
 class H2OFlexGenError(Exception):

@@ -12,6 +12,7 @@ from h2o_flexgen.cache.lengths import NEVER, CacheLengths
 from h2o_flexgen.cache.packing import Keeping, parts_of
 from h2o_flexgen.cache.ring_slots import CacheSlots
 from h2o_flexgen.cache.slots import ScoredSlots
+from h2o_flexgen.errors import required
 from h2o_flexgen.kernels import triton_available
 from h2o_flexgen.kernels.decode import NativeAttend, available
 from h2o_flexgen.kernels.pieces import hadamard
@@ -183,9 +184,8 @@ class FusedStep:
         sink_logits: Tensor | None,
         soft_cap: float | None,
     ) -> Tensor:
-        if self._scored is None:
-            raise RuntimeError("slots in order of arrival have no scores")
-        slots, fresh = self._scored.take(held) if self._number is None else (self._scored.allocate(held), None)
+        scored = required(self._scored, "slots in order of arrival have no scores")
+        slots, fresh = scored.take(held) if self._number is None else (scored.allocate(held), None)
         length, row = self._lengths.length, None
         if self._slots.needs_rows:
             # Where the kernel counts its steps, it does not know how few slots are occupied yet.

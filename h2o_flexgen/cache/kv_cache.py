@@ -28,6 +28,7 @@ from h2o_flexgen.cache.vectors import (
     some_of,
 )
 from h2o_flexgen.config.budget import Budget, Range
+from h2o_flexgen.errors import required
 from h2o_flexgen.kernels import decode_attention
 from h2o_flexgen.kernels.decode import available
 from h2o_flexgen.kernels.prompt import keep_prompts, keeps
@@ -115,7 +116,7 @@ class KVCache:
         for i, target in enumerate((k,) if first.shape.joint else (k, v)):
             start = 0
             for (cache, rows), used in zip(parts, occupied, strict=True):
-                move_down(cache._buffers()[i], rows, target[start : start + len(rows)], used)
+                move_down(cache.buffers[i], rows, target[start : start + len(rows)], used)
                 start += len(rows)
         joined.attach(k, v)
         joined._kept = Keeping.joined(joined.shape, [(cache._kept, rows) for cache, rows in parts])
@@ -200,7 +201,7 @@ class KVCache:
                     buffer[target, :, held:] = 0
             if last := min(self.shape.newest, length if kept is None else budget.latest):
                 ends = KeysValues(*(ending(x[source], past and past[i], last) for i, x in enumerate((k, v))))
-                self._kept.fill(target, held, ends, self._buffers())
+                self._kept.fill(target, held, ends, self.buffers)
 
     def scores_of(self, rows: Sequence[int], prompts: AttendedPrompts) -> Tensor | None:
         """The scores by which `fill` chooses: float32, (n, parts, kv_heads, S); None if no score decides.
@@ -228,7 +229,7 @@ class KVCache:
 
     def packing(self, spans: Sequence[tuple[int, int, int]]) -> PackedPrompts | None:
         """The argument of `fill_packed`, for prompts as (row, first token, length); None where no kernel does that."""
-        if not (self._slots.packs and self._reads_occupied and keeps(*self._buffers())):
+        if not (self._slots.packs and self._reads_occupied and keeps(*self.buffers)):
             return None
         budgets = [self._lengths.budgets[row] for row, _, _ in spans]
         return PackedPrompts.of(
@@ -253,21 +254,22 @@ class KVCache:
             self.recall.fill_packed(prompts, self._lengths.budgets, k, v)
         scaled = k if self.scales is None else self.scales.packed(k, prompts)
         window, table, packings = self._lengths.window, self._slots.table, self._kept.packings
-        keep_prompts(prompts, KeysValues(scaled, v), self._buffers(), window, column_sums, table, packings)
+        keep_prompts(prompts, KeysValues(scaled, v), self.buffers, window, column_sums, table, packings)
         for row in prompts.rows if self.shape.newest else ():
             last = min(self.shape.newest, row.length if row.length <= row.total else row.recent)
             tokens = slice(row.first + row.length - last, row.first + row.length)
             own = KeysValues(*(x[tokens].transpose(0, 1).unsqueeze(0) for x in (k, v)))
-            self._kept.fill(slice(row.place, row.place + 1), min(row.length, row.total), own, self._buffers())
+            self._kept.fill(slice(row.place, row.place + 1), min(row.length, row.total), own, self.buffers)
 
-    def _buffers(self) -> KeysValues:
-        if self.k is None or self.v is None:
-            raise RuntimeError("no K and V are attached")
-        return KeysValues(self.k, self.v)
+    @property
+    def buffers(self) -> KeysValues:
+        """K and V; RuntimeError where none are attached."""
+        missing = "no K and V are attached"
+        return KeysValues(required(self.k, missing), required(self.v, missing))
 
     def _distinct(self) -> tuple[Tensor, ...]:
         """K's buffer, and V's unless that is the same."""
-        return self._buffers()[: 1 if self.shape.joint else 2]
+        return self.buffers[: 1 if self.shape.joint else 2]
 
     def attend(
         self,
@@ -287,7 +289,7 @@ class KVCache:
         sines, both (capacity or more, dim), of those positions' angles; the second half of `dim` repeats the first.
         Either all steps have one or none. sink_logits: float32 (heads,), of each head a logit that is no token's.
         """
-        buffers = self._buffers()
+        buffers = self.buffers
         if self._dropping:
             self._drop()
         self._kept.advance()
@@ -309,7 +311,7 @@ class KVCache:
         moves = self._slots.moves()
         if moves is not None:
             self._close_gaps(*moves)
-            self._start(*self._buffers(), q, table is not None, sink_logits is not None)
+            self._start(*self.buffers, q, table is not None, sink_logits is not None)
         return out
 
     def again(
@@ -385,7 +387,7 @@ class KVCache:
 
     def _held(self, length: int, dtype: torch.dtype) -> KeysValues:
         """Keys and values in the first `length` slots, (b, kv_heads, length, d)."""
-        k, v = (buffer.narrow(2, 0, length) for buffer in self._buffers())
+        k, v = (buffer.narrow(2, 0, length) for buffer in self.buffers)
         return self._kept.expanded(KeysValues(k, v), dtype)
 
     def _attend(
@@ -435,7 +437,7 @@ class KVCache:
         sink_logits: Tensor | None,
     ) -> DecodeAttention:
         """Attention of some rows (None: all) over the first `width` slots."""
-        k, v = (some_of(buffer, rows).narrow(2, 0, width) for buffer in self._buffers())
+        k, v = (some_of(buffer, rows).narrow(2, 0, width) for buffer in self.buffers)
         keys, values = self._kept.expanded(KeysValues(k, v), q.dtype, rows)
         asked, seen = some_of(q, rows), None if valid is None else some_of(valid, rows)
         if self.choice is not None:

@@ -14,6 +14,7 @@ from h2o_flexgen.cache.eviction.base import AttendedPrompts
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.cache.vectors import some_of
 from h2o_flexgen.config.model.packing import CACHE_GROUP, EXPANDED, CachePacking
+from h2o_flexgen.errors import required
 from h2o_flexgen.huge import LARGE
 from h2o_flexgen.kernels import pieces, triton_available
 from h2o_flexgen.kernels.layers import rotate_halves
@@ -129,9 +130,7 @@ class KeyScales:
     @property
     def of(self) -> Tensor:
         """(rows, kv_heads, d)."""
-        if self._of is None:
-            raise RuntimeError("no prompt has come in")
-        return self._of
+        return required(self._of, "no prompt has come in")
 
     def kept(self, k: Tensor, rows: Tensor | slice | None = None) -> Tensor:
         """Keys (n, kv_heads, ..., d), of `rows` or all, as they are kept."""
@@ -251,9 +250,7 @@ class Keeping:
 
     def _lost(self, part: int, x: Tensor, pieces: Tensor, rows: Tensor | slice | None) -> Tensor:
         """What packing has cost x."""
-        if self.packings is None:
-            raise RuntimeError("nothing is packed")
-        kept = expand(pieces, self.packings[part], torch.float32)
+        kept = expand(pieces, required(self.packings, "nothing is packed")[part], torch.float32)
         return (self._scaled(part, x, rows).float() - kept).to(x.dtype)
 
 

@@ -18,6 +18,7 @@ from h2o_flexgen.cache.lengths import NEVER, CacheLengths
 from h2o_flexgen.cache.ring_slots import Asked, CacheSlots, Held, Rows
 from h2o_flexgen.cache.vectors import index_of, lowest
 from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.errors import required
 from h2o_flexgen.kernels.types import Ranking, RankRule
 
 _BEST = 0x7FFFFFFF  # as score bits: above every number
@@ -270,9 +271,7 @@ class ScoredSlots(CacheSlots):
         return self._lengths.newest_ranks.to(torch.int32).repeat_interleave(self._shape[1])
 
     def ranks(self, width: int) -> Tensor:
-        if self._rank is None:
-            raise RuntimeError("this cache was started without rolling positions")
-        return self._rank[..., :width]
+        return required(self._rank, "this cache was started without rolling positions")[..., :width]
 
     def evict(self, row: Tensor | None, length: int, held: Held, asked: Asked | None = None) -> None:
         """See CacheSlots. Runs where torch computes the step, or a kernel leaves scores to the policy.

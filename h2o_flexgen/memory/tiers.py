@@ -12,7 +12,7 @@ from typing import Self
 import torch
 
 from h2o_flexgen.config.model.tensors import PAGE, page_ceil
-from h2o_flexgen.errors import PlanError, StorageError, storage_error
+from h2o_flexgen.errors import PlanError, StorageError, required, storage_error
 from h2o_flexgen.folders import Closing
 from h2o_flexgen.memory.cuda import Device, open_device
 from h2o_flexgen.memory.disk import DirectFile
@@ -116,9 +116,7 @@ class Buffer(Lease):
     @property
     def tensor(self) -> torch.Tensor:
         """The bytes; RuntimeError after the release."""
-        if self._allocation is None:
-            raise RuntimeError(f"the buffer of {self.what} was released")
-        return self._allocation.tensor
+        return required(self._allocation, f"the buffer of {self.what} was released").tensor
 
     def release(self) -> None:
         allocation, self._allocation = self._allocation, None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from h2o_flexgen.engine.batching.prefix_tree import PromptChunk, PromptSegment, chunks_of
 from h2o_flexgen.engine.requests.sequence import Sequence
+from h2o_flexgen.errors import required
 from h2o_flexgen.models.rotary import Angles, Rotary
 
 
@@ -87,9 +88,7 @@ class GpuBatch:
 
     def take_hidden(self) -> Tensor:
         """The hidden states, which units update in place; RuntimeError while they are parked."""
-        if self.hidden is None:
-            raise RuntimeError(f"GPU batch {self.index}: hidden states are not on the compute tier")
-        return self.hidden
+        return required(self.hidden, f"GPU batch {self.index}: hidden states are not on the compute tier")
 
     def keep_last_tokens(self) -> None:
         """After the last attention: only the last token of each prompt goes on."""

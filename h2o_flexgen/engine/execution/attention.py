@@ -17,6 +17,7 @@ from h2o_flexgen.cache.ring_slots import SlotChoice
 from h2o_flexgen.engine.batching.gpu_batch import AttentionPart
 from h2o_flexgen.engine.batching.prefix_tree import PromptChunk, PromptSegment
 from h2o_flexgen.engine.state.kv_store import RowStatePlaces, States
+from h2o_flexgen.errors import required
 from h2o_flexgen.huge import LARGE
 from h2o_flexgen.kernels import KeysValues, prefill_attention, torch_attention
 from h2o_flexgen.kernels.prompt import packed_attention, takes_packed
@@ -25,6 +26,9 @@ from h2o_flexgen.models.rotary import Angles, rotate_both
 
 if TYPE_CHECKING:
     from h2o_flexgen.models.hf.attention import MixedTokens, MixerCall
+
+
+NO_CACHE = "prompts are in hand, and no cache to fill from them"
 
 
 class PrefixKV(NamedTuple):
@@ -316,10 +320,9 @@ class TickAttention:
             out = LARGE.empty(*q.shape, dtype=q.dtype)
         if rows:
             out[:rows] = self.decode(q[:rows], k[:rows], v[:rows])
-        if self.prompts is None:
-            raise RuntimeError("prompts are in hand, and no cache to fill from them")
+        prompts = required(self.prompts, NO_CACHE)
         asked = q[rows:] if self.growth is None else q[rows:] * self.growth[part.span][rows:]
-        self.prompts.chunk(part.chunk, self.prompt_angles, (asked, k[rows:], v[rows:]), out[rows:])
+        prompts.chunk(part.chunk, self.prompt_angles, (asked, k[rows:], v[rows:]), out[rows:])
         return out
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -340,14 +343,13 @@ class TickAttention:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One decode step, everything on the cache's device."""
-        if self.cache is None:
-            raise RuntimeError("decode rows are in hand, and no cache of theirs")
-        sinks = self.sink_logits if self.sink_logits is None else self.sink_logits.to(self.cache.device)
+        cache = required(self.cache, "decode rows are in hand, and no cache of theirs")
+        sinks = self.sink_logits if self.sink_logits is None else self.sink_logits.to(cache.device)
         if self.again:
-            return self.cache.again((q, k, v), self.scale, sinks, self.soft_cap)
-        self.cache.soft_cap = self.soft_cap
-        self.cache.choice = None if self.choice is None else self.choice.within(self.cache.shape.capacity)
-        return self.cache.attend(q, k, v, self.scale, self.table, sinks)
+            return cache.again((q, k, v), self.scale, sinks, self.soft_cap)
+        cache.soft_cap = self.soft_cap
+        cache.choice = None if self.choice is None else self.choice.within(cache.shape.capacity)
+        return cache.attend(q, k, v, self.scale, self.table, sinks)
 
 
 @dataclass

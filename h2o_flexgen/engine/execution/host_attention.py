@@ -20,10 +20,11 @@ from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.config.model.tensors import TENSOR_ALIGN, round_up
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
-from h2o_flexgen.engine.execution.attention import TickAttention
+from h2o_flexgen.engine.execution.attention import NO_CACHE, TickAttention
 from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.engine.state.backing import BufferCycle, typed
 from h2o_flexgen.engine.state.kv_store import BatchCache, Place
+from h2o_flexgen.errors import required
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.memory.tiers import Tiers
@@ -170,15 +171,14 @@ class HostAttention:
         past: tuple[Tensor, Tensor] | None,
     ) -> None:
         """`KVCache.fill` of the fresh rows of `cache`, from tensors on the GPU."""
-        if cache.fresh is None:
-            raise RuntimeError("prompts are in hand, and no cache to fill from them")
+        fresh = required(cache.fresh, NO_CACHE)
         tensors = [k, v, *(past or ()), *(() if sums is None else (sums,))]
-        fill = partial(_fill, cache.fresh, rows, past is not None)
+        fill = partial(_fill, fresh, rows, past is not None)
         used = _extent(tensors)
         if used > self._prompts.nbytes:
             if cache.filling is not None:
                 cache.filling.wait()
-            fill([tensor.to(cache.fresh.device) for tensor in tensors])
+            fill([tensor.to(fresh.device) for tensor in tensors])
             return
         (here, there), busy = self._prompts.take()
         if busy is not None:

@@ -17,7 +17,7 @@ from h2o_flexgen.config.sampling import SAMPLING_ONLY, SamplingParams, warn_idle
 from h2o_flexgen.engine.model import Model
 from h2o_flexgen.engine.requests.sequence import Criterion, Hooks, Processor, Sequence
 from h2o_flexgen.engine.sampling.processors import NOTHING
-from h2o_flexgen.errors import ModelError, UsageError
+from h2o_flexgen.errors import ModelError, UsageError, required
 from h2o_flexgen.registry import suggestion
 
 log = logging.getLogger(__name__)
@@ -379,9 +379,7 @@ def _steps(rows: list[list[Tensor]], steps: int, pad: int, size: int, device: to
 
 
 def _hooks(row: Sequence) -> Hooks:
-    if row.hooks is None:
-        raise RuntimeError(f"sequence {row.row_id} was made without hooks")
-    return row.hooks
+    return required(row.hooks, f"sequence {row.row_id} was made without hooks")
 
 
 def _listed(name: str, value: Any) -> list[Any]:

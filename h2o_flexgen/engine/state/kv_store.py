@@ -26,6 +26,7 @@ from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import TENSOR_ALIGN, StateSpec, page_ceil, round_up, states_bytes
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.state.backing import DiskBacking, MemoryBacking, Parking
+from h2o_flexgen.errors import required
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.handle import torch_dtype
 from h2o_flexgen.memory.pinned import Pin
@@ -241,9 +242,8 @@ class BatchCache:
 
     def _places(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """K and V of the places [start, stop)."""
-        if self._buffer is None:
-            raise RuntimeError("the cache is not attached")
-        k, v = kv_views(self._buffer[self.state_bytes :], self.shape, self._dtype)
+        buffer = required(self._buffer, "the cache is not attached")
+        k, v = kv_views(buffer[self.state_bytes :], self.shape, self._dtype)
         return k[start:stop], v[start:stop]
 
 
@@ -264,7 +264,7 @@ class _MovingCache:
         self.saved, states = True, self.cache.state_bytes
         if not self.cache.shape.capacity:
             return self.backing.save(buffer)
-        rows = self._rows()
+        rows = self._rows
         if (rows, rows.rewritten) == self._written and len(self._news) + 1 < REWRITE_EVERY:
             slots = rows.last_slots.clone()
             self._news.append((*self._at(slots), slots))
@@ -276,23 +276,16 @@ class _MovingCache:
     def apply_news(self) -> None:
         """Adds the waiting tokens to freshly loaded K and V, in order, as slots may be reused."""
         for k, v, slots in self._news:
-            for buffer, new in zip(self._buffers(), (k, v), strict=True):
+            for buffer, new in zip(self._rows.buffers, (k, v), strict=True):
                 buffer.scatter_(2, _index(slots, buffer), new)
 
     def _at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = (buffer.gather(2, _index(slots, buffer)) for buffer in self._buffers())
+        k, v = (buffer.gather(2, _index(slots, buffer)) for buffer in self._rows.buffers)
         return k, v
 
-    def _buffers(self) -> tuple[Tensor, Tensor]:
-        rows = self._rows()
-        if rows.k is None or rows.v is None:
-            raise RuntimeError("the cache is not attached")
-        return rows.k, rows.v
-
+    @property
     def _rows(self) -> KVCache:
-        if self.cache.rows is None:
-            raise RuntimeError("the cache has no rows yet")
-        return self.cache.rows
+        return required(self.cache.rows, "the cache has no rows yet")
 
 
 class CacheStore:
@@ -376,9 +369,8 @@ class CacheStore:
     def store(self, layer: int, gpu_batch: int) -> None:
         """Starts saving a cache that the step used; its buffer is free once that is done."""
         moving = self._moving[layer, gpu_batch]
-        if moving.buffer is None:
-            raise RuntimeError(f"cache of layer {layer}, GPU batch {gpu_batch} holds no transfer buffer")
-        self._release(moving, moving.save(moving.buffer[: moving.cache.nbytes]))
+        buffer = required(moving.buffer, f"cache of layer {layer}, GPU batch {gpu_batch} holds no transfer buffer")
+        self._release(moving, moving.save(buffer[: moving.cache.nbytes]))
 
     def holding(self, row_id: int) -> Iterator[tuple[int, KVCache, int]]:
         """The layers and caches that hold the row of this id, and its place there. For inspection."""

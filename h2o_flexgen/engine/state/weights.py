@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from h2o_flexgen.checkpoint.pack import PackedUnit, discard
-from h2o_flexgen.errors import H2OFlexGenError, StorageError
+from h2o_flexgen.errors import H2OFlexGenError, StorageError, required
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.handle import TensorSlot, UnitLayout, views
 from h2o_flexgen.memory.pinned import Pin
@@ -101,7 +101,8 @@ class WeightStore:
         index, location = self._take(key), self._locations[key]
         target, up = self._at(self._buffer, key, index), f"{location.tier}->{self._tiers.compute.name}"
         if location.unit is None:
-            ticket = self._copies.copy(target, _data(location), up)
+            buffer = required(location.buffer, f"{location.layout.key}: no buffer")
+            ticket = self._copies.copy(target, buffer.tensor[: location.layout.nbytes], up)
         elif self._staging is None:
             ticket = self._read(key, location.unit, target)
         else:
@@ -128,10 +129,8 @@ class WeightStore:
         layout = self._layout(key)
         if index in self._expert_memory and buffer is self._buffer:
             return self._expert_memory[index][: layout.nbytes]
-        if buffer is None:
-            raise RuntimeError("no weight group streams")
         start = self._places[index].start
-        return buffer.tensor[start : start + layout.nbytes]
+        return required(buffer, "no weight group streams").tensor[start : start + layout.nbytes]
 
     def _layout(self, key: str) -> UnitLayout:
         location = self._locations[key]
@@ -139,9 +138,7 @@ class WeightStore:
 
     def _slot(self, index: int) -> Tensor:
         place = self._places[index]
-        if self._buffer is None:
-            raise RuntimeError("no weight group streams")
-        return self._buffer.tensor[place.start : place.start + place.nbytes]
+        return required(self._buffer, "no weight group streams").tensor[place.start : place.start + place.nbytes]
 
     def _left(self, index: int) -> Ticket | None:
         """The last copy out of any of a place's bytes of the staging buffer."""
@@ -237,9 +234,3 @@ class WeightStore:
 def _layer_of(key: str) -> str:
     """The layer of an expert, by the key of its group."""
     return key.rpartition(".")[0]
-
-
-def _data(location: WeightLocation) -> Tensor:
-    if location.buffer is None:
-        raise RuntimeError(f"{location.layout.key}: no buffer")
-    return location.buffer.tensor[: location.layout.nbytes]
