@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from h2o_flexgen.config.budget import Budget
 from h2o_flexgen.config.model.packing import CachePacking
@@ -73,25 +73,37 @@ def shelf_bytes(tier: str | None, token: int) -> int:
     return page_ceil(token) if tier == "disk" else token
 
 
-def read_back(budget: Budget, window: int | None, before: int, tier: str | None, heads: int) -> float:
-    """Tokens, of all KV heads, that one look of a row reads from its shelf, as planned: see `coming_back`. From disk
-    come the pages of every token that any head wants, as if each chose by itself among those that are away."""
-    back = coming_back(budget, window, before)
-    if tier != "disk" or not back:
-        return back
-    away = (before if window is None else min(before, window - 1)) - budget.total
-    return away * (1 - (1 - back / away) ** heads)
+class Reading(NamedTuple):
+    """How a layer's evicted tokens are read."""
+
+    tier: str | None
+    heads: int
+    """KV heads."""
+    share: float | None = None
+    """Of the most that may be read: each head its own tokens, as many as may come back. None: not known."""
+
+    def tokens(self, budget: Budget, window: int | None, before: int) -> float:
+        """Those, of all heads, that one look of a row reads from its shelf, as planned: see `coming_back`. From disk
+        come the pages of every token that any head wants; where the share is not known, as if all came back that may,
+        and each head chose by itself among those that are away."""
+        back = coming_back(budget, window, before)
+        if self.share is not None:
+            return self.share * back * (self.heads if self.tier == "disk" else 1)
+        if self.tier != "disk" or not back:
+            return back
+        away = (before if window is None else min(before, window - 1)) - budget.total
+        return away * (1 - (1 - back / away) ** self.heads)
 
 
 def shelved_tokens(
-    budget: Budget, window: int | None, prompt: int, new: int, every: int, tier: str | None, heads: int
+    budget: Budget, window: int | None, prompt: int, new: int, every: int, reading: Reading
 ) -> tuple[int, float]:
     """Of a sequence of `new` tokens after a prompt those that are written to its shelf, and those that are read from
-    there, as planned, of all `heads`. The last token goes nowhere."""
+    there, as planned. The last token goes nowhere."""
     if not budget.scored:
         return 0, 0
     steps = (step for step in range(new - 1) if looks(step, every))
-    return prompt + new - 1, sum(read_back(budget, window, prompt + step, tier, heads) for step in steps)
+    return prompt + new - 1, sum(reading.tokens(budget, window, prompt + step) for step in steps)
 
 
 def check_recall(spec: ModelSpec, tier: str | None) -> None:

@@ -15,7 +15,7 @@ from h2o_flexgen.config.model.spec import ModelSpec, UnitSpec
 from h2o_flexgen.config.model.tensors import PAGE, dtype_bytes, round_up, states_bytes
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.placement import Placement
-from h2o_flexgen.config.recall import read_back, share_of_looks
+from h2o_flexgen.config.recall import Reading, share_of_looks
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY, shelved_layers
 from h2o_flexgen.schedule.request import PlanRequest
 from h2o_flexgen.schedule.tasks import NO_BATCH, ScheduleShape, Task, TaskKind, alone, recordable
@@ -359,7 +359,7 @@ class Moves:
             return rows * block.prompt_len * token, 0
         heads, window = block.spec.heads_of(layer).keys, block.spec.arch.window_of(layer)
         before = block.prompt_len + step - 1
-        back = read_back(request.budgets[layer], window, before, eviction.recall, heads)
+        back = Reading(eviction.recall, heads, request.recalled).tokens(request.budgets[layer], window, before)
         return rows * token, rows * back * token * share_of_looks(step - 1, eviction.recall_every)
 
     def shelving(self, step: int, layer: int, batch: int) -> Iterator[tuple[str, float, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import closing, contextmanager
@@ -132,6 +133,7 @@ class Engine(Closing):
         self._loaded: Loaded | None = None
         self._grammars = Grammars(self.model.codec, self.model.spec.vocab_size)
         self._retry, self._guard = OomRetry(), CallGuard()
+        self._recalled = Counter[str]()  # bytes that recall has read, and the most that it might have
         self._decoder = decoder_of(self.model.spec, self.model.stored, self.model.dtype, self.device)
         self._pins = devices.open_gpu(self._devices)
         self._trace = Trace(self.config.trace, () if self._pins is None else self._pins.devices)
@@ -269,6 +271,7 @@ class Engine(Closing):
             # Weights that are loaded are no longer a matter of choice.
             choices=self.model.choices if self._loaded is None else {},
             prefixes=0 if self.prefixes is None else self.prefixes.memory,
+            recalled=min(1.0, self._recalled["read"] / self._recalled["most"]) if self._recalled["most"] else None,
         )
         planner = self.planner
         if self._loaded is not None and self.last_plan is not None:
@@ -352,6 +355,8 @@ class Engine(Closing):
                     forget()
             self.last_work = meter.totals.work
             self.last_record = make_record(self.config, self.model, plans, meter, self._retry.warnings)
+            if (recall := self.last_record.recall) is not None:
+                self._recalled.update(read=recall["read_bytes"], most=recall["planned"]["most"])
 
     def _attempt(
         self, plan: Plan, rows: Mapping[int, Sequence], every: _CallWork, meter: RunMetrics, sampler: Sampler,

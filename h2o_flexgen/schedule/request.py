@@ -54,6 +54,7 @@ class PlanRequest:
     prefixes      host bytes that a prefix store may take
     triton        whether Triton serves the GPU, if a real one computes
     choices       specs with weights of other bits, by the bits, most first: a search may choose one instead of `spec`
+    recalled      of the most that recall may read, what it has read before: see `Reading`; None: not known
     endless       whether there are always more sequences, so that blocks are whole whatever workload.num_sequences says
     """
 
@@ -69,6 +70,7 @@ class PlanRequest:
     prefixes: int = 0
     num_gpus: int = 1
     triton: bool = True
+    recalled: float | None = None
     endless: bool = False
     choices: Mapping[int, ModelSpec] = field(default_factory=dict)
 

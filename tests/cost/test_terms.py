@@ -177,6 +177,7 @@ def test_recall_is_paid_in_its_first_steps_and_then_evenly() -> None:
     away = model_of(OffloadPolicy(3, 1, gpu, gpu, gpu), machine=machine, eviction=recalling, tier="gpu")
     assert parts(away, 1, 1)["moving state"] == pytest.approx(3 * token / 1e10)
     assert dict(away.moves.bytes_moved()) == {"gpu->cpu": 2 * (24 + 7) * token, "cpu->gpu": 2 * 7 * 2 * token}
+    assert asked(away, recalled=0.5).moves.bytes_moved()["cpu->gpu"] == 7 * 2 * token
 
 
 def test_recall_from_disk_is_paid_page_by_page() -> None:
@@ -189,6 +190,8 @@ def test_recall_from_disk_is_paid_page_by_page() -> None:
     assert parts(model, 1, 1)["moving state"] == pytest.approx(3 * page / 1e9 + wanted[0] * (1e-3 + page / 1e9))
     moved = {"cpu->disk": 2 * 3 * (24 + 7) * page, "disk->cpu": 2 * sum(round(tokens * page) for tokens in wanted)}
     assert dict(model.moves.bytes_moved()) == moved
+    known = asked(model, recalled=0.75)
+    assert known.moves.bytes_moved()["disk->cpu"] == 2 * 3 * 7 * 0.75 * 2 * 4 * page
 
 
 def test_rolling_positions_turn_the_whole_cache() -> None:

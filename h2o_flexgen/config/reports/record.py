@@ -185,8 +185,9 @@ class RunRecord(Throughput):
     recall: dict[str, Any] | None = None
     """With `--recall`: the `tier` behind caches; `recalled`, tokens that came back over all layers and KV heads, of
     `looks` through what waits, in every `every`th step of a row; `written_bytes` of keys and values to the tier and
-    `read_bytes` from it, on disk of whole pages, and both `planned`; `hit_rate`, in one look of 8, the attention that
-    kept tokens have, by the index, of what as many could have at most. None: what was evicted was lost."""
+    `read_bytes` from it, on disk of whole pages, and both `planned`, beside the `most` that may be read, of which the
+    engine's later calls plan the share that its earlier ones have read; `hit_rate`, in one look of 8, the attention
+    that kept tokens have, by the index, of what as many could have at most. None: what was evicted was lost."""
     dependency: float | None = None
     """LightThinker's "Dep" (arXiv 2502.15589): over all tokens generated or scored the sum of the tokens held for the
     query that each comes from, itself included, the mean over layers. None where no engine of ours counted."""

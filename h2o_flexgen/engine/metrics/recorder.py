@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import zip_longest
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from h2o_flexgen.config.budget import Budget
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.config.model.spec import ModelSpec
-from h2o_flexgen.config.recall import shelf_bytes, shelved_tokens
+from h2o_flexgen.config.recall import Reading, shelf_bytes, shelved_tokens
 from h2o_flexgen.config.reports.record import RunRecord, eviction_entry, host_facts
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cores import CoreCount, sharing_warning
@@ -299,12 +300,13 @@ def _recall(request: PlanRequest, metrics: RunMetrics) -> dict[str, Any] | None:
     counts, asked, spec = metrics.totals.recall, request.eviction, request.spec
     if asked.recall is None:
         return None
-    planned = {"written": 0, "read": 0}
+    planned = {"written": 0, "read": 0, "most": 0}
     for row, times in metrics.lengths.items():
         for layer, window in enumerate(spec.windows):
             budget, heads = row.budget_in(layer, window), spec.heads_of(layer).keys
             token = shelf_bytes(asked.recall, spec.kv_bytes_per_token_and_layer(request.dtype, layer))
-            tokens = shelved_tokens(budget, window, row.prompt, row.new, asked.recall_every, asked.recall, heads)
+            moved = partial(shelved_tokens, budget, window, row.prompt, row.new, asked.recall_every)
+            tokens = *moved(Reading(asked.recall, heads, request.recalled)), moved(Reading(asked.recall, heads, 1.0))[1]
             for way, count in zip(planned, tokens, strict=True):
                 planned[way] += round(times * token * count)
     return {
