@@ -23,6 +23,7 @@ from benchmarks.records import ROOT, arguments, provenance, run_all, run_json
 from h2o_flexgen.baselines.memcap import cap_command, read_report
 from h2o_flexgen.baselines.settings import LLAMACPP, PEERS, usable_threads
 from h2o_flexgen.baselines.store import Record
+from h2o_flexgen.baselines.work import PASSIVE, batched_bench
 from h2o_flexgen.config.model.known import known_config
 from h2o_flexgen.units import format_bytes, parse_bytes
 
@@ -32,7 +33,6 @@ SCRATCH = ROOT / "results" / "local"
 _CLOCKS = ("prefill_s", "decode_s")
 _FACTS = ("date", "host", "torch", "threads", "load_average", "command", "version", "commit")
 _KEPT = ("policy", "experts", "load_s", "bandwidth", "bytes_moved", "roofline", "predicted")
-_PASSIVE = ("env", "OMP_WAIT_POLICY=passive", "GOMP_SPINCOUNT=0")  # steadier on few cores, see baselines.llamacpp
 
 
 def made(model: str, folder: Path) -> Path:
@@ -64,11 +64,10 @@ def theirs(point: Record) -> list[str]:
     cells = sequences * (point["prompt"] + point["steps"] + 1)
     wide = cells * config["num_hidden_layers"] * 4 * heads * dim
     kind = "f16" if wide <= parse_bytes(point["cap"]) / 8 else "q4_0"
-    values = {"-m": point["file"], "-c": cells, "-b": 2048, "-ub": point["micro"], "-npp": point["prompt"]}
-    values |= {"-ntg": point["steps"], "-npl": sequences, "-t": threads, "-tb": threads, "-ctk": kind, "-ctv": kind}
-    values |= {"-fa": "on", "--output-format": "jsonl"}
-    program = Path(point["peers"]) / LLAMACPP / "bin" / "llama-batched-bench"
-    return [*_PASSIVE, str(program), "-kvu", "--no-repack", *(str(word) for pair in values.items() for word in pair)]
+    sizes = {"m": point["file"], "b": 2048, "ub": point["micro"], "ctk": kind, "ctv": kind, "fa": "on"}
+    environment = Path(point["peers"]) / LLAMACPP
+    command = batched_bench(environment, sequences, point["prompt"], point["steps"], cells, threads, **sizes)
+    return ["env", *map("=".join, PASSIVE.items()), *command, "-kvu", "--no-repack"]
 
 
 def measure(point: Record) -> Record:

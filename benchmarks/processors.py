@@ -30,6 +30,7 @@ from benchmarks.records import LLAMA_1B, ROOT, arguments, in_process, provenance
 from h2o_flexgen.baselines.process import run_command
 from h2o_flexgen.baselines.settings import usable_threads
 from h2o_flexgen.baselines.store import Record
+from h2o_flexgen.baselines.work import PASSIVE, batched_bench, bench_row
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.folders import expanded
@@ -45,7 +46,6 @@ DEMO = ROOT / "h2o_flexgen" / "data" / "demo"
 SCRATCH = ROOT / "results" / "local"
 _MOST = 2048  # tokens of a batch's prompts
 _CELLS = 256  # to which llama.cpp rounds the cells of a sequence
-_PASSIVE = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}  # spinning, its threads are erratic on few cores
 
 
 def run(point: Record) -> int:
@@ -93,23 +93,12 @@ def _prompts(engine: Engine, batch: int, point: Record) -> list[list[int]]:
 
 def peer(point: Record) -> Record:
     """The row of llama-batched-bench."""
-    threads, batch = str(usable_threads()), point["batch"]
-    cells = -(-(point["prompt"] + point["new"]) // _CELLS) * _CELLS * batch
-    program = Path(point["peers"]) / BUILDS[point["kernels"]] / "bin" / "llama-batched-bench"
-    values = {
-        "-m": _file(point),
-        "-c": cells,
-        "-npp": point["prompt"],
-        "-ntg": point["new"],
-        "-npl": batch,
-        "-t": threads,
-        "-tb": threads,
-        "--output-format": "jsonl",
-    }
-    command = [str(program), *(str(word) for pair in values.items() for word in pair)]
-    environment = {**os.environ, **_PASSIVE, "OMP_NUM_THREADS": threads}
-    said = run_command(command, cwd=ROOT, environment=environment).checked().output
-    (row,) = (json.loads(line) for line in said.splitlines() if line.startswith("{") and '"t_pp"' in line)
+    batch, threads, prompt, new = point["batch"], usable_threads(), point["prompt"], point["new"]
+    cells = -(-(prompt + new) // _CELLS) * _CELLS * batch
+    build = Path(point["peers"]) / BUILDS[point["kernels"]]
+    command = batched_bench(build, batch, prompt, new, cells, threads, m=_file(point))
+    environment = {**os.environ, **PASSIVE, "OMP_NUM_THREADS": str(threads)}
+    row = bench_row(run_command(command, cwd=ROOT, environment=environment).checked().output)
     return {"prefill_s": row["t_pp"], "decode_s": row["t_tg"]}
 
 

@@ -14,18 +14,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from h2o_flexgen.baselines.random_gguf import TYPES, GgufShape, write_random
-from h2o_flexgen.baselines.work import AdapterWork, CannotRun, Outcome, run
+from h2o_flexgen.baselines.work import PASSIVE, AdapterWork, CannotRun, Outcome, batched_bench, bench_row, run
 from h2o_flexgen.cores import CoreCount, CoreTimes, core_times
 
 QUANTISED = {"q4_k": "Q4_K_M"}
 """Types that llama.cpp's own program makes of float16, and what they are called there: a mix, as people have them."""
 MOST_SEQUENCES = 256  # that llama.cpp is compiled for
 _BATCH, _MICRO_BATCH, _PADDING = 2048, 512, 256  # its defaults, and what it rounds a sequence's cells up to
-_PASSIVE = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
-"""Without these its threads wait for each other by spinning, which is erratic on few cores."""
 _NO_MEMORY = re.compile(r"failed to allocate|insufficient memory")
 
 
@@ -38,7 +35,7 @@ def measure(folder: str) -> Outcome:
     said = _output(command, work.threads)
     seconds = time.perf_counter() - started
     cores.stop()
-    row = _row(said)
+    row = bench_row(said)
     decode_s = row["t_tg"] if work.gen_len > 1 else 0.0
     return Outcome(
         prefill_s=row["t_pp"],
@@ -92,18 +89,9 @@ def _command(work: AdapterWork) -> list[str]:
     """
     batch, prompt, steps = len(work.prompts), len(work.prompts[0]), max(1, work.gen_len - 1)
     longest = prompt + max(steps, work.room_len - 1)
-    values = {
-        "-c": batch * (-(-longest // _PADDING) * _PADDING),
-        "-b": max(_BATCH, batch),
-        "-ub": max(_MICRO_BATCH, batch),
-        "-npp": prompt,
-        "-ntg": steps,
-        "-npl": batch,
-        "-t": work.threads,
-        "-tb": work.threads,
-        "--output-format": "jsonl",
-    }
-    return [_program("llama-batched-bench"), *(str(word) for pair in values.items() for word in pair)]
+    cells = batch * (-(-longest // _PADDING) * _PADDING)
+    sizes = {"b": max(_BATCH, batch), "ub": max(_MICRO_BATCH, batch)}
+    return batched_bench(Path(sys.prefix), batch, prompt, steps, cells, work.threads, **sizes)
 
 
 def _program(name: str) -> str:
@@ -112,7 +100,7 @@ def _program(name: str) -> str:
 
 def _output(command: list[str], threads: int) -> str:
     """The output of a program of llama.cpp, stdout first; where it fails this process ends as it did."""
-    environment = {**os.environ, **_PASSIVE, "OMP_NUM_THREADS": str(threads)}
+    environment = {**os.environ, **PASSIVE, "OMP_NUM_THREADS": str(threads)}
     try:
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
     except OSError as error:
@@ -124,15 +112,6 @@ def _output(command: list[str], threads: int) -> str:
     if refused is not None:
         sys.stderr.write(f"out of memory: {refused}\n")
     raise SystemExit(128 - ended.returncode if ended.returncode < 0 else ended.returncode)
-
-
-def _row(said: str) -> dict[str, Any]:
-    """The row that the benchmark printed last."""
-    rows = [line for line in said.splitlines() if line.startswith("{") and '"t_pp"' in line]
-    if not rows:
-        raise RuntimeError(f"llama-batched-bench printed no row: {said[-500:]!r}")
-    row: dict[str, Any] = json.loads(rows[-1])
-    return row
 
 
 def _version(threads: int) -> str:

@@ -123,6 +123,29 @@ def read_bytes_of(pid: int) -> int | None:
     return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), None)
 
 
+PASSIVE = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
+"""Without these llama.cpp's threads wait for each other by spinning, which is erratic on few cores."""
+
+
+def batched_bench(
+    environment: Path, sequences: int, prompt: int, steps: int, cells: int, threads: int, **more: object
+) -> list[str]:
+    """`llama-batched-bench` of an environment: so many tokens of a prompt and steps of each sequence, in so many cells
+    of a cache; `more`: other flags."""
+    values = {"c": cells, "npp": prompt, "ntg": steps, "npl": sequences, "t": threads, "tb": threads, **more}
+    words = (str(word) for name, value in values.items() for word in (f"-{name}", value))
+    return [str(environment / "bin" / "llama-batched-bench"), *words, "--output-format", "jsonl"]
+
+
+def bench_row(said: str) -> dict[str, Any]:
+    """The row that it printed last, as it was told to."""
+    rows = [line for line in said.splitlines() if line.startswith("{") and '"t_pp"' in line]
+    if not rows:
+        raise RuntimeError(f"llama-batched-bench printed no row: {said[-500:]!r}")
+    row: dict[str, Any] = json.loads(rows[-1])
+    return row
+
+
 def run(measure: Callable[[str], Outcome], prepare: Callable[[str], None] | None = None) -> int:
     """Has `measure` do the work in the folder named on the command line, and prints its outcome as the last line.
 
