@@ -11,14 +11,13 @@ own `generate` with the attention that it chooses and its dynamic cache.
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from benchmarks.records import LLAMA_1B, ROOT, arguments, in_process, provenance, run_all, shaped, spread
+from benchmarks.records import LLAMA_1B, ROOT, arguments, in_process, provenance, run_all, shaped, spread, timed
 from h2o_flexgen.baselines.store import Record
 
 MODULES, NATIVE, PEER = "modules", "native", "transformers"
@@ -56,10 +55,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 SCRATCH = ROOT / "results" / "local" / "models"
 
 
-def run(point: Record) -> int:
-    """One point, in this process; the record goes to stdout."""
-    print(json.dumps({"cells": (theirs if point["side"] == PEER else ours)(point)}))
-    return 0
+def run(point: Record) -> Record:
+    """One point, in this process."""
+    return {"cells": (theirs if point["side"] == PEER else ours)(point)}
 
 
 def _folder(point: Record) -> str:
@@ -72,7 +70,7 @@ def _prompts(point: Record, batch: int) -> list[list[int]]:
 
 
 def ours(point: Record) -> list[Record]:
-    """Seconds of each batch, after a warm-up of each that does not count."""
+    """Seconds of each batch."""
     from h2o_flexgen.engine.engine import Engine
 
     impl, cells = "native" if point["side"] == NATIVE else "transformers", []
@@ -80,12 +78,7 @@ def ours(point: Record) -> list[Record]:
     made = {"weights": "dummy", "dtype": "bfloat16", "weight_bits": point["weight_bits"], "model_impl": impl}
     with Engine(_folder(point), policy=policy, **made) as engine:
         for batch in point["batches"]:
-            prompts = _prompts(point, batch)
-            engine.generate([prompt[:8] for prompt in prompts], max_new_tokens=3, ignore_eos=True)
-            engine.generate(prompts, max_new_tokens=point["new"] + 1, ignore_eos=True)
-            record = engine.last_record
-            assert record is not None, "a run has just ended"
-            cells.append({"batch": batch, "prefill_s": record.prefill_s, "decode_s": record.decode_s})
+            cells.append({"batch": batch, **timed(engine, _prompts(point, batch), point["new"])})
     return cells
 
 
@@ -144,7 +137,7 @@ def table(records: list[Record]) -> Iterator[str]:
 
 def main() -> int:
     """Measures what is missing in the output folder, then writes the table of all that is there."""
-    parser = arguments(__doc__, "modules", 3, takes_points=True)
+    parser = arguments(__doc__, "modules", 3)
     parser.add_argument("--shapes", default="qwen3_5,gemma2,falcon_h1,deepseek_v2,olmo2", help=", ".join(SHAPES))
     parser.add_argument(
         "--sides", default=f"{MODULES},{PEER}", help=f"{MODULES}, {NATIVE}, {PEER}: the first over the others"
@@ -154,8 +147,6 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=32, help="steps of decoding")
     args = parser.parse_args()
-    if args.run:
-        return run(args.run)
     sizes = {"prompt": args.prompt, "new": args.new, "weight_bits": args.weight_bits}
     sizes["batches"] = [int(number) for number in args.batches.split(",")]
     points = [
@@ -163,7 +154,7 @@ def main() -> int:
         for shape in args.shapes.split(",")
         for side in args.sides.split(",")
     ]
-    return run_all(args, points, lambda point: in_process("modules", point), "point", table)
+    return run_all(args, points, lambda point: in_process("modules", point), "point", table, run)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ weight that no cache holds together; shares are of that turn's loops, medians of
 from __future__ import annotations
 
 import ctypes
-import json
 import subprocess
 import sys
 import time
@@ -92,8 +91,8 @@ def by_all(work: Callable[[int], object], threads: int) -> float:
     return time.perf_counter() - begun
 
 
-def run(point: Record) -> int:
-    """All turns, in this process; the record goes to stdout."""
+def run(point: Record) -> Record:
+    """All turns, in this process."""
     import torch
 
     from h2o_flexgen.kernels import linear
@@ -123,8 +122,7 @@ def run(point: Record) -> int:
                     done, moved, spent = done + work, moved + 2 * outs * ins, spent + work / speed
                 rates[rows] = [done / spent, moved / spent]
             turns.append({"flops": flops, "bytes": max(reads), "rates": rates})
-    print(json.dumps({"measured": turns, "computes": native.what_computes()}))
-    return 0
+    return {"measured": turns, "computes": native.what_computes()}
 
 
 def table(records: list[Record]) -> Iterator[str]:
@@ -142,16 +140,14 @@ def table(records: list[Record]) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = arguments(__doc__, "peaks", 1, "processes", takes_points=True)
+    parser = arguments(__doc__, "peaks", 1, "processes")
     parser.add_argument("--rows", default="1,2,4,8,16,32,64,128,512", help="numbers of rows, with commas between")
     parser.add_argument("--turns", type=int, default=5, help="of all loops and products")
     args = parser.parse_args()
-    if args.run:
-        return run(args.run)
     tier = native.best_tier()
     point = {"kernels": tier.name if tier else "none", "turns": args.turns}
     point["rows"] = [int(number) for number in args.rows.split(",")]
-    return run_all(args, [point], partial(in_process, "peaks"), "kernels", table)
+    return run_all(args, [point], partial(in_process, "peaks"), "kernels", table, run)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.records import LLAMA_1B, ROOT, arguments, in_process, provenance, run_all, shaped, spread
+from benchmarks.records import LLAMA_1B, ROOT, arguments, in_process, provenance, run_all, shaped, spread, timed
 from h2o_flexgen.baselines.process import run_command
 from h2o_flexgen.baselines.settings import usable_threads
 from h2o_flexgen.baselines.store import Record
@@ -48,10 +48,9 @@ _MOST = 2048  # tokens of a batch's prompts
 _CELLS = 256  # to which llama.cpp rounds the cells of a sequence
 
 
-def run(point: Record) -> int:
-    """One side of a point, in this process or one of llama.cpp's; the record goes to stdout."""
-    print(json.dumps((ours if point["side"] == OURS else peer)(point)))
-    return 0
+def run(point: Record) -> Record:
+    """One side of a point, in this process or one of llama.cpp's."""
+    return (ours if point["side"] == OURS else peer)(point)
 
 
 def measure(point: Record) -> Record:
@@ -64,17 +63,12 @@ def measure(point: Record) -> Record:
 
 
 def ours(point: Record) -> Record:
-    """Seconds of a batch, after a warm-up that does not count."""
+    """Seconds of a batch."""
     model, bits = _model(point), point["bits"]
     made: dict[str, Any] = {} if bits is None else {"weights": "dummy", "weight_bits": bits}
     policy = {"gpu_batch_size": point["batch"], "num_gpu_batches": 1}
     with Engine(str(model), policy=policy, **made) as engine:
-        prompts = _prompts(engine, point["batch"], point)
-        engine.generate([prompt[:8] for prompt in prompts], max_new_tokens=3, ignore_eos=True)
-        engine.generate(prompts, max_new_tokens=point["new"] + 1, ignore_eos=True)
-        record = engine.last_record
-    assert record is not None, "a run has just ended"
-    return {"prefill_s": record.prefill_s, "decode_s": record.decode_s}
+        return timed(engine, _prompts(engine, point["batch"], point), point["new"])
 
 
 def _prompts(engine: Engine, batch: int, point: Record) -> list[list[int]]:
@@ -171,7 +165,7 @@ def points_of(args: Namespace) -> list[Record]:
 
 def main() -> int:
     """Measures what is missing in the output folder, then writes the table of all that is there."""
-    parser = arguments(__doc__, "processors", 3, takes_points=True)
+    parser = arguments(__doc__, "processors", 3)
     parser.add_argument("--models", default=SHAPE, help=f"GGUF files with commas between, or {SHAPE} (default)")
     parser.add_argument("--bits", default="4,8", help="of random weights: 4, 8, 16")
     parser.add_argument("--kernels", default="avx2", help=f"tiers, with commas between: {', '.join(BUILDS)}")
@@ -186,8 +180,6 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which none is begun (default: all)")
     args = parser.parse_args()
-    if args.run:
-        return run(args.run)
     begun = time.monotonic()
 
     def in_time(point: Record) -> Record:
@@ -195,7 +187,7 @@ def main() -> int:
             raise KeyboardInterrupt
         return measure(point)
 
-    return run_all(args, points_of(args), in_time, "point", table)
+    return run_all(args, points_of(args), in_time, "point", table, run)
 
 
 if __name__ == "__main__":

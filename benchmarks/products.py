@@ -12,7 +12,6 @@ rate over torch's, the median over all turns of all runs; and the share of the s
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,8 +41,8 @@ def shapes(model: str) -> list[tuple[int, int]]:
     return [(p.out_features, p.in_features) for p in spec.layer_products]
 
 
-def run(point: Record) -> int:
-    """All cells of one model, in this process; the record goes to stdout."""
+def run(point: Record) -> Record:
+    """All cells of one model, in this process."""
     import torch
 
     from h2o_flexgen.kernels import linear
@@ -60,8 +59,7 @@ def run(point: Record) -> int:
                 turns = [[rate(*side, flops) for side in sides] for _ in range(point["turns"])]
                 torchs, ours = zip(*turns, strict=True)
                 cells.append({"outs": outs, "ins": ins, "rows": rows, "torch": torchs, "ours": ours})
-    print(json.dumps({"cells": cells}))
-    return 0
+    return {"cells": cells}
 
 
 def _packed(weight: Tensor, bits: int) -> PackedWeight:
@@ -108,18 +106,16 @@ def table(records: list[Record]) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = arguments(__doc__, "products", 1, "processes per model", takes_points=True)
+    parser = arguments(__doc__, "products", 1, "processes per model")
     parser.add_argument("--models", default=",".join(MODELS), help="of configs/models, with commas between")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="numbers of rows, with commas between")
     parser.add_argument("--turns", type=int, default=3, help="of each cell in each process")
     parser.add_argument("--weight-bits", type=int, choices=(4, 8), help="of our weights, in groups of 64")
     args = parser.parse_args()
-    if args.run:
-        return run(args.run)
     rows = [int(number) for number in args.rows.split(",")]
     point = {"rows": rows, "turns": args.turns, "weight_bits": args.weight_bits}
     points = [{"model": model, **point} for model in args.models.split(",")]
-    return run_all(args, points, partial(in_process, "products"), "model", table)
+    return run_all(args, points, partial(in_process, "products"), "model", table, run)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,15 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from h2o_flexgen.baselines.process import RunFailed, run_command
 from h2o_flexgen.baselines.settings import usable_threads
 from h2o_flexgen.baselines.store import Record, RecordFile, origin
 from h2o_flexgen.config.reports.record import utc_now
+
+if TYPE_CHECKING:
+    from h2o_flexgen.engine.engine import Engine
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA_1B: Record = {
@@ -104,25 +108,31 @@ def run_json(command: Sequence[str], loud: bool = False) -> Record:
     return {**known, **result, "host": {**known["host"], **result.get("host", {})}}
 
 
-def arguments(
-    text: str | None, name: str, repetitions: int, what: str = "runs of every point", takes_points: bool = False
-) -> ArgumentParser:
+def arguments(text: str | None, name: str, repetitions: int, what: str = "runs of every point") -> ArgumentParser:
     """The flags that all benchmarks have; `text` is the module's docstring.
 
-    With `takes_points` there is --run, too: one point, to be measured in this process (see `in_process`).
+    With --run it is one point that is measured, in this process: see `in_process`.
     """
     parser = ArgumentParser(description=text, formatter_class=RawDescriptionHelpFormatter)
     said = f"{what}, in all (default: {repetitions})"
     parser.add_argument("--repetitions", type=int, default=repetitions, help=said)
     parser.add_argument("--output", type=Path, default=default_output(name), help="folder of the records")
-    if takes_points:
-        parser.add_argument("--run", type=json.loads, help=SUPPRESS)
+    parser.add_argument("--run", type=json.loads, help=SUPPRESS)
     return parser
 
 
 def in_process(module: str, point: Record) -> Record:
     """What `python -m benchmarks.MODULE --run POINT` prints last, with `facts`."""
     return run_json([sys.executable, "-m", f"benchmarks.{module}", "--run", json.dumps(point)])
+
+
+def timed(engine: Engine, prompts: list[list[int]], new: int) -> Record:
+    """Seconds of a batch and so many steps of decoding, after a warm-up that does not count."""
+    engine.generate([prompt[:8] for prompt in prompts], max_new_tokens=3, ignore_eos=True)
+    engine.generate(prompts, max_new_tokens=new + 1, ignore_eos=True)
+    record = engine.last_record
+    assert record is not None, "a run has just ended"
+    return {"prefill_s": record.prefill_s, "decode_s": record.decode_s}
 
 
 def shaped(folder: Path, config: Record) -> str:
@@ -170,11 +180,16 @@ def run_all(
     measure: Callable[[Record], Record],
     label: str,
     table: Callable[[list[Record]], Iterable[str]],
+    one: Callable[[Record], Record] | None = None,
 ) -> int:
     """Measures what is missing in the folder --output (`repeat`), then prints the table of all that is there.
 
-    The table goes to table.md, too. Returns the exit code of the program: 1 where a run failed.
+    The table goes to table.md, too. With --run `one` measures that point, and its record is printed. Returns the exit
+    code of the program: 1 where a run failed.
     """
+    if one is not None and args.run is not None:
+        print(json.dumps(one(args.run)))
+        return 0
     store = RecordFile.open(args.output.resolve())
     failed = repeat(store, points, args.repetitions, measure, label)
     print(store.write(table(store.records)))
