@@ -166,9 +166,9 @@ def _batches(text: str) -> dict[str, int]:
         ) from None
 
 
-def _capacity(name: str, help: str) -> Any:
+def _capacity(help: str) -> Any:
     help = f"{help}; 6 and 6GiB are the same"
-    return option(None, name, help=help, metavar="SIZE", parse=parse_bytes, unset="no cap")
+    return option(None, help=help, metavar="SIZE", parse=parse_bytes, unset="no cap")
 
 
 @dataclass(frozen=True)
@@ -184,29 +184,20 @@ class BenchSettings:
     """
 
     systems: tuple[str, ...] = option(
-        ("h2o", "full", "transformers"),
-        "--systems",
-        help=f"systems to run, with commas: {', '.join(NAMES)}",
-        metavar="NAMES",
-        parse=between_commas,
-        show=with_commas,
+        ("h2o", "full", "transformers"), help=f"systems to run, with commas: {', '.join(NAMES)}", metavar="NAMES"
     )
     llamacpp_types: tuple[str, ...] = option(
         ("q4_0", "q4_k", "f16"),
-        "--llamacpp-types",
         help=f"formats that {LLAMACPP} runs with, a system each: {', '.join(LLAMACPP_TYPES)}",
         metavar="TYPES",
-        parse=between_commas,
-        show=with_commas,
     )
     reference: str = option(
         "",
-        "--reference",
         help="the system to compare with",
         metavar="NAME",
         show=lambda name: name or "the first of ours, else the last",
     )
-    model: str = option("opt-125m", "--model", "-m", help="name (opt-125m), folder, or demo", metavar="MODEL")
+    model: str = option("opt-125m", "--model", "-m", help="name (opt-125m), folder, or demo")
     weights: str = option(
         AUTO,
         "--weights",
@@ -225,7 +216,6 @@ class BenchSettings:
     )
     batch_of: dict[str, int] = option(
         dict,
-        "--batch-of",
         help="other sizes for some systems, whose best is known from before: h2o=128,accelerate=48",
         metavar="NAME=N,...",
         parse=_batches,
@@ -233,51 +223,34 @@ class BenchSettings:
     )
     search: bool = option(
         True,
-        "--search",
         help="our own rows run by the searched plan, as run does: placement, and with several batch sizes the block; "
         "else by rule, all prompts in one GPU batch",
     )
-    prompt_len: int = option(512, "--prompt-len", "--input-len", "-p", help="tokens per prompt", metavar="N")
-    gen_len: int = option(64, "--gen-len", "--output-len", "-n", help="new tokens per sequence", metavar="N")
-    dtype: str = option("bfloat16", "--dtype", help=", ".join(DTYPES), metavar="DTYPE")
-    weight_bits: int = option(
-        16, "--weight-bits", help="16, or 8 or 4: our own systems pack their weights while loading", metavar="N"
-    )
+    prompt_len: int = option(512, "--prompt-len", "--input-len", "-p", help="tokens per prompt")
+    gen_len: int = option(64, "--gen-len", "--output-len", "-n", help="new tokens per sequence")
+    dtype: str = option("bfloat16", help=", ".join(DTYPES))
+    weight_bits: int = option(16, help="16, or 8 or 4: our own systems pack their weights while loading")
     model_impl: str = option(
-        "auto",
-        "--model-impl",
-        help=f"implementation in our own systems: {', '.join(MODEL_IMPLS)}, as of run",
-        metavar="IMPL",
+        "auto", help=f"implementation in our own systems: {', '.join(MODEL_IMPLS)}, as of run", metavar="IMPL"
     )
-    device: str = option("auto", "--device", help=", ".join(DEVICES), metavar="DEVICE")
-    hh_ratio: float = option(0.2, "--hh-ratio", help="KV budget of h2o as a share of the sequence", metavar="R")
-    cpu_mem: int | None = _capacity("--cpu-mem", "host memory of every system")
-    gpu_mem: int | None = _capacity("--gpu-mem", "GPU memory of every system")
+    device: str = option("auto", help=", ".join(DEVICES))
+    hh_ratio: float = option(0.2, help="KV budget of h2o as a share of the sequence", metavar="R")
+    cpu_mem: int | None = _capacity("host memory of every system")
+    gpu_mem: int | None = _capacity("GPU memory of every system")
     repetitions: int = option(
-        3, "--repetitions", "-r", help="runs of all systems in turn, with the runs already in the folder", metavar="N"
+        3, "--repetitions", "-r", help="runs of all systems in turn, with the runs already in the folder"
     )
-    threads: int = option(usable_threads, "--threads", help="compute threads of each system", metavar="N")
-    seed: int = option(0, "--seed", help="seed of prompts and random weights", metavar="N")
-    timeout: float = option(3600.0, "--timeout", help="seconds after which a run is given up", metavar="S")
-    search_tokens: int = option(
-        8, "--search-tokens", help="new tokens of a run that tries a batch; the rest is projected", metavar="N"
-    )
-    search_time: float = option(
-        900.0, "--search-time", help="seconds after which a system's batch grows no more", metavar="S"
-    )
-    only_best: bool = option(
-        False, "--only-best", help="run each system at its best of several batch sizes, and no common one"
-    )
+    threads: int = option(usable_threads, help="compute threads of each system")
+    seed: int = option(0, help="seed of prompts and random weights")
+    timeout: float = option(3600.0, help="seconds after which a run is given up", metavar="S")
+    search_tokens: int = option(8, help="new tokens of a run that tries a batch; the rest is projected")
+    search_time: float = option(900.0, help="seconds after which a system's batch grows no more", metavar="S")
+    only_best: bool = option(False, help="run each system at its best of several batch sizes, and no common one")
     peers: str = option(
-        str(PEERS),
-        "--peers",
-        help="folder of the peers' environments",
-        metavar="DIR",
-        show=lambda _: ".venv-peers",
+        str(PEERS), help="folder of the peers' environments", metavar="DIR", show=lambda _: ".venv-peers"
     )
     scratch_dir: str | None = option(
         None,
-        "--scratch-dir",
         help="folder on the disk for offloaded tensors and random weights, kept for the next comparison",
         metavar="DIR",
         unset="a temporary one",

@@ -79,20 +79,13 @@ class EngineConfig:
     """
 
     model: str = option(
-        "demo",
-        "--model",
-        "-m",
-        help="name (opt-30b, facebook/opt-30b), folder, demo, demo-stream or -sums",
-        metavar="MODEL",
+        "demo", "--model", "-m", help="name (opt-30b, facebook/opt-30b), folder, demo, demo-stream or -sums"
     )
-    path: str | None = option(
-        None, "--path", help="folder with models by name; _DUMMY_ is --weights dummy", metavar="DIR"
-    )
-    revision: str | None = option(None, "--revision", help="revision of the model on the hub", metavar="REV")
-    offline: bool | None = option(None, "--offline", help="never use the network", unset="HF_HUB_OFFLINE")
+    path: str | None = option(None, help="folder with models by name; _DUMMY_ is --weights dummy", metavar="DIR")
+    revision: str | None = option(None, help="revision of the model on the hub", metavar="REV")
+    offline: bool | None = option(None, help="never use the network", unset="HF_HUB_OFFLINE")
     model_impl: str = option(
         "auto",
-        "--model-impl",
         help="native: a family of this engine; transformers: its modules; auto: modules where there is no family",
         metavar="IMPL",
     )
@@ -101,18 +94,13 @@ class EngineConfig:
     weights: str = option(
         "checkpoint", "--weights", "--load-format", help="checkpoint, or dummy: random weights", metavar="KIND"
     )
-    dtype: str = option("auto", "--dtype", help="auto, float32, bfloat16, float16", metavar="DTYPE")
-    weight_bits: int = option(
-        16, "--weight-bits", help="bits of weights: 16, or 8 or 4, packed while loading", metavar="N"
-    )
-    weight_group: int = option(64, "--weight-group", help="inputs of a packed weight that share a scale", metavar="N")
-    weight_importance: bool = option(
-        True, "--weight-importance", help="measure which inputs matter before weights are packed in 4 bits, once"
-    )
-    allow_compress: bool = option(False, "--allow-compress", help="let the search choose 16, 8 or 4 bits for weights")
+    dtype: str = option("auto", help="auto, float32, bfloat16, float16")
+    weight_bits: int = option(16, help="bits of weights: 16, or 8 or 4, packed while loading")
+    weight_group: int = option(64, help="inputs of a packed weight that share a scale")
+    weight_importance: bool = option(True, help="measure which inputs matter before weights are packed in 4 bits, once")
+    allow_compress: bool = option(False, help="let the search choose 16, 8 or 4 bits for weights")
     cache_bits: CacheBits = option(
         16,
-        "--cache-bits",
         help="bits of cached keys and values: 16, 8 or 4; 8,4: keys in 8, values in 4, which may have 3",
         metavar="N",
         parse=_cache_bits,
@@ -120,25 +108,19 @@ class EngineConfig:
     )
     cache_rotation: CacheRotation = option(
         "scale",
-        "--cache-rotation",
         help="before packing: rotate spreads outliers over all numbers, scale also fits keys to queries; or none",
         metavar="HOW",
-        parse=str,
     )
     cache_newest: int | None = option(
-        None,
-        "--cache-newest",
-        help="newest tokens that packed caches also keep in 16 bits",
-        metavar="N",
-        unset="16 with --kv-bytes, else 0",
+        None, help="newest tokens that packed caches also keep in 16 bits", unset="16 with --kv-bytes, else 0"
     )
-    dequantize: bool = option(False, "--dequantize", help="expand weights that the checkpoint has packed")
-    device: str = option("auto", "--device", help="auto, cpu, cuda", metavar="DEVICE")
-    gpu_mem: int | None = _size("--gpu-mem", help="memory the run may use of each GPU")
-    cpu_mem: int | None = _size("--cpu-mem", help="host memory the whole process may use")
+    dequantize: bool = option(False, help="expand weights that the checkpoint has packed")
+    device: str = option("auto", help="auto, cpu, cuda")
+    gpu_mem: int | None = _size(help="memory the run may use of each GPU")
+    cpu_mem: int | None = _size(help="host memory the whole process may use")
     disk_mem: int | None = _size("--nvme-mem", "--disk-mem", help="disk space the run may use")
-    emulate_gpu: int | None = _size("--emulate-gpu", help="a gpu tier of this capacity in host memory", unset="none")
-    num_gpus: int = option(1, "--num-gpus", help="GPUs that the layers are divided among", metavar="N")
+    emulate_gpu: int | None = _size(help="a gpu tier of this capacity in host memory", unset="none")
+    num_gpus: int = option(1, help="GPUs that the layers are divided among")
     offload_dir: str | None = option(
         None,
         "--offload-dir",
@@ -147,19 +129,15 @@ class EngineConfig:
         metavar="DIR",
         unset="~/.cache/h2o_flexgen/offload",
     )
-    verify: str = option(
-        "first", "--verify", help="checksums of packed weights: first, always or never read", metavar="WHEN"
-    )
-    check_finite: bool = option(False, "--check-finite", help="say in which unit numbers stop being finite; slow")
-    share_prefixes: bool = option(True, "--share-prefixes", help="compute prefixes that prompts of a block share once")
-    prefix_mem: int | None = _size("--prefix-mem", help="host memory for prefixes that come back", unset="none")
-    prefix_dir: str | None = option(
-        None, "--prefix-dir", help="folder that keeps prefixes for later runs", metavar="DIR", unset="none"
-    )
-    prefix_disk: int | None = _size("--prefix-disk", help="disk space for these prefixes", unset="16GiB")
+    verify: str = option("first", help="checksums of packed weights: first, always or never read", metavar="WHEN")
+    check_finite: bool = option(False, help="say in which unit numbers stop being finite; slow")
+    share_prefixes: bool = option(True, help="compute prefixes that prompts of a block share once")
+    prefix_mem: int | None = _size(help="host memory for prefixes that come back", unset="none")
+    prefix_dir: str | None = option(None, help="folder that keeps prefixes for later runs", metavar="DIR", unset="none")
+    prefix_disk: int | None = _size(help="disk space for these prefixes", unset="16GiB")
     trace: bool = False
     record_scores: bool = False
-    seed: int = option(0, "--seed", help="seed of sampling, dummy weights and random eviction", metavar="N")
+    seed: int = option(0, help="seed of sampling, dummy weights and random eviction")
 
     def __post_init__(self) -> None:
         for name in ("gpu_mem", "cpu_mem", "disk_mem", "emulate_gpu", "prefix_mem", "prefix_disk"):

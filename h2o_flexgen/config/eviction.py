@@ -12,7 +12,7 @@ from h2o_flexgen.config import budget as budgets
 from h2o_flexgen.config.budget import Budget as Budget
 from h2o_flexgen.config.budget import Range
 from h2o_flexgen.config.checks import KeptAsJson, one_of, refuses_unknown, share, truth, whole
-from h2o_flexgen.config.flags import layer_numbers, option, with_commas
+from h2o_flexgen.config.flags import layer_numbers, option
 from h2o_flexgen.config.recall import EVERY, RECALL_TIERS, STATIC, RecallTier
 from h2o_flexgen.config.splits import AUTO, CHOSEN, LAYER_SPLITS, THEN_H2O, LayerSplit, Share, Split, split_of
 from h2o_flexgen.errors import UsageError
@@ -36,7 +36,7 @@ class EvictionConfig(KeptAsJson):
         1.0, "--hh-ratio", help="KV budget as a share of prompt and generated tokens, in (0, 1]", metavar="R"
     )
     budget: int | None = option(
-        None, "--kv-budget", help="KV budget in tokens, instead of --hh-ratio", metavar="N", unset="by ratio"
+        None, "--kv-budget", help="KV budget in tokens, instead of --hh-ratio", unset="by ratio"
     )
     bytes: float | None = option(
         None,
@@ -45,57 +45,41 @@ class EvictionConfig(KeptAsJson):
         metavar="R",
         unset="by ratio",
     )
-    recent: int | None = option(None, "--recent", help="most recent tokens kept", metavar="N", unset="half the budget")
-    sinks: int | None = option(None, "--sinks", help="first tokens kept", metavar="N", unset="4 for streaming, else 0")
+    recent: int | None = option(None, help="most recent tokens kept", unset="half the budget")
+    sinks: int | None = option(None, help="first tokens kept", unset="4 for streaming, else 0")
     recent_ratio: float | None = option(
-        None,
-        "--recent-ratio",
-        help="--recent as a share of prompt and generated tokens",
-        metavar="R",
-        unset="half the budget",
+        None, help="--recent as a share of prompt and generated tokens", metavar="R", unset="half the budget"
     )
-    keep_prompt: bool = option(False, "--keep-prompt", help="the whole prompt stays; only the answer is evicted from")
+    keep_prompt: bool = option(False, help="the whole prompt stays; only the answer is evicted from")
     budget_split: LayerSplit | None = option(
         None,
-        "--budget-split",
         help="how layers share the KV budget: uniform, pyramid; global or far: more for layers without a window",
         metavar="HOW",
-        parse=str,
         unset="uniform; pyramid for pyramidkv",
     )
     far_layers: tuple[int, ...] | None = option(
         None,
-        "--far-layers",
         help="layers that --budget-split far gives more, counted from 0",
         metavar="N,N",
         parse=layer_numbers,
-        show=with_commas,
         unset="those without a window",
     )
-    rolling_positions: bool = option(
-        False, "--rolling-positions", help="positions within the cache, for streams longer than the context"
-    )
+    rolling_positions: bool = option(False, help="positions within the cache, for streams longer than the context")
     """Of models with rotary positions: keys are kept as they were before rotation and turned by their place among the
     tokens that are held, so that no position ever passes the budget."""
     spans: SpanRule | None = option(
         None,
-        "--spans",
         help="spans of a prompt: whitelist (those with keep never go), fair (each has its share)",
         metavar="HOW",
-        parse=str,
         unset="kept tokens are counted only",
     )
     recall: RecallTier | None = option(
         None,
-        "--recall",
         help="tier where evicted tokens wait for queries that look for them, to come back: cpu or disk",
         metavar="TIER",
-        parse=str,
         unset="they are lost",
     )
-    recall_every: int = option(
-        EVERY, "--recall-every", help="steps from one look at what waits to the next, after the first 16", metavar="N"
-    )
+    recall_every: int = option(EVERY, help="steps from one look at what waits to the next, after the first 16")
     seed: int = 0
     """Of the random policy."""
     token_bytes: tuple[int, int, int] = (1, 1, 0)

@@ -11,7 +11,7 @@ import typing
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from h2o_flexgen.errors import UsageError
 
@@ -20,30 +20,33 @@ T = TypeVar("T")
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
-def flag(
+def option(
+    default: Any,
     *names: str,
     help: str,
     metavar: str | None = None,
     parse: Callable[[str], Any] | None = None,
     show: Callable[[Any], str] | None = None,
     unset: str = "none",
-) -> dict[str, Any]:
-    """Metadata of a dataclass field that is also a flag, as `option` makes them.
+) -> Any:
+    """A field of a dataclass that is also a flag; where `default` is a function, a call of it, and MISSING for none.
 
-    `names` are the flag and its aliases. `parse` and `show` turn text into the value and back where the field's type
-    (bool, int, float or str) does not say how; `unset` is how `--help` prints a default of None.
+    `names` are the flag and its aliases: without any it is called as the field. `parse` and `show` turn text into the
+    value and back where the field's type does not say how (bool, int, float, str, a Literal, or several texts with
+    commas between); `unset` is how `--help` prints a default of None.
     """
-    return {"flags": names, "help": help, "metavar": metavar, "parse": parse, "show": show, "unset": unset}
-
-
-def option(default: Any, *names: str, **how: Any) -> Any:
-    """A field of a dataclass that is also a flag, as `flag` says; where `default` is a function, a call of it."""
     given = {"default_factory": default} if callable(default) else {"default": default}
-    return dataclasses.field(**given, metadata=flag(*names, **how))
+    how = {"names": names, "help": help, "metavar": metavar, "parse": parse, "show": show, "unset": unset}
+    return dataclasses.field(**given, metadata=how)
+
+
+def flags_of(item: dataclasses.Field[Any]) -> Sequence[str]:
+    """The flag of a field and its aliases."""
+    return item.metadata["names"] or (f"--{item.name.replace('_', '-')}",)
 
 
 def between_commas(text: str) -> tuple[str, ...]:
-    """The words of "a,b": the `parse` of a field that holds several."""
+    """The words of "a,b": how a field is parsed that holds several."""
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
@@ -56,7 +59,7 @@ def layer_numbers(text: str) -> tuple[int, ...]:
 
 
 def with_commas(values: Iterable[object]) -> str:
-    """The `show` of such a field."""
+    """How such a field is shown."""
     return ",".join(map(str, values))
 
 
@@ -185,30 +188,30 @@ def _flagged(cls: type[Any]) -> tuple[_Flagged, ...]:
 def _read(cls: type[Any]) -> Iterator[_Flagged]:
     hints = typing.get_type_hints(cls)
     for item in dataclasses.fields(cls):
-        meta = item.metadata
-        if "flags" not in meta:
+        if "names" not in item.metadata:
             continue
         default = item.default
         if item.default_factory is not dataclasses.MISSING:
             default = item.default_factory()
-        kind = _without_none(hints[item.name])
-        parse = meta["parse"] or (parse_bool if kind is bool else kind)
+        kind, meta = _without_none(hints[item.name]), item.metadata
+        origin = typing.get_origin(kind) or kind
+        usual: Any = {bool: parse_bool, tuple: between_commas, Literal: str}.get(origin, kind)
         yield _Flagged(
             name=item.name,
-            names=meta["flags"],
+            names=flags_of(item),
             type=kind,
             default=default,
             help=meta["help"],
-            metavar=meta["metavar"],
-            parse=parse,
-            show_value=meta["show"],
+            metavar=meta["metavar"] or ("N" if kind is int else None),
+            parse=meta["parse"] or usual,
+            show_value=meta["show"] or (with_commas if origin is tuple else None),
             unset=meta["unset"],
         )
 
 
 def _without_none(hint: Any) -> Any:
     """`int` for `int | None`."""
-    if isinstance(hint, types.UnionType):
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
         kinds = [part for part in typing.get_args(hint) if part is not types.NoneType]
         hint = kinds[0] if len(kinds) == 1 else hint  # of several, `parse` says which
     return hint

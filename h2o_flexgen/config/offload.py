@@ -138,26 +138,20 @@ class OffloadPolicy(KeptAsJson):
     """
 
     gpu_batch_size: int = option(
-        1, "--gpu-batch-size", "--gbs", help="sequences that go through a layer together", metavar="N", unset="planned"
+        1, "--gpu-batch-size", "--gbs", help="sequences that go through a layer together", unset="planned"
     )
     num_gpu_batches: int = option(
-        1, "--num-gpu-batches", "--num-gb", help="GPU batches per pass over the weights", metavar="N", unset="planned"
+        1, "--num-gpu-batches", "--num-gb", help="GPU batches per pass over the weights", unset="planned"
     )
     weights: Mapping[str, float] = _placement("--weights-placement", "weights")
     cache: Mapping[str, float] = _placement("--cache-placement", "KV cache")
     hidden: Mapping[str, float] = _placement("--hidden-placement", "hidden states")
-    cpu_cache_compute: bool = option(
-        False, "--cpu-cache-compute", help="compute the attention of a cache on the CPU there", unset="planned"
-    )
-    overlap: bool = option(True, "--overlap", help="copy and compute at the same time")
-    lookahead: int = option(
-        1, "--lookahead", help="streamed weight groups in flight beyond the current", metavar="N", unset="planned"
-    )
+    cpu_cache_compute: bool = option(False, help="compute the attention of a cache on the CPU there", unset="planned")
+    overlap: bool = option(True, help="copy and compute at the same time")
+    lookahead: int = option(1, help="streamed weight groups in flight beyond the current", unset="planned")
     prefill_chunk: int | None = option(
         None,
-        "--prefill-chunk",
         help="prompt tokens that go through a unit at once",
-        metavar="N",
         unset=f"{Kernels.CPU.chunk}, or {Kernels.TRITON.chunk} where a GPU has the memory",
     )
     """A long prompt takes no more working memory than a chunk, its keys and values of one layer, and its hidden states.

@@ -36,44 +36,28 @@ class SamplingParams:
     """
 
     max_new_tokens: int = option(
-        32, "--gen-len", "--max-new-tokens", "--output-len", "-n", help="most new tokens per prompt", metavar="N"
+        32, "--gen-len", "--max-new-tokens", "--output-len", "-n", help="most new tokens per prompt"
     )
-    min_new_tokens: int = option(0, "--min-new-tokens", help="new tokens before which no eos is taken", metavar="N")
-    do_sample: bool = option(False, "--do-sample", help="draw tokens instead of taking the likeliest")
+    min_new_tokens: int = option(0, help="new tokens before which no eos is taken")
+    do_sample: bool = option(False, help="draw tokens instead of taking the likeliest")
     temperature: float = option(
-        1.0,
-        "--temperature",
-        help="with --do-sample: above 1 flattens the distribution, below 1 sharpens it",
-        metavar="T",
+        1.0, help="with --do-sample: above 1 flattens the distribution, below 1 sharpens it", metavar="T"
     )
-    top_k: int = option(
-        50, "--top-k", help="with --do-sample: draw among the K likeliest tokens, 0 for all", metavar="K"
-    )
+    top_k: int = option(50, help="with --do-sample: draw among the K likeliest tokens, 0 for all", metavar="K")
     top_p: float = option(
-        1.0, "--top-p", help="with --do-sample: draw among the likeliest tokens of this total probability", metavar="P"
+        1.0, help="with --do-sample: draw among the likeliest tokens of this total probability", metavar="P"
     )
     min_p: float = option(
-        0.0,
-        "--min-p",
-        help="with --do-sample: draw only tokens of P times the likeliest one's probability or more",
-        metavar="P",
+        0.0, help="with --do-sample: draw only tokens of P times the likeliest one's probability or more", metavar="P"
     )
-    repetition_penalty: float = option(
-        1.0, "--repetition-penalty", help="above 1 discourages tokens already there", metavar="X"
-    )
-    no_repeat_ngram_size: int = option(
-        0, "--no-repeat-ngram-size", help="no N tokens in a row occur twice, 0 for off", metavar="N"
-    )
+    repetition_penalty: float = option(1.0, help="above 1 discourages tokens already there", metavar="X")
+    no_repeat_ngram_size: int = option(0, help="no N tokens in a row occur twice, 0 for off")
     stop_strings: tuple[str, ...] = ()
     eos_token_id: int | tuple[int, ...] | None = None
-    ignore_eos: bool = option(False, "--ignore-eos", help="go on to --gen-len tokens in any case")
+    ignore_eos: bool = option(False, help="go on to --gen-len tokens in any case")
     seed: int | None = None
-    num_return_sequences: int = option(
-        1, "--num-return-sequences", help="with --do-sample: answers per prompt", metavar="N"
-    )
-    logprobs: int | None = option(
-        None, "--logprobs", help="report log-probabilities, with the N likeliest beside", metavar="N"
-    )
+    num_return_sequences: int = option(1, help="with --do-sample: answers per prompt")
+    logprobs: int | None = option(None, help="report log-probabilities, with the N likeliest beside")
     max_time: float | None = None
     top_h: float | None = None
     typical_p: float = 1.0

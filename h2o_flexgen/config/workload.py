@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, replace
 from pathlib import PurePath
 
 from h2o_flexgen.config.checks import whole
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.flags import flag
+from h2o_flexgen.config.flags import option
 from h2o_flexgen.config.model.packing import scales_keys
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.recall import check_recall
@@ -19,9 +19,9 @@ from h2o_flexgen.errors import ContextLengthError, UsageError
 class Workload:
     """Sequences and their lengths in tokens; where these differ, the largest of the call. Raises UsageError."""
 
-    prompt_len: int = field(metadata=flag("--prompt-len", "--input-len", help="tokens per prompt", metavar="N"))
-    gen_len: int = field(metadata=flag("--gen-len", "--output-len", help="tokens to generate per prompt", metavar="N"))
-    num_sequences: int = field(default=1, metadata=flag("--num-prompts", help="number of prompts", metavar="N"))
+    prompt_len: int = option(MISSING, "--prompt-len", "--input-len", help="tokens per prompt")
+    gen_len: int = option(MISSING, "--gen-len", "--output-len", help="tokens to generate per prompt")
+    num_sequences: int = option(1, "--num-prompts", help="number of prompts")
 
     def __post_init__(self) -> None:
         labels = {"prompt_len": "--prompt-len", "gen_len": "--gen-len", "num_sequences": "--num-prompts"}

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from h2o_flexgen.config.checks import share, whole
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.flags import between_commas, option, with_commas
+from h2o_flexgen.config.flags import between_commas, option
 from h2o_flexgen.config.reports.quality import POSITIONS, Positions
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
@@ -37,44 +37,20 @@ class EvaluationSettings:
     """The measurements of `evaluate`. Raises UsageError for values that make no sense."""
 
     policies: tuple[str, ...] = option(
-        ("full", "h2o", "local", "streaming", "heavy", "random"),
-        "--policies",
-        help="eviction policies to measure",
-        metavar="A,B",
-        parse=between_commas,
-        show=with_commas,
+        ("full", "h2o", "local", "streaming", "heavy", "random"), help="eviction policies to measure", metavar="A,B"
     )
     ratios: tuple[float, ...] = option(
-        (0.1, 0.2, 0.5),
-        "--ratios",
-        help="KV budgets as shares of prompt and generated tokens",
-        metavar="R,R",
-        parse=_ratios,
-        show=with_commas,
+        (0.1, 0.2, 0.5), help="KV budgets as shares of prompt and generated tokens", metavar="R,R", parse=_ratios
     )
     recall: str | None = option(
-        None, "--recall", help='questions: .jsonl with {"prompt", "answer"}', metavar="FILE", unset="the demo's"
+        None, help='questions: .jsonl with {"prompt", "answer"}', metavar="FILE", unset="the demo's"
     )
-    text: str | None = option(
-        None, "--text", help="held-out text for the perplexity", metavar="FILE", unset="the demo's"
-    )
+    text: str | None = option(None, help="held-out text for the perplexity", metavar="FILE", unset="the demo's")
     context: int | None = option(
-        None,
-        "--context",
-        help="tokens prefilled and pruned before the scored ones",
-        metavar="N",
-        unset="768, or 3/4 of the model's context",
+        None, help="tokens prefilled and pruned before the scored ones", unset="768, or 3/4 of the model's context"
     )
-    continuation: int | None = option(
-        None, "--continuation", help="tokens scored after each context", metavar="N", unset="a third of --context"
-    )
-    limit: int | None = option(
-        None,
-        "--limit",
-        help="most questions, and most windows of text",
-        metavar="N",
-        unset="all questions, 32 windows",
-    )
+    continuation: int | None = option(None, help="tokens scored after each context", unset="a third of --context")
+    limit: int | None = option(None, help="most questions, and most windows of text", unset="all questions, 32 windows")
 
     def __post_init__(self) -> None:
         if not self.policies or not self.ratios:
@@ -104,24 +80,19 @@ class StreamSettings:
 
     stream: int | None = option(
         None,
-        "--stream",
         help="score streams of this many tokens, far beyond the model's context, instead of recall",
-        metavar="N",
         unset="no streams",
     )
     budget: int | None = option(
-        None, "--kv-budget", help="KV budget of a stream, in tokens", metavar="N", unset="half the model's context"
+        None, "--kv-budget", help="KV budget of a stream, in tokens", unset="half the model's context"
     )
     positions: tuple[Positions, ...] = option(
         POSITIONS,
-        "--positions",
         help="kinds of positions: recomputed for each window, rolling within the cache, absolute past the context",
         metavar="A,B",
-        parse=between_commas,
-        show=with_commas,
     )
-    window: int = option(64, "--stream-window", help="scored tokens to a point of the curve", metavar="N")
-    streams: int = option(4, "--streams", help="parts of the text, a stream each", metavar="N")
+    window: int = option(64, "--stream-window", help="scored tokens to a point of the curve")
+    streams: int = option(4, help="parts of the text, a stream each")
 
     def __post_init__(self) -> None:
         for name, label in (("stream", "--stream"), ("budget", "--kv-budget")):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.config.flags import flags_of
 from h2o_flexgen.config.hardware.profile import HardwareProfile
 from h2o_flexgen.cost.explain import bound_text, runner_up_text
 from h2o_flexgen.cost.model import CostModel
@@ -155,7 +156,7 @@ def _flags(config: EngineConfig) -> Iterator[str]:
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
         if item.name in _MEASURED and value is not None:
-            name = item.metadata["flags"][0]
+            name = flags_of(item)[0]
             size = item.name in ("cpu_mem", "emulate_gpu")
             shown = f"{value}B" if size else str(value).lower() if value is True else value
             yield f"{name}={shown}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from h2o_flexgen.cli.parser import Parser
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.flags import _flagged, add_arguments, flag, from_namespace, given, parse_bool
+from h2o_flexgen.config.flags import _flagged, add_arguments, from_namespace, given, option, parse_bool
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.errors import UsageError
@@ -141,7 +141,7 @@ def test_fields_can_be_left_out() -> None:
 def test_a_percent_sign_in_the_help() -> None:
     @dataclass(frozen=True)
     class Percent:
-        value: int = field(default=5, metadata=flag("--value", help="in %"))
+        value: int = option(5, help="in %")
 
     assert "in % (default: 5)" in parser(Percent).format_help()
 

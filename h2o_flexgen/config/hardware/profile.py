@@ -209,14 +209,12 @@ class PlanningConfig:
 
     hardware: str | None = option(
         None,
-        "--hardware",
         help="plan on the rates of another machine (t4, a100, h200), or of a file that calibrate wrote",
         metavar="NAME|FILE",
         unset="this machine, as calibrated",
     )
     calibrate: bool | None = option(
         None,
-        "--calibrate",
         help="measure this machine first, for about 45 s, unless that was done before; without rates plans go by rule "
         "and predict no time",
         unset="where weights or caches must move",
