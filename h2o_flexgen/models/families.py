@@ -5,44 +5,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
-from h2o_flexgen.models import (
-    cohere2,
-    dots1,
-    ernie4_5_moe,
-    exaone4,
-    gemma2,
-    gemma3,
-    glm4,
-    glm4_moe,
-    gpt_neox,
-    gpt_oss,
-    granite,
-    granitemoe,
-    hy_v3,
-    llama,
-    minimax_m2,
-    ministral3,
-    mistral,
-    mixtral,
-    nested,
-    olmo2,
-    olmo3,
-    olmoe,
-    opt,
-    phi3,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_moe,
-    seed_oss,
-    smollm3,
-)
+from h2o_flexgen.models import nested
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.llama_like import LlamaLike
 from h2o_flexgen.models.quantized import read_quantization
@@ -61,15 +31,14 @@ class Family(NamedTuple):
 
 
 FAMILIES: Registry[Family | LlamaLike] = Registry("model family", ModelError)
-FAMILIES.register("opt", Family(opt.spec_from_config, opt.checkpoint_names, opt.IGNORED))
-for _module in (llama, mistral, ministral3, qwen2, qwen3, granite, olmo2, olmo3, exaone4, cohere2, glm4, smollm3):
-    FAMILIES.register(_module.FAMILY.family, _module.FAMILY)
-for _module in (seed_oss, phi3, gemma2, gemma3):
-    FAMILIES.register(_module.FAMILY.family, _module.FAMILY)
-FAMILIES.register("gpt_neox", Family(gpt_neox.spec_from_config, gpt_neox.checkpoint_names, gpt_neox.IGNORED))
-for _module in (mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe, gpt_oss, dots1, ernie4_5_moe, glm4_moe, hy_v3):
-    FAMILIES.register(_module.FAMILY.family, _module.FAMILY)
-FAMILIES.register("minimax_m2", minimax_m2.FAMILY)
+for _name in (
+    *("opt", "llama", "mistral", "ministral3", "qwen2", "qwen3", "granite", "olmo2", "olmo3", "exaone4", "cohere2"),
+    *("glm4", "smollm3", "seed_oss", "phi3", "gemma2", "gemma3_text", "gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe"),
+    *("olmoe", "granitemoe", "gpt_oss", "dots1", "ernie4_5_moe", "glm4_moe", "hy_v3", "minimax_m2"),
+):
+    _own: Any = import_module(f"h2o_flexgen.models.{_name.removesuffix('_text')}")
+    _other = None if hasattr(_own, "FAMILY") else Family(_own.spec_from_config, _own.checkpoint_names, _own.IGNORED)
+    FAMILIES.register(_name, _other or _own.FAMILY)
 
 
 def family_of(config: Mapping[str, Any], name: str) -> Family | LlamaLike:
