@@ -1,8 +1,10 @@
-"""The calls that a job makes to the file system, in one place: tests put one that fails in its stead."""
+"""Files by descriptors that grow at their ends, are locked, and are known to be on the disk. OSError as the system
+raises it; `storage_failure` makes one message of it."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,53 +15,36 @@ from h2o_flexgen.errors import StorageError
 CHUNK = 1 << 20
 
 
-class FileSystem:
-    """Files by descriptors. OSError as the system raises it; `storage_failure` makes one message of it."""
-
-    def open(self, path: Path, flags: int) -> int:
-        return os.open(path, flags | os.O_CLOEXEC, 0o666)
-
-    def read(self, fd: int, count: int, offset: int) -> bytes:
-        return os.pread(fd, count, offset)
-
-    def write(self, fd: int, data: memoryview, offset: int) -> int:
-        return os.pwrite(fd, data, offset)
-
-    def truncate(self, fd: int, size: int) -> None:
-        os.ftruncate(fd, size)
-
-    def sync(self, fd: int) -> None:
-        """What was written is on the disk, and not only in the system's memory."""
+def sync_folder(folder: Path) -> None:
+    """The names in a folder are on the disk, and not only in the system's memory."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
         os.fsync(fd)
+    finally:
+        os.close(fd)
 
-    def rename(self, source: Path, target: Path) -> None:
-        os.replace(source, target)
 
-    def remove(self, path: Path) -> None:
-        path.unlink(missing_ok=True)
-
-    def sync_folder(self, folder: Path) -> None:
-        """The names in a folder are on the disk."""
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            self.sync(fd)
-        finally:
-            os.close(fd)
+def locked(fd: int) -> bool:
+    """Whether this process has the lock of a file now; False where another one has it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class AppendedFile:
     """A file that grows at its end by whole pieces: one that does not fit is taken back."""
 
-    def __init__(self, files: FileSystem, path: Path, flags: int, size: int = 0) -> None:
-        self._files, self.path = files, path
-        self.fd, self.size = files.open(path, flags), size
+    def __init__(self, path: Path, flags: int) -> None:
+        self.path, self.fd, self.size = path, os.open(path, flags, 0o666), 0
 
     def append(self, data: bytes) -> None:
         """OSError where there is no room for all of it; none of it is in the file then, if that can be done."""
         view, done = memoryview(data), 0
         try:
             while done < len(view):
-                done += self._files.write(self.fd, view[done:], self.size + done)
+                done += os.pwrite(self.fd, view[done:], self.size + done)
         except BaseException:
             with suppress(OSError):
                 self.cut(self.size)
@@ -68,16 +53,16 @@ class AppendedFile:
 
     def cut(self, size: int) -> None:
         """Forgets all after the first `size` bytes."""
-        self._files.truncate(self.fd, size)
+        os.ftruncate(self.fd, size)
         self.size = size
 
     def sync(self) -> None:
-        self._files.sync(self.fd)
+        os.fsync(self.fd)
 
     def lines(self, start: int = 0) -> Iterator[bytes]:
         """Its lines with their ends, from the byte `start` on; the last may have none."""
         rest, offset = b"", start
-        while data := self._files.read(self.fd, CHUNK, offset):
+        while data := os.pread(self.fd, CHUNK, offset):
             offset += len(data)
             *whole, rest = (rest + data).split(b"\n")
             yield from (line + b"\n" for line in whole)
@@ -88,7 +73,7 @@ class AppendedFile:
         """`count` bytes from `offset` on; StorageError where there are fewer."""
         parts, done = [], 0
         while done < count:
-            part = self._files.read(self.fd, count - done, offset + done)
+            part = os.pread(self.fd, count - done, offset + done)
             if not part:
                 raise StorageError(f"{self.path} ends before byte {offset + count}")
             parts.append(part)

@@ -10,7 +10,6 @@ lock of the job, too.
 from __future__ import annotations
 
 import array
-import fcntl
 import json
 import os
 import socket
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 
 from h2o_flexgen.errors import H2OFlexGenError, LockedError, UsageError
 from h2o_flexgen.folders import Closing
-from h2o_flexgen.jobs.files import AppendedFile, FileSystem, storage_failure
+from h2o_flexgen.jobs.files import AppendedFile, locked, storage_failure, sync_folder
 
 VERSION = 1
 SYNC_EVERY = 5.0
@@ -52,10 +51,7 @@ class JobResults(Closing):
     StorageError where the file system fails: the same command then goes on.
     """
 
-    def __init__(
-        self, output: Path, error_file: Path | None = None, *, overwrite: bool = False, files: FileSystem | None = None
-    ) -> None:
-        self._files = files or FileSystem()
+    def __init__(self, output: Path, error_file: Path | None = None, *, overwrite: bool = False) -> None:
         named = (("--output", output), ("--error-file", error_file))
         self.paths = [_regular(path, flag) for flag, path in named if path is not None]
         if len(set(self.paths)) < len(self.paths):
@@ -88,7 +84,7 @@ class JobResults(Closing):
                     raise _changed(path)
                 if not signed and path.exists() and path.stat().st_size:
                     raise _not_ours(path)  # killed before its files were made
-                self._outputs.append(AppendedFile(self._files, path, os.O_RDWR | (0 if signed else os.O_CREAT)))
+                self._outputs.append(AppendedFile(path, os.O_RDWR | (0 if signed else os.O_CREAT)))
             self._recover(durable)
             self._sign()
 
@@ -137,8 +133,8 @@ class JobResults(Closing):
     def _look(self) -> None:
         """Locks the journal if there is one, and reads how it begins."""
         while self._beside.exists():
-            journal = AppendedFile(self._files, self._beside, os.O_RDWR)
-            if not _lock(journal.fd):
+            journal = AppendedFile(self._beside, os.O_RDWR)
+            if not locked(journal.fd):
                 holder = _holder(journal)
                 journal.close()
                 raise LockedError(f"{self.paths[0]} is being written by {holder}", "one process at a time may do that")
@@ -160,14 +156,14 @@ class JobResults(Closing):
         """New files; with `overwrite` in the place of old ones."""
         if self._journal is None:
             try:
-                self._journal = AppendedFile(self._files, self._beside, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+                self._journal = AppendedFile(self._beside, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             except FileExistsError:
                 raise LockedError(f"{self.paths[0]} has just been begun by another process") from None
-            if not _lock(self._journal.fd):
+            if not locked(self._journal.fd):
                 raise LockedError(f"{self.paths[0]} has just been begun by another process")
         if self._overwrite:
             for path in (*self.paths, *self._aside()):
-                self._files.remove(path)
+                path.unlink(missing_ok=True)
         header = {**_NAMED, "version": VERSION, "created": int(time.time()), "job": job}
         self._log.cut(0)
         self._log.append(json.dumps(header).encode() + b"\n")
@@ -175,7 +171,7 @@ class JobResults(Closing):
         self.header, flags = header, os.O_RDWR | os.O_CREAT | os.O_EXCL
         for path in self.paths:
             try:
-                self._outputs.append(AppendedFile(self._files, path, flags))
+                self._outputs.append(AppendedFile(path, flags))
             except FileExistsError:
                 raise _not_ours(path) from None
         self._sign()
@@ -184,7 +180,7 @@ class JobResults(Closing):
         """Who writes from now on, for other processes that would."""
         self._log.append(_signature())
         self._sync()
-        self._files.sync_folder(self._beside.parent)
+        sync_folder(self._beside.parent)
 
     # Going on
 
@@ -241,12 +237,12 @@ class JobResults(Closing):
     def _rewrite(self, ordered: bool, keep_failed: bool) -> None:
         *aside, whole, part = self._aside()
         for path in (*aside, part):
-            self._files.remove(path)
+            path.unlink(missing_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        outputs = [AppendedFile(self._files, path, flags) for path in aside]
-        journal = AppendedFile(self._files, part, flags)
+        outputs = [AppendedFile(path, flags) for path in aside]
+        journal = AppendedFile(part, flags)
         try:
-            _lock(journal.fd)
+            locked(journal.fd)
             journal.append(json.dumps(self.header).encode() + b"\n" + _signature())
             for entry, data in self._finished(ordered):
                 if entry.state == FAILED and not keep_failed:
@@ -258,8 +254,8 @@ class JobResults(Closing):
                 file.sync()
             journal.append(_SYNCED)
             journal.sync()
-            self._files.rename(part, whole)
-            self._files.sync_folder(self._beside.parent)
+            os.replace(part, whole)
+            sync_folder(self._beside.parent)
         except BaseException:
             for file in (*outputs, journal):
                 file.close()
@@ -275,18 +271,18 @@ class JobResults(Closing):
         if whole.exists():
             for path, final in zip(aside, self.paths, strict=True):
                 if path.exists():
-                    self._files.rename(path, final)
+                    os.replace(path, final)
             replaced = self._log
             if not os.path.samestat(os.fstat(replaced.fd), os.stat(whole)):
-                self._journal = AppendedFile(self._files, whole, os.O_RDWR)
-                _lock(self._journal.fd)
+                self._journal = AppendedFile(whole, os.O_RDWR)
+                locked(self._journal.fd)
                 replaced.close()
-            self._files.rename(whole, self._beside)
-            self._files.sync_folder(self._beside.parent)
+            os.replace(whole, self._beside)
+            sync_folder(self._beside.parent)
             self._journal = self._reopened()
         for path in (*aside, part):
             if path.exists():
-                self._files.remove(path)
+                path.unlink(missing_ok=True)
 
     def _reopened(self) -> AppendedFile:
         """The journal under its own name, its descriptor and lock as they are."""
@@ -389,14 +385,6 @@ def _changed(path: Path) -> UsageError:
         "needed both as they were left",
         "name another --output, or start anew with --overwrite",
     )
-
-
-def _lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _signature() -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import random
 from collections.abc import Callable
@@ -13,7 +14,6 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.errors import H2OFlexGenError, LockedError, StorageError, UsageError
-from h2o_flexgen.jobs.files import FileSystem
 from h2o_flexgen.jobs.journal import FAILED, OK, JobResults
 from tests.seeds import moved
 
@@ -25,18 +25,34 @@ class Killed(BaseException):
     """Stands for kill -9: nothing is tidied up after it."""
 
 
-class QuickFiles(FileSystem):
-    """Does not wait for the disk."""
-
-    def sync(self, fd: int) -> None:
-        pass
-
-
-class FaultyFiles(QuickFiles):
-    """Fails the `nth` call that changes anything, by `fault`; a write may have written some of its bytes by then."""
+class FaultyCalls:
+    """Within it the `nth` of the system's calls for files fails by `fault`; a write may have written some of its bytes
+    by then. None waits for the disk."""
 
     def __init__(self, nth: int, fault: BaseException) -> None:
         self.left, self.fault, self.fired = nth, fault, False
+        self._patch = pytest.MonkeyPatch()
+
+    def __enter__(self) -> FaultyCalls:
+        for name in ("open", "pread", "pwrite", "ftruncate", "fsync", "replace", "unlink"):
+            self._patch.setattr(os, name, functools.partial(self._call, name, getattr(os, name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.undo()
+
+    def _call(self, name: str, real: Callable[..., Any], *given: Any) -> Any:
+        try:
+            self._count()
+        except BaseException:
+            if name == "pwrite" and len(given[1]) > 1:
+                real(given[0], given[1][: len(given[1]) // 2], given[2])
+            raise
+        if name == "pwrite":
+            return real(given[0], given[1][: max(1, len(given[1]) // 2)], given[2])  # short, as a system may
+        if name == "pread":
+            return real(given[0], min(given[1], 300), given[2])
+        return None if name == "fsync" else real(*given)
 
     def _count(self) -> None:
         self.left -= 1
@@ -45,49 +61,14 @@ class FaultyFiles(QuickFiles):
             self.fired = True
             raise self.fault
 
-    def write(self, fd: int, data: memoryview, offset: int) -> int:
-        try:
-            self._count()
-        except BaseException:
-            if len(data) > 1:
-                super().write(fd, data[: len(data) // 2], offset)
-            raise
-        return super().write(fd, data[: max(1, len(data) // 2)], offset)  # short, as a system may
-
-    def open(self, path: Path, flags: int) -> int:
-        self._count()
-        return super().open(path, flags)
-
-    def truncate(self, fd: int, size: int) -> None:
-        self._count()
-        super().truncate(fd, size)
-
-    def sync(self, fd: int) -> None:
-        self._count()
-        super().sync(fd)
-
-    def rename(self, source: Path, target: Path) -> None:
-        self._count()
-        super().rename(source, target)
-
-    def remove(self, path: Path) -> None:
-        self._count()
-        super().remove(path)
-
-    def read(self, fd: int, count: int, offset: int) -> bytes:
-        self._count()
-        return super().read(fd, min(count, 300), offset)
-
 
 def text_of(line: int) -> str:
     return f'{{"line": {line}, "text": "{"äö" * line}"}}\n'
 
 
-def run(
-    folder: Path, files: FileSystem | None = None, *, errors: bool = False, finish: Callable[[JobResults], Any]
-) -> None:
+def run(folder: Path, *, errors: bool = False, finish: Callable[[JobResults], Any]) -> None:
     """One attempt at a job of LINES requests, of which every third fails, in an order of its own."""
-    results = JobResults(folder / "out", folder / "err" if errors else None, files=files)
+    results = JobResults(folder / "out", folder / "err" if errors else None)
     try:
         results.begin(JOB, LINES)
         order = [line for line in range(1, LINES + 1) if not results.state[line]]
@@ -134,18 +115,18 @@ def test_whatever_fails_the_same_command_goes_on(tmp_path: Path, fault: BaseExce
     for nth in range(1, 400):
         folder = tmp_path / str(nth)
         folder.mkdir()
-        files = FaultyFiles(nth, fault)
-        with contextlib.suppress(StorageError, Killed):
-            run(folder, files, errors=errors, finish=ENDS[end])
+        with contextlib.suppress(StorageError, Killed), FaultyCalls(nth, fault) as calls:
+            run(folder, errors=errors, finish=ENDS[end])
         kept = set(whole(folder)) if end == "sync" else set()
-        run(folder, QuickFiles(), errors=errors, finish=ENDS[end])
+        with FaultyCalls(0, fault):
+            run(folder, errors=errors, finish=ENDS[end])
         found = whole(folder)
         assert sorted(found) == sorted(map(text_of, range(1, LINES + 1))), nth
         assert {line for line in kept if line.endswith("\n")} <= set(found)
         if end == "ordered":
             assert found == [*map(text_of, range(1, 6))] if not errors else [text_of(n) for n in (1, 2, 4, 5, 3)]
         assert {path.name for path in folder.iterdir()} <= {"out", "err", "out.journal"}
-        if not files.fired:
+        if not calls.fired:
             assert nth > 30
             return
     pytest.fail("there was always another call")

@@ -10,7 +10,6 @@ Names are made here: no path ever comes from a client. Fields that begin with `_
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.errors import LockedError, StorageError, UsageError
-from h2o_flexgen.jobs.files import FileSystem, storage_failure
+from h2o_flexgen.jobs.files import locked, storage_failure, sync_folder
 from h2o_flexgen.jobs.openai import CHAT, COMPLETIONS
 from h2o_flexgen.jobs.source import BadLine, Source, load_json
 
@@ -68,7 +67,7 @@ class Desk:
         self.changed, self.news = threading.Condition(threading.RLock()), False
         self.files: dict[str, Entry] = {}
         self.batches: dict[str, Entry] = {}
-        self._folder, self._called, self._disk = folder, called, FileSystem()
+        self._folder, self._called = folder, called
         self._held: dict[str, float] = {}
         self._saved: dict[str, float] = {}
         try:
@@ -101,7 +100,7 @@ class Desk:
         """Makes a file of what was uploaded, or written."""
         with self._writing():
             entry = self._file(f"file-{secrets.token_hex(16)}", uploaded.stat().st_size, name, purpose, lives_s)
-            self._disk.rename(uploaded, self.file_folder / entry["id"])
+            os.replace(uploaded, self.file_folder / entry["id"])
             self._keep_file(entry)
             return entry
 
@@ -289,7 +288,7 @@ class Desk:
     def _publish(self, batch: Entry, written: Path, name: str) -> str | None:
         target = self.file_folder / name
         if written.exists() and written.stat().st_size:
-            self._disk.rename(written, target)
+            os.replace(written, target)
         if not target.exists():
             return None
         if name not in self.files:
@@ -368,7 +367,7 @@ class Desk:
     def _forget_file(self, name: str) -> None:
         del self.files[name]
         for path in (self.file_folder / f"{name}.json", self.file_folder / name):
-            self._disk.remove(path)
+            path.unlink(missing_ok=True)
 
     def _save_batch(self, batch: Entry) -> None:
         self._saved[batch["id"]] = time.monotonic()
@@ -376,24 +375,18 @@ class Desk:
 
     def _save(self, path: Path, value: Entry) -> None:
         part = path.with_suffix(".part")
-        fd = self._disk.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            self._disk.write(fd, memoryview(json.dumps(value).encode()), 0)
-            self._disk.sync(fd)
-        finally:
-            os.close(fd)
-        self._disk.rename(part, path)
-        self._disk.sync_folder(path.parent)
+        with part.open("w", encoding="utf-8") as file:
+            json.dump(value, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+        sync_folder(path.parent)
 
     def _locked(self) -> int:
-        fd = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        fd = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        if not locked(fd):
             os.close(fd)
-            raise LockedError(
-                f"--data-dir {self._folder} is served by another process", "one at a time may do that"
-            ) from None
+            raise LockedError(f"--data-dir {self._folder} is served by another process", "one at a time may do that")
         return fd
 
     def _load(self) -> None:
