@@ -16,8 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tqdm import tqdm
-
 from h2o_flexgen.cli.arguments import add_compress
 from h2o_flexgen.cli.parser import Parser
 from h2o_flexgen.cli.program import (
@@ -31,7 +29,7 @@ from h2o_flexgen.cli.program import (
     write_json,
     write_result,
 )
-from h2o_flexgen.cli.progress import bar
+from h2o_flexgen.cli.progress import ProgressBar, bar
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace
 from h2o_flexgen.config.hardware.profile import HardwareProfile, kept_file, load_kept
@@ -117,12 +115,8 @@ def _parser() -> Parser:
     return parser
 
 
-class PartProgress:
+class PartProgress(ProgressBar):
     """A bar of seconds on a terminal, a line for each part where stderr is a file, nothing with --quiet."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._quiet, self._terminal = quiet, sys.stderr.isatty()
-        self._bar: tqdm[Any] | None = None
 
     def __call__(self, what: str, spent: float, total: float) -> None:
         """See `calibration.measure.Progress`."""
@@ -136,12 +130,6 @@ class PartProgress:
             self._bar = bar(total, bar_format="{desc}{percentage:3.0f}%|{bar}| {elapsed}")
         self._bar.n = min(spent, total)
         self._bar.set_description(what)
-
-    def close(self) -> None:
-        """Takes the bar off the terminal."""
-        bar, self._bar = self._bar, None
-        if bar is not None:
-            bar.close()
 
 
 def profile_table(profile: HardwareProfile) -> str:

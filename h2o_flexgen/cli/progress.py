@@ -50,8 +50,8 @@ class _Phase:
         return (self.total - self.done) / rate if rate else None
 
 
-class _Bar:
-    """The progress bar of a call, and the notice that kernels are compiled."""
+class ProgressBar:
+    """The progress bar of a program, and the notice that kernels are compiled."""
 
     def __init__(self, quiet: bool) -> None:
         self._quiet, self._terminal = quiet, sys.stderr.isatty()
@@ -71,7 +71,7 @@ class _Bar:
         return what == COMPILING
 
 
-class RunProgress(_Bar):
+class RunProgress(ProgressBar):
     """The handler for `LLM.on_progress`: (what, done, in all), of bytes while loading and of tokens in prefill and
     decode.
 
@@ -154,7 +154,7 @@ class RunProgress(_Bar):
         return ", ".join(parts)
 
 
-class JobProgress(_Bar):
+class JobProgress(ProgressBar):
     """Progress of a job: requests that are done, how fast, how long it will take. Also the handler for
     `LLM.on_progress`."""
 
