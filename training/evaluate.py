@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
@@ -126,17 +127,15 @@ def figures_table(figures: dict) -> str:
 
 
 def evaluate(args: argparse.Namespace, recipe: Recipe, corpus: Corpus, cases: int = 200) -> None:
-    """Measure the model in `args.out` in float32; write the samples, training.json and the card's figures."""
-    model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval()
-    figures = figures_of(model, args, recipe)
-    texts = heldout_texts(corpus, 120_000)
-    figures["heldout"] = {name: perplexity(model, corpus, text) for name, text in texts.items()}
-    figures["recall_cases"] = cases
-    figures["recall"] = {
-        str(far): recall_accuracy(model, corpus, Random(HELD_SEED + far), far, cases) for far in DISTANCES
-    }
+    """Measure the model in `args.out`; write the samples, training.json and the card's figures."""
+
+    def measured(model: PreTrainedModel) -> dict:
+        held = {name: perplexity(model, corpus, text) for name, text in heldout_texts(corpus, 120_000).items()}
+        recall = {far: recall_accuracy(model, corpus, Random(HELD_SEED + far), far, cases) for far in DISTANCES}
+        return {"heldout": held, "recall_cases": cases, "recall": {str(far): share for far, share in recall.items()}}
+
     write_samples(corpus, args.out)
-    write_figures(figures, args.docs)
+    figures = record(args, recipe, measured)
     card = args.out / "README.md"
     if card.exists():
         text = re.sub(
@@ -147,15 +146,15 @@ def evaluate(args: argparse.Namespace, recipe: Recipe, corpus: Corpus, cases: in
         card.write_text(text, encoding="utf-8")
 
 
-def figures_of(model: PreTrainedModel, args: argparse.Namespace, recipe: Recipe) -> dict:
-    """What is known of a model before it is measured: its size, and how it was trained."""
-    return {"parameters": sum(param.numel() for param in model.parameters())} | past_training(args, recipe)
-
-
-def write_figures(figures: dict, docs: Path) -> None:
-    """Writes training.json, the history of the training a line per entry, and prints the rest."""
+def record(args: argparse.Namespace, recipe: Recipe, measured: Callable[[PreTrainedModel], dict]) -> dict:
+    """Writes training.json of the model in `args.out`: its size, how it was trained, and what is `measured` of it in
+    float32. The history of the training has a line per entry, and the rest is printed and given."""
+    model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval()
+    parameters = sum(param.numel() for param in model.parameters())
+    figures = {"parameters": parameters} | past_training(args, recipe) | measured(model)
     rows = ",\n  ".join(json.dumps(row) for row in figures.pop("history"))
-    docs.mkdir(parents=True, exist_ok=True)
+    args.docs.mkdir(parents=True, exist_ok=True)
     body = json.dumps(figures, indent=1)[:-2]
-    (docs / "training.json").write_text(f'{body},\n "history": [\n  {rows}\n ]\n}}\n', encoding="utf-8")
+    (args.docs / "training.json").write_text(f'{body},\n "history": [\n  {rows}\n ]\n}}\n', encoding="utf-8")
     print(json.dumps(figures))
+    return figures

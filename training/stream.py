@@ -15,7 +15,6 @@ What this writes: the model in --out, its figures in --docs, the held-out text b
 
 from __future__ import annotations
 
-import argparse
 import ast
 import math
 import os
@@ -23,14 +22,15 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from training.demo import ROOT, Recipe, Trainer, flags, prepare, train
-from training.evaluate import figures_of, write_figures
+from training.evaluate import record
 from training.generated import story
 from training.rows import BOS, PAD, Corpus, split_heldout
 
@@ -202,14 +202,8 @@ class StreamTrainer(Trainer):
         return {"heldout_by_position": by_position(self.model, self.mix, 24)}
 
 
-def record(args: argparse.Namespace, recipe: Recipe, mix: Mix) -> None:
-    """Measure the exported model in float32 and write training.json."""
-    model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval()
-    figures = figures_of(model, args, recipe) | {
-        "positions_per_figure": PIECE,
-        "heldout_perplexity_by_position": by_position(model, mix, 128),
-    }
-    write_figures(figures, args.docs)
+def measured(model: PreTrainedModel, mix: Mix) -> dict:
+    return {"positions_per_figure": PIECE, "heldout_perplexity_by_position": by_position(model, mix, 128)}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -228,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.text:
         return 0
     train(StreamTrainer(recipe, new_model(recipe, len(tokenizer)), args.work, mix=mix), corpus, args, args.every)
-    record(args, recipe, mix)
+    record(args, recipe, partial(measured, mix=mix))
     return 0
 
 

@@ -16,7 +16,6 @@ What this writes: the model in --out with held-out problems, its figures in --do
 
 from __future__ import annotations
 
-import argparse
 import json
 import string
 import sys
@@ -27,10 +26,10 @@ from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from training.demo import ROOT, Recipe, Trainer, flags, new_model, prepare, train
-from training.evaluate import figures_of, write_figures
+from training.evaluate import record
 from training.rows import BOS, Corpus, with_special_tokens
 
 CONTEXT = 384
@@ -127,13 +126,6 @@ def write_problems(out: Path, cases: int = 64) -> None:
     (out / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def record(args: argparse.Namespace, recipe: Recipe) -> None:
-    """Measure the exported model in float32 and write training.json."""
-    model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval()
-    figures = figures_of(model, args, recipe) | {"cases": CASES} | accuracy(model, CASES)
-    write_figures(figures, args.docs)
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = flags(__doc__, SumsRecipe, "sums", ROOT / "h2o_flexgen/data/demo-sums", 1)
     parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
@@ -144,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     model.config.eos_token_id = model.generation_config.eos_token_id = IDS[END]
     train(SumsTrainer(recipe, model, args.work), Corpus(tokenizer, []), args, args.every)
     write_problems(args.out)
-    record(args, recipe)
+    record(args, recipe, lambda model: {"cases": CASES} | accuracy(model, CASES))
     return 0
 
 
