@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
+from h2o_flexgen.config.reports.record import Throughput
 from h2o_flexgen.pages.page import Chapter, Figure, Passage, Table
 from h2o_flexgen.pages.reading import Json, Material, Run, model_name, number_in, object_in
 
@@ -81,7 +82,8 @@ def measured(run: Run) -> PlottedRun:
     policy = object_in(record, "policy", source)
     size, count = (number_in(policy, name, source) for name in ("gpu_batch_size", "num_gpu_batches"))
     batch = size * count if size and count else number_in(data, "sequences", source)
-    own = {name: number_in(data, name, source) or 0.0 for name in OWN}
+    timed = Throughput()
+    vars(timed).update({name: number_in(data, name, source) or 0.0 for name in OWN})
     predicted = object_in(record, "predicted", source)
     same = all(predicted.get(name) == data.get(name) for name in ("prompt_tokens", "generated_tokens"))
     return PlottedRun(
@@ -90,23 +92,10 @@ def measured(run: Run) -> PlottedRun:
         batch=batch,
         budget=_share(record, run),
         bits=_bits(record, run),
-        rates=_rates(own),
+        rates={name: getattr(timed, name) for name in RATES},
         predicted={name: number_in(predicted, name, source) if same else None for name in RATES},
         source=source,
     )
-
-
-def _rates(own: Mapping[str, float]) -> dict[str, float | None]:
-    """As a RunRecord defines them."""
-
-    def per(count: float, seconds: float) -> float | None:
-        return count / seconds if seconds > 0 else None
-
-    return {
-        "gen_throughput": per(own["generated_tokens"], own["prefill_s"] + own["decode_s"]),
-        "decode_throughput": per(max(0.0, own["generated_tokens"] - own["sequences"]), own["decode_s"]),
-        "prefill_throughput": per(own["prompt_tokens"], own["prefill_s"]),
-    }
 
 
 def _share(record: Json, run: Run) -> float | None:
