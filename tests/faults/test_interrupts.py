@@ -212,9 +212,12 @@ def test_row_05_a_whole_process_ends_too(tmp_path: Path, model: Path) -> None:
     with subprocess.Popen(
         [*command, *ON_DISK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=default_signals
     ) as process:
-        until(lambda: output.exists() and output.stat().st_size > 0)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=10)
+        try:
+            until(lambda: output.exists() and output.stat().st_size > 0)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=10)
+        finally:
+            process.kill()  # else one that did not get there would be waited for to its end
     assert (process.returncode, out) == (130, ""), err
     assert "Traceback" not in err
     assert left_in(offload) == []

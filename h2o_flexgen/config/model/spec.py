@@ -198,6 +198,8 @@ class ModelSpec:
     def weight_groups(self) -> tuple[WeightGroup, ...]:
         """The weight groups of the units, each once, in the order of first use."""
         packings = dict(self.packings)
+        if not packings:
+            return self.plain_groups()
         return tuple(
             WeightGroup(group.key, tuple(replace(each, packing=packings.get(each.name)) for each in group.tensors))
             for group in self.plain_groups()
