@@ -27,6 +27,7 @@ if not torch.cuda.is_available():
 from h2o_flexgen.folders import cached
 from h2o_flexgen.kernels import native
 from tests.seeds import SEED, moved
+from tests.turns import left_out
 
 # What watches torch's operations is told of each by torch's compiler otherwise, whose import takes seconds.
 TorchDispatchMode._should_skip_dynamo = classmethod(lambda cls: False)
@@ -54,17 +55,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="one case of each test, and none of those marked slow")
     parser.addoption("--whole", action="store_true", help="of tests/engine/test_guarantees.py all cases")
     parser.addoption("--tokens", help="a file in which that keeps tokens, to hold another run's against them")
-    parser.addoption("--slow-part", default="0/1", help="K/N: of those marked slow only each N-th, from the K-th on")
+    parser.addoption("--slow-part", default="0/1", help="K/N: of those marked slow each N-th, of turns' cases a third")
 
 
 @pytest.hookimpl(trylast=True)  # of those that -k and -m leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The fast tier: every test runs, the products of its parameters do not. The first case of each test is kept. Else
-    all tests, or of the slow ones a part."""
+    all tests, or a part of the slow ones and of the cases that take turns."""
     if not config.option.fast:
-        part, parts = map(int, config.option.slow_part.split("/"))
-        slow = [item for item in items if item.get_closest_marker("slow") is not None]
-        left = {item for number, item in enumerate(slow) if number % parts != part % parts}
+        left = left_out(items, *map(int, config.option.slow_part.split("/")))
         config.hook.pytest_deselected(items=list(left))
         items[:] = [item for item in items if item not in left]
         return

@@ -12,6 +12,8 @@ from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.budget import Budget
 from h2o_flexgen.config.eviction import EvictionConfig
 
+pytestmark = pytest.mark.turns
+
 ROWS, KV_HEADS, GROUP, DIM, STEPS = 3, 2, 2, 16, 14
 LENGTHS = (9, 5, 12)
 TOTAL = max(LENGTHS) + STEPS

@@ -15,6 +15,8 @@ from h2o_flexgen.config.eviction import Budget
 from tests.kernels.tape import NoHostWork
 from tests.policy_matrix import LATER, POLICIES, PolicyRow
 
+pytestmark = pytest.mark.turns
+
 BY_ROWS = ("tova", "keydiff", "h2o_mean", "inertiakv", "roco")
 """What these make of a step's probabilities no kernel knows, so that steps are not recorded."""
 DECODING = (*BY_ROWS, "knorm", "snapkv")

@@ -20,6 +20,8 @@ from tests.cache.harness import CacheRun, Stream, Turning, make_stream
 from tests.policy_matrix import LATER, POLICIES, PolicyRow
 from tests.seeds import python_random
 
+pytestmark = pytest.mark.turns
+
 STEPS, PLACES, D = 30, 4, 4
 PROMPTS = [7, 3, 12, 1, 9, 5, 12, 2]
 LASTS = [30, 4, 17, 9, 30, 2, 11, 23]

@@ -19,6 +19,8 @@ from tests.cache.harness import CacheRun, Turning, make_stream, state_bytes
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.seeds import torch_generator
 
+pytestmark = pytest.mark.turns
+
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
 TEN = Budget(10, 5, 5, 0, False)
 

@@ -9,6 +9,8 @@ from tests.cache.conftest import by_torch
 from tests.cache.harness import Turning, compare, make_stream
 from tests.policy_matrix import LATER, THEN_H2O, PolicyRow
 
+pytestmark = pytest.mark.turns
+
 LENGTHS, STEPS = (23, 9, 33, 17), 17
 CASES = [row for row in (*LATER, *THEN_H2O) if not row.name.startswith("kvzip")]
 """A stream of tokens is not replayed: `kvzip` is compared in whole models."""

@@ -17,6 +17,8 @@ from tests.cache.conftest import by_torch
 from tests.cache.harness import CacheRun, OracleRun, Stream, compare, make_stream
 from tests.policy_matrix import EVICTING, LATER, POLICIES, PolicyRow
 
+pytestmark = pytest.mark.turns
+
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
 def test_long_stream_equals_oracle(policy: PolicyRow) -> None:

@@ -17,6 +17,8 @@ from tests.pairs import pairs
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.seeds import torch_generator
 
+pytestmark = pytest.mark.turns
+
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
 WAYS = {"absolute": (None, None), "windowed": (11, None), "rolling": (None, Turning(2))}
 KINDS: tuple[CacheBits, ...] = (4, 8, (8, 4), (4, 8), (4, 3), (8, 3))

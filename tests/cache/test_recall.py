@@ -22,6 +22,8 @@ from tests.cache.conftest import by_torch
 from tests.cache.harness import CLOSE, CacheRun, OracleRun, make_stream
 from tests.oracles.policies import RecallOracle
 
+pytestmark = pytest.mark.turns
+
 
 @pytest.fixture(params=["memory", "disk"])
 def shelves(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DiskShelves | None]:

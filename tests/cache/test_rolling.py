@@ -17,6 +17,8 @@ from tests.oracles.eviction import LocalOracle
 from tests.policy_matrix import EVICTING, POLICIES, SCORED, PolicyRow
 from tests.seeds import torch_generator
 
+pytestmark = pytest.mark.turns
+
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
 each_evicting = pytest.mark.parametrize("policy", EVICTING, ids=lambda row: row.name)
 TURNING = Turning(2)

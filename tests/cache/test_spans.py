@@ -16,6 +16,8 @@ from tests.cache.harness import Turning, compare, make_stream
 from tests.oracles.spans import slow_shares, with_spans
 from tests.policy_matrix import EVICTING, LATER, THEN_H2O, PolicyRow
 
+pytestmark = pytest.mark.turns
+
 LENGTHS, STEPS = (37, 21, 40, 37), 17
 SPANS = (((3, 6), (20, 23)), ((1, 4),), (), ((0, 3), (3, 6), (36, 37)))
 RULES = ("whitelist", "fair")

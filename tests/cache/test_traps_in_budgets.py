@@ -21,6 +21,8 @@ from tests.cache.traps import each_evicting, run_of
 from tests.oracles.eviction import H2OOracle
 from tests.policy_matrix import POLICIES, PolicyRow
 
+pytestmark = pytest.mark.turns
+
 # 5. What a budget means: prompt and new tokens, the newest counted, heavy and recent together.
 
 

@@ -18,6 +18,8 @@ from tests.cache.traps import each_evicting, run_of
 from tests.policy_matrix import PolicyRow
 from tests.seeds import torch_generator
 
+pytestmark = pytest.mark.turns
+
 # 2. Half-precision accumulation loses every probability below an ulp of the sum.
 
 

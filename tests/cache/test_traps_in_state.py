@@ -18,6 +18,8 @@ from tests.cache.traps import each_evicting, each_policy, run_of
 from tests.policy_matrix import PolicyRow
 from tests.seeds import torch_generator
 
+pytestmark = pytest.mark.turns
+
 # 1. Left padding: pads must never score, be kept or be attended.
 
 

@@ -16,6 +16,8 @@ from tests.cache.harness import CacheRun, OracleRun, Stream, budget_of, compare,
 from tests.oracles.eviction import FullOracle, LocalOracle
 from tests.policy_matrix import EVICTING, POLICIES, SCORED, PolicyRow
 
+pytestmark = pytest.mark.turns
+
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
 
 
