@@ -15,8 +15,8 @@ KERNELS = ("torch", "native")
 
 def left_out(items: Iterable[Any], part: int, parts: int) -> set[Any]:
     """Of pytest's items those for which it is not the turn of `part` of `parts`: of those marked slow all but each
-    `parts`-th, and of the cases of each test marked turns all but about a third, drawn by their names. Of each such test
-    some case is left; with one part of one, nothing is left out."""
+    `parts`-th, and of the cases of each test marked turns all but about a third, drawn by their names: some case is
+    left. With parts = 1 nothing is left out."""
     slow, tests = list[Any](), defaultdict[str, dict[str, list[Any]]](lambda: defaultdict(list))
     for item in items:
         if item.get_closest_marker("slow") is not None:

@@ -47,6 +47,7 @@ def hybrid() -> ModelSpec:
     return shape("qwen3.6-35b-a3b", **HYBRID)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", ["qwen3.6-35b-a3b", "qwen3-30b-a3b", "opt-175b"])
 def test_a_short_model_keeps_to_its_room(name: str) -> None:
     """Of any size: a layer of the first has 3 GiB in float32, and one of the last 7 GiB."""

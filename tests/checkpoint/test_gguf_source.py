@@ -69,6 +69,7 @@ def comparable(spec: ModelSpec) -> ModelSpec:
     return replace(spec, arch=arch, dtype="float32", packings=())
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("row", [*ROWS, *MIXTURES])
 def test_floats_and_shape_are_the_models(row: str, tmp_path: Path) -> None:
     model = tiny_model(row)
@@ -85,6 +86,7 @@ def test_floats_and_shape_are_the_models(row: str, tmp_path: Path) -> None:
 READ = [row for row in ROWS if row not in OURS_ONLY]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("row", "kind"), [*zip(READ, itertools.cycle(QUANTISED), strict=False)])
 def test_blocks_are_what_transformers_makes_of_them(row: str, kind: str, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model(row), in_kind(Kind[kind]))
@@ -94,6 +96,7 @@ def test_blocks_are_what_transformers_makes_of_them(row: str, kind: str, tmp_pat
     same_weights(spec, source, save(by_transformers(path), tmp_path / "folder"))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", [kind for kind in PACKED if kind != "Q8_K"])  # which the package does not expand
 def test_every_kind_of_block_is_read_in_its_place(kind: str, tmp_path: Path) -> None:
     """Made of random bytes, in a model whose rows are long enough for super-blocks."""

@@ -17,6 +17,7 @@ from tests.checkpoint.quantised import FORMATS, checkpoint, expected_tensors, re
 from tests.seeds import torch_generator
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_is_read_as_what_it_stands_for(tmp_path: Path, name: str) -> None:
     written = checkpoint(FORMATS[name])
@@ -45,6 +46,7 @@ FUSED = (
 )
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

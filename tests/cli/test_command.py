@@ -162,6 +162,7 @@ def commands(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> di
     }
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("program", ENDING)
 def test_a_terminal_gets_the_json_only_when_asked(
     program: str, commands: dict[str, tuple[list[Any], str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -177,6 +178,7 @@ def test_a_terminal_gets_the_json_only_when_asked(
     assert json.loads(seen.splitlines()[-1])
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("program", ENDING)
 def test_without_json_the_table_is_the_last_there_is(
     program: str, commands: dict[str, tuple[list[Any], str]], capsys: pytest.CaptureFixture[str]

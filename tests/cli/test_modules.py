@@ -102,6 +102,7 @@ def test_every_flag_is_tried() -> None:
         assert not told or known & set(action.option_strings), action.option_strings
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("line", WORKS)
 def test_a_flag_works_as_for_a_family(line: str, talker: Path, run: Run, tmp_path: Path) -> None:
     answers, records = [], []

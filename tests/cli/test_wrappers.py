@@ -75,6 +75,7 @@ def tokens(model: PreTrainedModel) -> list[list[int]]:
     return found
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],

@@ -36,6 +36,7 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
 }
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("case", "family", "bits"),
     [(case, *how) for case, how in zip(CASES, cycle(product(["opt", "mistral"], [16, 4])), strict=False)],

@@ -137,6 +137,7 @@ def machine_of(packed: Mapping[str, Curve]) -> HardwareProfile:
     return profile(rates(packed=packed, tick_s=dict.fromkeys(KINDS, 1e-5)))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("tier", "packed", "cap"), pairs(["cpu", "gpu"], [{}, SLOWER], [3, 6, 200]))
 def test_the_fastest_is_taken(tier: str, packed: Mapping[str, Curve], cap: int) -> None:
     """SMALL has 8 MiB in 16 bits, of which 3 MiB hold a part, and 6 MiB all of it in 8."""

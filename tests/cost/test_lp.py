@@ -82,6 +82,7 @@ def test_the_seeds_say_something() -> None:
     assert any(len(found.shares[kind]) > 1 for found in mixed if found for kind in KINDS)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("seed", range(16))
 def test_both_solvers_place_alike(seed: int) -> None:
     highs, cbc = (solve(some_program(seed), solver) for solver in ("highs", "cbc"))

@@ -49,6 +49,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
     return make
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("case", "kind"), list(zip(CASES, cycle(KINDS), strict=False)))
 def test_a_run_is_the_simulated_one(case: str, kind: str, folder_of) -> None:
     placement, gpu = CASES[case]
@@ -74,6 +75,7 @@ def test_a_run_is_the_simulated_one(case: str, kind: str, folder_of) -> None:
             assert peak <= plan.footprint.total(tier), tier
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bits", [16, 8])
 def test_caches_and_weights_take_what_was_planned(
@@ -105,6 +107,7 @@ def test_caches_and_weights_take_what_was_planned(
     assert weights == planned["weights"]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", ["longcat_flash", "deepseek_v3", "qwen3_5_moe", "zamba2", "bloom", "gemma3n_text"])
 def test_the_products_of_units_are_their_matrices(kind: str) -> None:
     """In the mean over the units of a kind, which may differ: LongCat's attention follows a dense MLP in every second,

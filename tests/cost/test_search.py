@@ -54,6 +54,7 @@ def ask(tier: str = "cpu", caps: dict[str, int] | None = None, **changes: Any) -
     return PlanRequest(**{**usual, **changes})
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("tier", ["cpu", "gpu"])
 def test_with_ample_memory_everything_stays_on_the_compute_tier(tier: str) -> None:
     result = search(ask(tier))
@@ -179,6 +180,7 @@ def test_the_same_question_has_the_same_answer(tier: str, sequences: int) -> Non
     assert first.more == second.more
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     "fixed",
     [

@@ -314,6 +314,7 @@ MIXED = {"qwen2_moe": {"decoder_sparse_step": 2, "mlp_only_layers": [5]}, "qwen3
 NATIVE = [name for name in known_names() if not by_modules(known_config(name) or {}, name, "auto")]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", [*NATIVE, *MIXED])
 def test_products_are_the_matrices_of_a_model(name: str) -> None:
     config = {"model_type": name, "num_hidden_layers": 48, "eos_token_id": 1, **MIXED[name]} if name in MIXED else None

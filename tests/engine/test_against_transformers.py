@@ -22,6 +22,7 @@ LENGTHS = [5, 9, 9, 1, 30]
 NEW, FEWER = 20, 6
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_tokens_and_logprobs(name: str, checkpoint) -> None:
     model, folder = checkpoint(name)
@@ -102,6 +103,7 @@ def test_score_runs_with_eviction_active(checkpoint) -> None:
         assert full.score(pairs)[0].logprob != pytest.approx(h2o.score(pairs)[0].logprob, abs=1e-4)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", ["opt", "llama-tied", "qwen3", "phi3", "gpt-neox"])
 @pytest.mark.parametrize("layout", ["sharded", "bin"])
 def test_checkpoint_layouts_give_the_same_tokens(layout: str, name: str, checkpoint, tmp_path) -> None:

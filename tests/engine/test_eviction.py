@@ -34,6 +34,7 @@ CASES = [
 ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("policy", "name"), CASES, ids=lambda value: getattr(value, "name", value))
 def test_engine_equals_the_oracle_alone_and_in_ragged_batches(
     policy: PolicyRow, name: str, checkpoint, history: History
@@ -50,6 +51,7 @@ WINDOWED = [
 """Every policy with both families, and absolute and rolling positions with every policy and family."""
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("policy", "name", "rolling"), WINDOWED)
 def test_budgets_below_the_window(policy: PolicyRow, name: str, rolling: bool, checkpoint, history: History) -> None:
     """There the window leaves a choice: tokens that go because they have left it, sinks that are kept unseen."""
@@ -57,6 +59,7 @@ def test_budgets_below_the_window(policy: PolicyRow, name: str, rolling: bool, c
     assert_engine_equals_oracle(checkpoint(name), policy, [23, 7, 12, 31], NEW, history, **changes)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("policy", EVICTING, ids=lambda row: row.name)
 def test_ratio_one_is_the_full_cache_bit_for_bit(policy: PolicyRow, checkpoint, monkeypatch) -> None:
     _, folder = checkpoint("opt")
@@ -123,6 +126,7 @@ NEW_OF_EACH = (5, 9, 7, 9, 9, 6, 8)
 RECALLING = PolicyRow("h2o", OftenRecalling, {"budget": 14, "sinks": 2, "recall": "cpu", "recall_every": 2})
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("name", "places", "changes"),
     [

@@ -32,6 +32,7 @@ def greedy(folder: str | Path, prompts: list[list[int]], batches: int = 3, **set
         return [output.token_ids for output in llm.generate(prompts, max_new_tokens=NEW, ignore_eos=True)]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("name", "place"), [(name, PLACES[i % 3]) for i, name in enumerate(MIXTURES)])
 def test_experts_elsewhere_give_the_tokens_of_transformers(name: str, place: dict, checkpoint, tmp_path: Path) -> None:
     model, folder = checkpoint(name)

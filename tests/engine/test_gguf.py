@@ -59,6 +59,7 @@ READ = [row for row in ROWS if row not in OURS_ONLY]
 CASES = [(row, KINDS[(i + k) % len(KINDS)]) for i, row in enumerate(READ) for k in (0, 2)]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("row", "kind"), CASES)
 def test_every_family(row: str, kind: str, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model(row), in_kind(Kind[kind]))
@@ -66,6 +67,7 @@ def test_every_family(row: str, kind: str, tmp_path: Path) -> None:
     assert llm.last_record.quantization["weights"]["format"] == "gguf"
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("row", "place"), [(row, list(PLACES)[i % len(PLACES)]) for i, row in enumerate(OURS_ONLY)])
 def test_floats_of_a_family_that_transformers_does_not_read(row: str, place: str, tmp_path: Path) -> None:
     model = tiny_model(row)
@@ -88,6 +90,7 @@ JOINT = [(row, impl, False) for row in ("qwen3moe", "glm4moe", "gpt-oss") for im
 APART = [("qwen3moe", "transformers", True), ("glm4moe", "transformers", True)]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("row", "impl", "apart"), [*JOINT[:-1], *APART])
 def test_mixtures_by_either_way_in_with_gates_and_ups_apart_or_joint(
     row: str, impl: str, apart: bool, tmp_path: Path
@@ -118,6 +121,7 @@ def test_gpt_oss_with_experts_in_mxfp4(place: str, tmp_path: Path) -> None:
     assert {packing.levels for packing in packings.values()} == {"e2m1"}
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("place", ["disk", "gpu"])
 @pytest.mark.parametrize("blocks", [FLOATS, in_kind(Kind.Q4_0), in_kind(Kind.F16)], ids=["F32", "Q4_0", "F16"])
 def test_every_tier(blocks: object, place: str, tmp_path: Path) -> None:

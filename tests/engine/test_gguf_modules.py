@@ -385,6 +385,7 @@ PACKED = {
 """Some of what is packed."""
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("row", PACKED)
 def test_blocks_of_mixtures_stay_packed(row: str, tmp_path: Path) -> None:
     """Matrices are of two numbers, which blocks of 8 bits have as they are, in whatever direction they lie."""

@@ -75,6 +75,7 @@ def written(folder: Path, model: PreTrainedModel, kind_of: Callable[[str, int], 
 SIZES = {"hidden_size": 256, "intermediate_size": 256}
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", PACKED)
 def test_a_model_of_one_type(kind: str, tmp_path: Path) -> None:
     packed, floats = written(tmp_path, make_model("llama", **SIZES, num_hidden_layers=1), lambda name, number: kind)
@@ -84,6 +85,7 @@ def test_a_model_of_one_type(kind: str, tmp_path: Path) -> None:
         assert llm.last_record.quantization["weights"]["format"] == "gguf"
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("place", ["cpu", "disk", "gpu"])
 @pytest.mark.parametrize("first", [0, 7])
 def test_types_are_mixed_as_a_file_likes(first: int, place: str, tmp_path: Path) -> None:
@@ -94,6 +96,7 @@ def test_types_are_mixed_as_a_file_likes(first: int, place: str, tmp_path: Path)
     check(packed, by_transformers(floats), place)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", ["IQ4_XS", "IQ2_XS", "Q2_K", "Q3_K", "IQ1_M", "MXFP4", "NVFP4", "TQ1_0"])
 def test_experts_of_each_type(kind: str, tmp_path: Path) -> None:
     model = make_model("mixtral", **SIZES, num_hidden_layers=1)

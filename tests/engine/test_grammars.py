@@ -225,6 +225,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("schema", PAIRS, ids=str)
 def test_pairs_of_words_are_followed_or_refused(grammars: Grammars, schema: Any) -> None:
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER

@@ -53,6 +53,7 @@ def run(folder: str, policy: dict[str, Any], eviction: EvictionConfig, **setting
     return llm
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("family", "place", "config"),
     [

@@ -22,6 +22,7 @@ CASES = [
 ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("policy", "name", "place", "bits"), CASES, ids=lambda x: str(getattr(x, "name", x)))
 def test_engine_equals_the_oracle(
     policy: PolicyRow, name: str, place: str, bits: int, checkpoint, history: History
@@ -43,6 +44,7 @@ SPLITS = [
 ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("policy", "name", "split", "place"), SPLITS)
 def test_budgets_of_layers(policy: str, name: str, split: str, place: str, checkpoint, history: History) -> None:
     row = next(each for each in (*POLICIES, *LATER) if each.name == policy)
@@ -50,6 +52,7 @@ def test_budgets_of_layers(policy: str, name: str, split: str, place: str, check
     assert_engine_equals_oracle(checkpoint(name), row, lengths, 6, history, 16, PLACES[place], **changes)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("policy", [*LATER, *THEN_H2O[:1]], ids=lambda row: row.name)
 def test_prompts_in_parts_that_share_a_beginning(policy: PolicyRow, checkpoint) -> None:
     _, folder = checkpoint("llama-gqa")
@@ -73,6 +76,7 @@ def test_many_tokens_that_go_at_once(place: str, checkpoint, history: History) -
     assert_engine_equals_oracle(checkpoint("llama-gqa"), policy, [23, 9], 20, history, 16, PLACES[place], budget=8)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("policy", THEN_H2O, ids=lambda row: row.name)
 def test_prompts_of_which_nothing_goes_beside_others(policy: PolicyRow, checkpoint, history: History) -> None:
     """H2O's sums start with the rows that were looked at there, too."""

@@ -67,6 +67,7 @@ def resident() -> Callable[..., list[RequestOutput]]:
     return cache(partial(_answers, policy={}, emulate_gpu=None))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("name", "policy", "rolls", "tier"), CASES, ids=lambda value: str(getattr(value, "name", value))
 )

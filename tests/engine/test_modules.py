@@ -98,6 +98,7 @@ def tiny(kind: str, **changes: Any) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", [*TYPES, *WRAPPERS])
 def test_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
     model = tiny(kind)
@@ -123,6 +124,7 @@ def test_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
             assert output.logprobs == pytest.approx(logprobs, abs=1e-3)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "streaming", "tova", "keydiff"])
 def test_evicted_tokens_are_the_native_familys(name: str, tmp_path: Path) -> None:
     """Budgets, windows of policies and what is kept are the cache's, whoever computes queries and keys."""
@@ -152,6 +154,7 @@ def test_shared_prefixes_and_samples_go_through_modules(tmp_path: Path) -> None:
         assert scores.logprob == pytest.approx(llm.score([(head, first[1:6])])[0].logprob, abs=1e-3)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "glm4_moe", "granite", "deepseek_v3"])
 def test_h2o_scores_a_prompt_by_transformers_probabilities(kind: str, tmp_path: Path) -> None:
     """Column sums, in the mean over the heads of a KV head, all where these share latents; the heaviest stay."""
@@ -177,6 +180,7 @@ def test_h2o_scores_a_prompt_by_transformers_probabilities(kind: str, tmp_path: 
             assert kept[layer] == [sorted([*each, *recent]) for each in older.tolist()]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gpt_oss"])
 def test_sixteen_bits_are_near_the_native_family(kind: str, tmp_path: Path) -> None:
     """In bfloat16 kernels in C attend, multiply and mix: what modules give them lies otherwise in memory."""
@@ -262,6 +266,7 @@ def test_a_finite_check_names_the_unit(tmp_path: Path) -> None:
     assert "layers.1.mlp" in str(output.error)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", ["gptq act-order", "awq", "packed 4", "int8", "fp8 128", "fp8 channel"])
 def test_stored_formats_are_read_packed(name: str, tmp_path: Path) -> None:
     """As by the native family: what matrices stand for is what is multiplied."""

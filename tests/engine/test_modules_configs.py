@@ -61,6 +61,7 @@ CASES = [
 ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("kind", "number"), CASES)
 def test_an_odd_config_is_right_or_refused(kind: str, number: int, tmp_path: Path) -> None:
     model = odd_model(kind, number, tmp_path)

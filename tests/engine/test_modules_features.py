@@ -96,6 +96,7 @@ def same(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("name", "kind"), [(name, KINDS[i % len(KINDS)]) for i, name in enumerate(ENGINES)], ids=lambda each: each
 )
@@ -136,6 +137,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_ways_to_choose_tokens(name: str, checkpoint_of, tmp_path: Path) -> None:
     settings = {"max_new_tokens": 8, "ignore_eos": True, "logprobs": 0, **SAMPLINGS[name]}
@@ -148,6 +150,7 @@ def test_ways_to_choose_tokens(name: str, checkpoint_of, tmp_path: Path) -> None
             assert [list(each) for each in other.top_logprobs] == [list(each) for each in one.top_logprobs]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_streams_and_tensors(kind: str, checkpoint_of, tmp_path: Path) -> None:
     """The ways to call an engine beside `generate`, eviction being active in all of them."""
@@ -164,6 +167,7 @@ def test_scores_streams_and_tensors(kind: str, checkpoint_of, tmp_path: Path) ->
     assert theirs == ours
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", KINDS)
 def test_spans_and_folds(kind: str, checkpoint_of, tmp_path: Path) -> None:
     marked = [

@@ -40,6 +40,7 @@ def test_chunks_go_through_shared_prefixes(tmp_path: Path) -> None:
         assert [each.token_ids for each in llm.generate(prompts, max_new_tokens=10, ignore_eos=True)] == alone
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "streaming", "tova", "keydiff"])
 def test_nothing_of_other_chunks_is_kept(name: str, tmp_path: Path) -> None:
     """Whatever the policy, and however many rows end a chunk in the same step."""

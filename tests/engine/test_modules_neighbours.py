@@ -66,6 +66,7 @@ def run(folder: str, calls: list[list[list[int]]], weights: str, settings: dict[
         torch.set_num_threads(before)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("kind", "weights", "place"), pairs(KINDS, WEIGHTS, PLACES))
 def test_tokens_are_a_sequences_own(kind: str, weights: str, place: str, alone) -> None:
     folder, expected = alone(kind, weights)

@@ -70,6 +70,7 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory):
     return make
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_step_equals_the_oracle(kind: str, name: str, checkpoint_of, history: History) -> None:
@@ -82,6 +83,7 @@ def test_a_fifth_of_sparse_layers_equals_the_oracle(kind: str, checkpoint_of, hi
     assert_engine_equals_oracle(checkpoint_of(kind), ROWS["h2o"], [17, 26], 5, history, places=MODULES, ratio=0.2)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", ["h2o", "streaming"])
 @pytest.mark.parametrize("kind", CHOOSING)
 def test_what_indexers_choose_of_what_is_kept_equals_the_oracle(
@@ -120,6 +122,7 @@ def test_glm_flash_on_disk_equals_transformers_and_the_oracle(tmp_path: Path, hi
 SPANS = {23: ((2, 4), (9, 12)), 40: ((30, 33),), 12: ()}
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("policy", "rule"), [("h2o", "whitelist"), ("h2o", "fair"), ("streaming", "whitelist"), ("snapkv", "fair")]
 )

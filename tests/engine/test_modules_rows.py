@@ -38,6 +38,7 @@ def tiny(kind: str) -> PreTrainedModel:
     return random_model(AutoConfig.for_model(kind, vocab_size=VOCAB, **TOKENS, **TYPES[kind]))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", TYPES)
 def test_rows_give_transformers_tokens(kind: str, tmp_path: Path) -> None:
     """With more sequences than places, so that others come where some have ended; from memory and disk."""

@@ -39,6 +39,7 @@ def answers(folder: Path, asked: list[list[int]], new: list[int] | None = None, 
         ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_do_not_depend_on_their_neighbours(kind: str, tmp_path: Path) -> None:
     random_model(shrunk({"model_type": kind})).save_pretrained(tmp_path)

@@ -95,6 +95,7 @@ def cases(ways: Sequence[Any], quick: tuple[str, Any]) -> list[Any]:
     ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("kind", "name"), cases(NAMES, ("qwen3_5_moe_text", "awq")))
 def test_what_is_stored_is_what_transformers_would_multiply(kind: str, name: str, tmp_path: Path) -> None:
     dense, quantised = tmp_path / "dense", tmp_path / "quantised"
@@ -110,6 +111,7 @@ def test_what_is_stored_is_what_transformers_would_multiply(kind: str, name: str
             assert llm.last_record.quantization["weights"]["bits"] in (4, 8)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("kind", "bits"), cases([8, 4], ("qwen3_next", 8)))
 def test_shards_and_tied_heads_are_packed_as_they_come(kind: str, bits: int, tmp_path: Path) -> None:
     """Weights packed while they are loaded are near what they were (those of a tiny model are far from each

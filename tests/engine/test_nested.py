@@ -86,6 +86,7 @@ def _write(model: PreTrainedModel, folder: Path, layout: str, **changes: Any) ->
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("layout", ["hub", "new"])
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_the_whole_model(name: str, layout: str, tmp_path: Path) -> None:
@@ -100,6 +101,7 @@ def test_tokens_are_those_of_the_whole_model(name: str, layout: str, tmp_path: P
             assert output.logprobs == pytest.approx(logprobs, abs=1e-3)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("impl", ["native", "transformers"])
 @pytest.mark.parametrize("layout", ["hub", "new"])
 @pytest.mark.parametrize("name", ["gemma3", "ministral3"])

@@ -57,6 +57,7 @@ def rounded_to_it(model: torch.nn.Module, llm: Engine) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("name", "bits"), [(name, (4, 8)[i % 2]) for i, name in enumerate(FAMILIES)])
 def test_every_family(name: str, bits: int, checkpoint, tmp_path: Path) -> None:
     _check(name, bits, "cpu", checkpoint)

@@ -46,6 +46,7 @@ def taken(llm: Engine) -> Counter[tuple[str, str]]:
     return found
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_bytes_are_those_of_the_plan(model: Path, place: str, bits: int, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ CELLS = [
 """Every policy, and every place with two kinds. Policies on every tier, caches of 16 bits: test_matrix.py."""
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("policy", "place", "bits"), CELLS)
 def test_every_policy_on_every_tier(
     policy: PolicyRow, place: str, bits: CacheBits, checkpoint, history: History

@@ -116,6 +116,7 @@ def _check(written: Checkpoint, tmp_path: Path, packed: int | None = None) -> No
             assert score.token_logprobs == pytest.approx(logprobs, abs=0.25 if place == "bfloat16" else 1e-4), place
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("name", "changes", "parts"), CASES)
 def test_part_is_plain(name: str, changes: dict[str, Any], parts: tuple[str, ...], tmp_path: Path) -> None:
     _check(_written(name, changes, parts), tmp_path)
@@ -161,6 +162,7 @@ def test_gguf_of_several_kinds(row: str, place: str, tmp_path: Path) -> None:
     check(path, by_transformers(path), place)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("row", MIXTURES)
 def test_gguf_experts_of_several_kinds(row: str, tmp_path: Path) -> None:
     """transformers reads none of these: as the same file expanded to numbers."""

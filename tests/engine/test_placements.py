@@ -74,6 +74,7 @@ def _tokens(folder: str, policy: dict[str, Any], shape: tuple[int, int], evictio
     return tokens, record
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("placement", "shape"),
     [

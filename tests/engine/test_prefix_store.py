@@ -45,6 +45,7 @@ def _store(llm: Engine) -> PrefixStore:
     return llm.prefixes
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
 def test_results_are_those_without_it(policy: PolicyRow, checkpoint: Any) -> None:
     _, folder = checkpoint("llama")
@@ -61,6 +62,7 @@ def test_results_are_those_without_it(policy: PolicyRow, checkpoint: Any) -> Non
         assert policy.name.startswith("expected_attention"), "nothing was found"
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("family", "shape"), [("opt", PARTS), ("opt", BATCHES), ("gemma3", PARTS), ("gpt-oss", BATCHES)]
 )

@@ -68,6 +68,7 @@ def demo() -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_rows_that_finish_are_valid_beside_rows_without_a_schema(demo: LLM, settings: dict[str, Any]) -> None:
     schemas = [*SCHEMAS, None, *SCHEMAS[:3], None]

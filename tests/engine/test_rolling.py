@@ -25,6 +25,7 @@ CASES = [
 ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("policy", "name", "beyond"), CASES, ids=lambda value: str(getattr(value, "name", value)))
 def test_engine_equals_the_oracle_with_rolling_positions(
     policy: PolicyRow, name: str, beyond: bool, checkpoint, history: History

@@ -52,6 +52,7 @@ def alone(checkpoint) -> Any:
     return run
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("policy", "shape"),
     [
@@ -71,6 +72,7 @@ def test_neighbours_that_come_and_go_do_not_matter(policy: PolicyRow, shape, che
     assert record.decode_s > 0
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("policy", "tier", "shape"),
     [
@@ -85,6 +87,7 @@ def test_on_every_tier(policy: PolicyRow, shape, tier: str, checkpoint, alone) -
         _assert_same(llm.generate(PROMPTS, _params()), alone("opt", policy))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("policy", "name", "tier"),
     [
@@ -106,6 +109,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(FusedStep, "of", lambda *_: None)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("policy", "name", "kernel"),
     [

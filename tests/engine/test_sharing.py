@@ -27,6 +27,7 @@ def _assert_same(found, expected) -> None:
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("shape", [{"gpu_batch_size": 32}, {"gpu_batch_size": 3, "num_gpu_batches": 4}])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
 def test_shared_prefixes_change_nothing(policy: PolicyRow, shape: dict[str, int], checkpoint) -> None:
@@ -43,6 +44,7 @@ def test_shared_prefixes_change_nothing(policy: PolicyRow, shape: dict[str, int]
     assert computed[0] < 0.7 * computed[1]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
 def test_prompts_in_parts_change_nothing(policy: PolicyRow, checkpoint) -> None:
     _, folder = checkpoint("opt")

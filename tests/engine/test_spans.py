@@ -34,6 +34,7 @@ CASES = [
 SPANS = {23: ((2, 4), (9, 12)), 40: ((30, 33),), 12: ()}
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("policy", "rule", "name", "place", "bits", "changes"), CASES)
 def test_engine_equals_the_oracle(
     policy: str, rule: str, name: str, place: str, bits: int, changes: dict, checkpoint, history: History

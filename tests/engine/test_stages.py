@@ -78,6 +78,7 @@ CASES = [
 ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("model", "eviction", "gpus", "place", "block"), CASES, ids=str)
 def test_the_tokens_of_one_device(model, eviction, gpus, place, block, checkpoint, expected) -> None:
     """Ten prompts in fewer places: some wait for others to finish, or for the block after the first."""

@@ -52,6 +52,7 @@ def pairs_to_score() -> list[tuple[list[int], list[int]]]:
     ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

@@ -29,6 +29,7 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
 }
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("name", "case"), [*(("opt", case) for case in CASES), ("gemma3", "gpu, all on disk"), ("gpt-neox", "all on disk")]
 )

@@ -116,6 +116,7 @@ def assert_same(found: list[RequestOutput], expected: list[RequestOutput]) -> No
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
@@ -166,6 +167,7 @@ def log(monkeypatch: pytest.MonkeyPatch, through_triton: list[str]) -> list[str]
     return done
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("name", "policy"),
     [("opt", "full"), ("opt", "random"), ("llama-gqa", "h2o"), ("llama-dynamic", "streaming"), ("mistral", "h2o")],

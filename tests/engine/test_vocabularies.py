@@ -125,6 +125,7 @@ def test_all_words_are_known() -> None:
     assert len({*VOCABULARIES, *SPACED}) == 90
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("word", PUBLISHED)
 def test_ids_are_those_of_the_published_pattern(tmp_path: Path, word: str) -> None:
     path = written(tmp_path, "llama", both(byte_level(word), flags(False, False)))

@@ -89,6 +89,7 @@ def made_up(job: Forecast, requests: list[Running], clock: Clock, told: Callable
     return clock.now - begun
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("known", ["sample", "plan", "nothing"])
 def test_ranges_hold_and_narrow(monkeypatch: pytest.MonkeyPatch, known: str) -> None:
     clock, random = Clock(), np.random.default_rng(3)

@@ -62,6 +62,7 @@ def alike(native: CacheRun, plain: CacheRun, steps: int) -> None:
         torch.testing.assert_close(native.cache.score, plain.cache.score, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("policy", "window", "heads"),
     pairs(POLICIES, [None, 13], [(1, 16), (3, 16), (1, 4), (3, 8), (3, (8, 4)), (1, (4, 8))]),

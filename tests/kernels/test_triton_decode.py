@@ -19,6 +19,8 @@ from tests.oracles import attention as reference
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.seeds import moved, torch_generator
 
+pytestmark = pytest.mark.turns
+
 
 @pytest.mark.parametrize(
     ("group", "splits"), [(1, 3), (2, 1), (3, 3), (4, 1), (5, 3), (6, 1), (7, 3), (8, 1), (16, 1), (16, 3)]

@@ -12,6 +12,8 @@ from h2o_flexgen.kernels.triton_decode import TritonAttend
 from tests.cache.harness import CacheRun, budget_of, make_stream
 from tests.policy_matrix import POLICIES, PolicyRow
 
+pytestmark = pytest.mark.turns
+
 STEPS = 5
 KINDS = [(4, 16, 3), (8, 80, 1), (4, 80, 1)]
 

@@ -15,6 +15,8 @@ from h2o_flexgen.kernels.types import PrefillAttention
 from tests.oracles import attention as reference
 from tests.seeds import torch_generator
 
+pytestmark = pytest.mark.turns
+
 SCALE = 0.3
 
 

@@ -12,6 +12,8 @@ from h2o_flexgen.kernels.triton_available import interpreting
 from h2o_flexgen.quant import GroupFormat, dequantise, quantise
 from tests.seeds import torch_generator
 
+pytestmark = pytest.mark.turns
+
 
 @pytest.mark.parametrize("form", [GroupFormat(4), GroupFormat(8), GroupFormat(4, 16), GroupFormat(8, 128)], ids=str)
 @pytest.mark.parametrize("size", [2, 62, 64, 200])

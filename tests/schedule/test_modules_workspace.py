@@ -49,6 +49,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
     return make
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(("kind", "work", "mode"), pairs(KINDS, WORK, ["full", "h2o"]))
 def test_what_is_alive_was_allowed(kind: str, work: str, mode: str, folder_of, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, shared, chunk, dtype, native = WORK[work]

@@ -90,6 +90,7 @@ def possible(name: str, work: str, mode: str) -> bool:
     return rolls and (not WORK[work][-1] or name in ("opt", "gemma3"))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("name", "work", "mode"),
     pairs(["opt", "gemma3", "pythia", "olmoe"], WORK, ["full", "h2o", "rolling"], where=possible),
