@@ -40,7 +40,7 @@ class Compute:
         if task.experts:
             tokens = self._block.mixture_tokens(task.step, self._block.spec.units[task.unit])
             return self._experts(tokens, len(task.experts))
-        unit, rows = self._block.spec.units[task.unit], self._block.rows[task.batch]
+        unit, rows = self._block.spec.units[task.unit], self._block.batches[task.batch]
         make = {"embed": self._embed, "attn": self._attn, "mlp": self._mlp, "head": self._head}[unit.kind]
         parts = make(unit, task.step, rows, task.batch)
         parts["moving state"] = parts.get("moving state", 0.0) + self._arrival(unit, task)
@@ -48,7 +48,7 @@ class Compute:
         if task.step > 0:
             parts["overhead"] = self._rates.tick_seconds(unit.kind, rows, replayed=replayed)
         else:
-            parts["overhead"] = self._rates.prompts_seconds(unit.kind, rows, self._block.prompt_len)
+            parts["overhead"] = self._rates.prompts_seconds(unit.kind, rows, self._block.prompt)
         return parts
 
     def seconds(self, task: Task) -> float:
@@ -61,17 +61,17 @@ class Compute:
             return sum(self._filling(layer, task.batch).values())
         if not self._block.attends_beside(task):
             return 0.0
-        return sum(self._attending(layer, task.step, self._block.rows[task.batch], "cpu").values())
+        return sum(self._attending(layer, task.step, self._block.batches[task.batch], "cpu").values())
 
     def finish_seconds(self, task: Task) -> float:
         """The part of `seconds` after the host's attention: the answer goes up, and through the output projection."""
-        block, rows = self._block, self._block.rows[task.batch]
+        block, rows = self._block, self._block.batches[task.batch]
         if not block.attends_beside(task):
             return 0.0
         arch, width = block.spec.arch, block.spec.hidden_size
         seconds = self._moves.transfers(task)[-1].seconds
-        packed = self._rates.packed_factor(block.spec.packed_shares["attn"], rows, block.itemsize)
-        seconds += packed * self._rates.gemm_seconds(rows, *block.spec.products("attn")[-1], block.itemsize)
+        packed = self._rates.packed_factor(block.spec.packed_shares["attn"], rows, block.size)
+        seconds += packed * self._rates.gemm_seconds(rows, *block.spec.products("attn")[-1], block.size)
         if arch.post_norms or not arch.pre_norm:
             seconds += self._norm(rows, width)
         return seconds
@@ -82,7 +82,7 @@ class Compute:
         them."""
         block, unit = self._block, self._block.spec.units[task.unit]
         if task.kind is TaskKind.FREE_WEIGHTS and unit.kind == "attn":
-            return self._elementwise(2 * output_bytes(block.spec.groups_by_key[unit.weights], block.request.dtype))
+            return self._elementwise(2 * output_bytes(block.spec.groups_by_key[unit.weights], block.dtype))
         if task.kind is TaskKind.STORE_HIDDEN:
             return self._elementwise(2 * self._moves.state_bytes(task))
         if task.kind is TaskKind.STORE_CACHE and task.step % REWRITE_EVERY:
@@ -106,7 +106,7 @@ class Compute:
         fresh = self._fresh(block.kept_bytes(layer, batch), layer, batch) if step == 0 else {}
         if not spec.attends(layer):
             # A mixer goes through prompts one by one.
-            parts = self._parts(step, rows) if step > 0 else Counter({block.prompt_len: rows})
+            parts = self._parts(step, rows) if step > 0 else Counter({block.prompt: rows})
             products = self._chunked(unit.products, parts)
             return {"products": products, "elementwise": kept + self._half(tokens, attn=True), **fresh}
         query, kv = block.query_width, block.kv_width
@@ -162,7 +162,7 @@ class Compute:
 
     def _head(self, unit: UnitSpec, step: int, rows: int, batch: int) -> Parts:
         spec = self._block.spec
-        logits = rows * spec.vocab_size * (self._block.itemsize + 4 + 4)  # to float32, and looked through
+        logits = rows * spec.vocab_size * (self._block.size + 4 + 4)  # to float32, and looked through
         norm = self._norm(rows, spec.hidden_size) if spec.arch.final_norm else 0.0
         return {
             "products": self._products("head", rows),
@@ -176,7 +176,7 @@ class Compute:
         block = self._block
         curve = self._rates.prefill_attention["scored" if block.sums_columns(layer) else "plain"]
         seconds, numbers = 0.0, 0
-        for part, count in prompt_parts(rows, block.prompt_len, block.policy.chunk).items():
+        for part, count in prompt_parts(rows, block.prompt, block.policy.chunk).items():
             keys = self._keys(layer, part)
             flops = 4 * part.rows * part.length * keys * block.query_width
             seconds += count * flops / curve.at(keys)
@@ -193,15 +193,15 @@ class Compute:
         filling = self._filling(layer, batch)
         parts["elementwise"] += filling.pop("elementwise")
         if device != block.compute_tier:
-            nbytes = 2 * rows * block.prompt_len * block.kv_width * block.itemsize
+            nbytes = 2 * rows * block.prompt * block.kv_width * block.size
             parts["moving state"] = block.machine.link(f"{block.compute_tier}->cpu").seconds(nbytes)
         return {**parts, **filling}
 
     def _filling(self, layer: int, batch: int) -> Parts:
         """Bringing prompts into their caches, where these are."""
         block, device = self._block, self._block.attention_device(layer, batch)
-        rates, kept = block.machine.rates(device), min(block.prompt_len, block.request.budgets[layer].after_prompt)
-        copied = 4 * block.rows[batch] * kept * block.kv_width * block.itemsize
+        rates, kept = block.machine.rates(device), min(block.prompt, block.request.budgets[layer].after_prompt)
+        copied = 4 * block.batches[batch] * kept * block.kv_width * block.size
         parts = {"elementwise": copied / rates.elementwise_bytes_per_s}
         return {**parts, **self._fresh(self._moves.cache_bytes(layer, batch), layer, batch)}
 
@@ -233,8 +233,8 @@ class Compute:
             there, back = (
                 block.machine.link(f"{a}->{b}") for a, b in ((block.compute_tier, "cpu"), ("cpu", block.compute_tier))
             )
-            query = rows * block.query_width * block.itemsize
-            new = rows * block.kv_width * block.itemsize
+            query = rows * block.query_width * block.size
+            new = rows * block.kv_width * block.size
             parts["moving state"] = there.seconds(query) + 2 * there.seconds(new) + back.seconds(query)
         return parts
 
@@ -244,7 +244,7 @@ class Compute:
         # torch is handed the whole buffer: a prefix of every row's slots would have to be copied first.
         whole = rates.reads_all_slots or (device == "cpu" and block.request.eviction.rolling_positions)
         width = block.request.slots[block.spec.source_of(layer)] if whole else block.held(layer, step)
-        spec, dtype = block.spec, block.request.dtype
+        spec, dtype = block.spec, block.dtype
         curve = rates.decode_attention["scored" if block.request.budgets[layer].scored else "plain"]
         parts = {"attention": curve.time_at(rows * width * spec.attended_kv_bytes(dtype, layer))}
         if block.request.eviction.rolling_positions:
@@ -267,9 +267,9 @@ class Compute:
             found["moving state"] = sum(seconds for *_, seconds in self._moves.shelving(step, layer, batch))
         if step > 0:
             heads, window = spec.heads_of(layer), spec.arch.window_of(layer)
-            seen = min(block.prompt_len + step, window or block.prompt_len + step)
-            key = (index_packing(heads.dim).nbytes + heads.dim * block.itemsize) / 2
-            seconds = self._rates.decode_attention["scored"].time_at(block.rows[batch] * seen * heads.keys * key)
+            seen = min(block.prompt + step, window or block.prompt + step)
+            key = (index_packing(heads.dim).nbytes + heads.dim * block.size) / 2
+            seconds = self._rates.decode_attention["scored"].time_at(block.batches[batch] * seen * heads.keys * key)
             found["attention"] = seconds * share_of_looks(step - 1, block.request.eviction.recall_every)
         return found
 
@@ -287,21 +287,21 @@ class Compute:
     def _new_tokens(self, layer: int, batch: int) -> float:
         """Copying one token of each row out of a cache that moves, or into it, by an index of each number or byte."""
         block = self._block
-        size = block.itemsize if block.spec.cache_packings is None else 1
-        nbytes = block.rows[batch] * block.spec.kv_bytes_per_token_and_layer(block.request.dtype, layer)
+        size = block.size if block.spec.cache_packings is None else 1
+        nbytes = block.batches[batch] * block.spec.kv_bytes_per_token_and_layer(block.dtype, layer)
         return self._elementwise(nbytes * (2 + 8 / size))
 
     # ---- what units share
 
     def _tokens(self, step: int, rows: int) -> int:
-        return rows if step > 0 else rows * self._block.prompt_len
+        return rows if step > 0 else rows * self._block.prompt
 
     def _parts(self, step: int, rows: int) -> Counter[int]:
         """Tokens that go through attention at once, and how often: of prompts those of a part."""
         if step > 0:
             return chunks(rows, self._block.policy.chunk)
         found = Counter[int]()
-        for part, count in prompt_parts(rows, self._block.prompt_len, self._block.policy.chunk).items():
+        for part, count in prompt_parts(rows, self._block.prompt, self._block.policy.chunk).items():
             found[part.rows * part.length] += count
         return found
 
@@ -309,7 +309,7 @@ class Compute:
         return sum(count * self._products(kind, tokens) for tokens, count in parts.items())
 
     def _products(self, kind: str, rows: int) -> float:
-        return self._rates.products_seconds(self._block.spec, kind, rows, self._block.itemsize)
+        return self._rates.products_seconds(self._block.spec, kind, rows, self._block.size)
 
     def _half(self, tokens: int, *, attn: bool) -> float:
         """The norms and the residual addition of one half of a layer. A product that adds to the residual reads it."""
@@ -324,14 +324,14 @@ class Compute:
 
     def _norm(self, tokens: int, width: int) -> float:
         """LayerNorm is one pass in and one out. In torch, on a CPU, RMSNorm goes by float32 copies."""
-        size = self._block.itemsize
+        size = self._block.size
         per_number = 2 * size
         if self._block.spec.arch.norm == "rmsnorm" and self._cpu:
             per_number = 20 if size == 4 else 20 + 4 * size
         return self._elementwise(tokens * width * per_number)
 
     def _numbers(self, count: float) -> float:
-        return self._elementwise(count * self._block.itemsize)
+        return self._elementwise(count * self._block.size)
 
     def _elementwise(self, nbytes: float) -> float:
         return nbytes / self._rates.elementwise_bytes_per_s

@@ -11,13 +11,12 @@ from functools import cached_property
 from typing import NamedTuple, Self
 
 from h2o_flexgen.config.hardware.profile import HardwareProfile
-from h2o_flexgen.config.model.spec import ModelSpec, UnitSpec
-from h2o_flexgen.config.model.tensors import PAGE, dtype_bytes, round_up, states_bytes
-from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.config.model.spec import UnitSpec
+from h2o_flexgen.config.model.tensors import PAGE, round_up, states_bytes
 from h2o_flexgen.config.placement import Placement
 from h2o_flexgen.config.recall import Reading, share_of_looks
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY, shelved_layers
-from h2o_flexgen.schedule.request import PlanRequest
+from h2o_flexgen.schedule.request import BlockShape
 from h2o_flexgen.schedule.tasks import NO_BATCH, ScheduleShape, Task, TaskKind, alone, recordable
 from h2o_flexgen.schedule.traffic import links
 from h2o_flexgen.schedule.weight_room import expert_slots, reads_all
@@ -27,34 +26,24 @@ _FROM_DISK = "disk->cpu"
 
 
 @dataclass(frozen=True)
-class CostInputs:
-    """One block of a request whose sequences all have its lengths, under one plan, on the request's machine.
+class CostInputs(BlockShape):
+    """A block under one placement, on the request's machine.
 
-    rows: the sequences of each GPU batch; left out, those of the call's first block. later: another block of the call
-    came before it, whose memory its caches get; of endless work that is always so.
+    batches: the sequences of each GPU batch; left out, those of the call's first block. later: another block of the
+    call came before it, whose memory its caches get; of endless work that is always so.
     """
 
-    request: PlanRequest
-    policy: OffloadPolicy
     placement: Placement
-    rows: tuple[int, ...] = ()
+    batches: tuple[int, ...] = ()
     later: bool = False
 
     def __post_init__(self) -> None:
-        if not self.rows:
-            object.__setattr__(self, "rows", self.blocks[0])
-
-    @cached_property
-    def spec(self) -> ModelSpec:
-        return self.request.spec
+        if not self.batches:
+            object.__setattr__(self, "batches", self.blocks[0])
 
     @cached_property
     def machine(self) -> HardwareProfile:
         return self.request.machine
-
-    @cached_property
-    def compute_tier(self) -> str:
-        return self.request.compute_tier
 
     @property
     def call_sequences(self) -> int:
@@ -68,37 +57,16 @@ class CostInputs:
         def parts(whole: int, size: int) -> tuple[int, ...]:
             return (*[size] * (whole // size), *([whole % size] if whole % size else []))
 
-        rows = self.policy.gpu_batch_size
-        return [parts(block, rows) for block in parts(self.call_sequences, self.policy.block_size)]
+        return [parts(block, self.rows) for block in parts(self.call_sequences, self.policy.block_size)]
 
     @property
     def sequences(self) -> int:
-        return sum(self.rows)
-
-    @cached_property
-    def prompt_len(self) -> int:
-        """Tokens of a prompt that go through the layers."""
-        return self.request.computed_prompt
+        return sum(self.batches)
 
     @cached_property
     def steps(self) -> int:
         """Steps of the schedule; the first computes the prompts and the first new token."""
         return self.request.workload.gen_len
-
-    @cached_property
-    def itemsize(self) -> int:
-        """Bytes per number."""
-        return dtype_bytes(self.request.dtype)
-
-    @property
-    def query_width(self) -> int:
-        """Numbers of one token's queries in one layer."""
-        return self.spec.num_heads * self.spec.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        """Numbers of one token's keys in one layer; as many of its values."""
-        return self.spec.num_kv_heads * self.spec.head_dim
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
@@ -111,14 +79,14 @@ class CostInputs:
         first: dict[object, tuple[int, int]] = {}
         found: dict[tuple[int, int], tuple[int, int]] = {}
         for unit in self.spec.units:
-            size = self.spec.groups_by_key[unit.weights].buffer_bytes(self.request.dtype)
+            size = self.spec.groups_by_key[unit.weights].buffer_bytes(self.dtype)
             weights = (unit.products, self.placement.weights[unit.weights], size)
             found[unit.index, NO_BATCH] = first.setdefault(weights, (unit.index, NO_BATCH))
             alike: tuple[object, ...] = (unit.index,)
             if unit.layer is not None:
                 last, window = unit.layer == self.spec.num_layers - 1, self.spec.arch.window_of(unit.layer)
                 alike = (unit.products, last, self.request.budgets[unit.layer], window, self.spec.states_of(unit.layer))
-            for batch, rows in enumerate(self.rows):
+            for batch, rows in enumerate(self.batches):
                 cache = None if unit.layer is None else self.placement.cache[unit.layer, batch]
                 place = (unit.index, batch)
                 found[place] = first.setdefault((*alike, rows, cache, self.placement.hidden[batch]), place)
@@ -133,7 +101,7 @@ class CostInputs:
         """Tokens of all GPU batches that the experts of `unit` are chosen by in `step`; of a block of `sequences` where
         these are given."""
         whole = step == 0 and not self.ends_only(unit)
-        return (sequences or self.sequences) * (self.prompt_len if whole else 1)
+        return (sequences or self.sequences) * (self.prompt if whole else 1)
 
     def ends_only(self, unit: UnitSpec) -> bool:
         """Whether only the last token of a prompt comes as far as this unit, the second half of a layer."""
@@ -153,11 +121,11 @@ class CostInputs:
         """Slots of a row's cache in `layer` that are in use in a decode step, the new token's included."""
         budget = self.request.budgets[layer]
         slots = self.request.slots[self.spec.source_of(layer)]
-        return min(min(self.prompt_len, budget.after_prompt) + step, slots)
+        return min(min(self.prompt, budget.after_prompt) + step, slots)
 
     def kept_bytes(self, layer: int, batch: int) -> int:
         """Bytes of the states of a GPU batch's rows in `layer`."""
-        return states_bytes(self.spec.states_of(layer), self.rows[batch], self.request.dtype)
+        return states_bytes(self.spec.states_of(layer), self.batches[batch], self.dtype)
 
     def attention_device(self, layer: int, batch: int) -> str:
         """Where the attention over a cache is computed in decode steps."""
@@ -171,7 +139,7 @@ class CostInputs:
     @cached_property
     def shape(self) -> ScheduleShape:
         """The shape of the schedule that the engine would run."""
-        placed, batches = self.placement, range(len(self.rows))
+        placed, batches = self.placement, range(len(self.batches))
         parked = set(batches) - set(alone(len(batches)))
         return ScheduleShape(
             units=self.spec.units,
@@ -208,11 +176,11 @@ class CostInputs:
         return (unit.layer, task.batch) in self.shape.host_attends
 
     def _attends_beside(self, place: tuple[int, int]) -> bool:
-        beside = self.policy.overlap and len(self.rows) > 1
+        beside = self.policy.overlap and len(self.batches) > 1
         return beside and self.attention_device(*place) != self.compute_tier
 
     def _all_places(self) -> Iterator[tuple[int, int]]:
-        return ((layer, batch) for layer in range(self.spec.num_layers) for batch in range(len(self.rows)))
+        return ((layer, batch) for layer in range(self.spec.num_layers) for batch in range(len(self.batches)))
 
     @cached_property
     def recorded(self) -> bool:
@@ -224,9 +192,9 @@ class CostInputs:
             rolling=self.request.eviction.rolling_positions,
         )
 
-    def with_rows(self, rows: tuple[int, ...], *, later: bool = False) -> Self:
+    def with_batches(self, batches: tuple[int, ...], *, later: bool = False) -> Self:
         """The same plan for a block of other GPU batches, no more of them than the policy has."""
-        return replace(self, rows=rows, later=later)
+        return replace(self, batches=batches, later=later)
 
 
 class PromptPart(NamedTuple):
@@ -285,7 +253,7 @@ class Moves:
     def group_bytes(self) -> dict[str, int]:
         """Bytes that move for each weight group: its packed buffer. Read in place from a checkpoint it is no more than
         its padding less."""
-        return {group.key: group.buffer_bytes(self._block.request.dtype) for group in self._block.spec.weight_groups}
+        return {group.key: group.buffer_bytes(self._block.dtype) for group in self._block.spec.weight_groups}
 
     def state_bytes(self, task: Task) -> int:
         """Bytes of a cache or hidden task. A cache's store between two rewrites moves states alone: its tokens wait."""
@@ -301,14 +269,14 @@ class Moves:
         store, last = task.kind is TaskKind.STORE_HIDDEN, unit.layer == block.spec.num_layers - 1
         # After the last layer's attention only each prompt's last token goes on.
         ends_only = unit.kind == "head" or (last and (unit.kind == "mlp" or (unit.kind == "attn" and store)))
-        rows = block.rows[task.batch]
-        tokens = rows if task.step > 0 or ends_only else rows * block.prompt_len
-        return round_up(block.spec.hidden_bytes(tokens, block.request.dtype), PAGE)
+        rows = block.batches[task.batch]
+        tokens = rows if task.step > 0 or ends_only else rows * block.prompt
+        return round_up(block.spec.hidden_bytes(tokens, block.dtype), PAGE)
 
     def cache_bytes(self, layer: int, batch: int) -> int:
         """K and V of one (layer, GPU batch), all slots."""
         block = self._block
-        per_slot = block.rows[batch] * block.spec.kv_bytes_per_token_and_layer(block.request.dtype, layer)
+        per_slot = block.batches[batch] * block.spec.kv_bytes_per_token_and_layer(block.dtype, layer)
         return round_up(per_slot * block.request.slots[layer], PAGE)
 
     def transfers(self, task: Task) -> tuple[Transfer, ...]:
@@ -336,14 +304,14 @@ class Moves:
 
     def exchanged(self, task: Task) -> list[tuple[str, str, int]]:
         """The transfers between a compute task and a host that attends or fills: links, names and bytes, in order."""
-        block, rows, tier = self._block, self._block.rows[task.batch], self._block.compute_tier
-        dtype = block.request.dtype
+        block, rows, tier = self._block, self._block.batches[task.batch], self._block.compute_tier
+        dtype = block.dtype
         if block.attends_beside(task):
             down, up = query_bytes(block.spec, rows, dtype), answer_bytes(block.spec, rows, dtype)
             return [(f"{tier}->cpu", "queries", down), (f"cpu->{tier}", "answers", up)]
         if not block.fills_beside(task):
             return []
-        layer, length = block.spec.units[task.unit].layer or 0, block.prompt_len
+        layer, length = block.spec.units[task.unit].layer or 0, block.prompt
         summed = 4 * block.spec.num_kv_heads if block.sums_columns(layer) else 0
         token = block.spec.computed_kv_bytes(dtype) + summed
         parts = prompt_parts(rows, length, block.policy.chunk).elements()
@@ -354,11 +322,11 @@ class Moves:
         """Bytes that recall writes to its tier in `step`, and that it reads from there, those of looks in every Nth
         step spread evenly."""
         block, request, token = self._block, self._block.request, self._shelves.get(layer, 0)
-        eviction, rows = request.eviction, block.rows[batch]
+        eviction, rows = request.eviction, block.batches[batch]
         if step == 0 or not token:
-            return rows * block.prompt_len * token, 0
+            return rows * block.prompt * token, 0
         heads, window = block.spec.heads_of(layer).keys, block.spec.arch.window_of(layer)
-        before = block.prompt_len + step - 1
+        before = block.prompt + step - 1
         back = Reading(eviction.recall, heads, request.recalled).tokens(request.budgets[layer], window, before)
         return rows * token, rows * back * token * share_of_looks(step - 1, eviction.recall_every)
 
@@ -370,7 +338,7 @@ class Moves:
         for inward, nbytes in zip((False, True), self.shelved(step, layer, batch), strict=True):
             for link in links(tier, block.compute_tier, inward=inward) if nbytes else ():
                 token = self._shelves[layer]
-                times = 1 if "disk" not in link else nbytes / token if inward else block.rows[batch]
+                times = 1 if "disk" not in link else nbytes / token if inward else block.batches[batch]
                 yield link, nbytes, times * block.machine.link(link).seconds(nbytes / times)
 
     def traffic(self, steps: range) -> dict[tuple[str, str], Traffic]:

@@ -113,7 +113,7 @@ class CostModel(CostInputs):
             host += alike * self.price(task).host
             # Of the experts every GPU batch's equal share.
             shared = self.compute.chosen_experts(step, self.spec.units[unit])
-            experts = [(part, seconds / len(self.rows)) for part, seconds in shared.items()]
+            experts = [(part, seconds / len(self.batches)) for part, seconds in shared.items()]
             for part, seconds in (*self.compute.parts(task).items(), *experts):
                 place = self.spec.units[unit].kind, part
                 totals[place] = totals.get(place, 0.0) + alike * seconds
@@ -125,12 +125,12 @@ class CostModel(CostInputs):
             yield Term(phase, HOST_ATTENTION, f"attn: {what}", "s", host)
 
     def _described(self, part: str, phase: str, step: int) -> str:
-        rows = max(self.rows)
+        rows = max(self.batches)
         if part == "attention" and phase == "decode":
             slots = max(self.held(layer, step) for layer in range(self.spec.num_layers))
             return f"attention of {rows} rows over {slots} tokens"
         if part == "products":
-            tokens = rows if phase == "decode" else min(self.policy.chunk, rows * self.prompt_len)
+            tokens = rows if phase == "decode" else min(self.policy.chunk, rows * self.prompt)
             return f"products of {tokens} rows"
         return part
 
@@ -152,7 +152,7 @@ class BatchPrices:
         """`others`: the same block with other placements, one of which the tick before may belong to. `model` may have
         fewer GPU batches than the block that is asked for."""
         self._model, self._others = model, list(others)
-        self._batch = len(model.rows) - 1
+        self._batch = len(model.batches) - 1
         self._units = Counter(model.first_alike[unit.index, self._batch][0] for unit in model.spec.units)
 
     def seconds(self, passes: range, sequences: int) -> dict[str, float]:
@@ -210,7 +210,7 @@ class BatchPrices:
         """This GPU batch's share of the experts of a unit."""
         model = self._model
         parts = model.compute.chosen_experts(step, model.spec.units[unit], sequences)
-        return sum(parts.values()) * model.rows[self._batch] / sequences
+        return sum(parts.values()) * model.batches[self._batch] / sequences
 
     def _moves(self, unit: int, step: int, passes: range) -> Iterator[tuple[Task, float]]:
         """Loads and stores of a unit's state in an average pass, and how often."""

@@ -176,68 +176,78 @@ class BlockShape:
     request: PlanRequest
     policy: OffloadPolicy
 
-    @property
+    @cached_property
     def spec(self) -> ModelSpec:
         return self.request.spec
 
-    @property
+    @cached_property
     def dtype(self) -> str:
         return self.request.dtype
 
-    @property
+    @cached_property
     def compute_tier(self) -> str:
         return self.request.compute_tier
 
-    @property
+    @cached_property
     def size(self) -> int:
         """s: bytes per number."""
         return dtype_bytes(self.dtype)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """b."""
         return self.policy.gpu_batch_size
 
-    @property
+    @cached_property
     def prompt(self) -> int:
         """P: tokens of a prompt that go through the layers."""
         return self.request.computed_prompt
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """T: prompt tokens of one GPU batch."""
         return self.rows * self.prompt
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """t: prompt tokens that go through a unit at once."""
         return min(self.tokens, self.policy.chunk)
 
-    @property
+    @cached_property
     def follows(self) -> bool:
         """Whether prompts may come in parts that attend to earlier ones."""
         return self.prompt > self.chunk or self.policy.block_size > 1
 
-    @property
+    @cached_property
     def evicts(self) -> bool:
         return not all(budget.full for budget in self.request.budgets)
 
-    @property
+    @cached_property
     def rolling(self) -> bool:
         """Whether positions roll: cached keys are rotated anew in each step."""
         return self.request.eviction.rolling_positions
 
-    @property
+    @cached_property
     def most_slots(self) -> int:
         """The largest C of any layer."""
         return max(self.request.slots)
 
-    @property
+    @cached_property
     def heads(self) -> int:
         """b x kv_heads."""
         return self.rows * self.spec.num_kv_heads
 
-    @property
+    @cached_property
+    def query_width(self) -> int:
+        """Q: numbers of one token's queries in one layer."""
+        return self.spec.num_heads * self.spec.head_dim
+
+    @cached_property
+    def kv_width(self) -> int:
+        """G: numbers of one token's keys in one layer; as many of its values."""
+        return self.spec.num_kv_heads * self.spec.head_dim
+
+    @cached_property
     def rotary_dims(self) -> list[int]:
         """D of each kind of rotation."""
         return [rotary.dim for rotary in {self.spec.arch.rotary, self.spec.arch.local_rotary} if rotary is not None]

@@ -46,7 +46,7 @@ def workspace(block: BlockShape) -> int:
     head       two (b, hidden_width), logits (b, V) in the dtype and in float32, a sampler's sorted copies of one row
     """
     spec, size, tokens, rows = block.spec, block.size, block.chunk, block.rows
-    query, kv, token = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, _attention_token(block)
+    query, kv, token = block.query_width, block.kv_width, _attention_token(block)
     levels = _PATH_LEVELS + block.prompt // block.policy.chunk
     sums = 4 * (block.heads + levels * spec.num_kv_heads) * block.prompt if block.evicts else 0
     wide, modules = 3 if spec.arch.gated_mlp else 2, _modules(spec)
@@ -90,8 +90,8 @@ def _looked_at(block: BlockShape) -> int:
     count = block.prompt if looks == "all" else min(block.prompt, max(LAST_QUERIES, -(-block.prompt // 10)))
     levels = _PATH_LEVELS + block.prompt // block.policy.chunk
     heads = spec.num_heads * max(block.prompt, ROW_LOGITS // spec.num_heads)
-    queries = count * spec.num_heads * spec.head_dim * (levels * block.size + 8)
-    pieces = block.prompt * 2 * spec.num_kv_heads * spec.head_dim * (block.size + 4)
+    queries = count * block.query_width * (levels * block.size + 8)
+    pieces = block.prompt * 2 * block.kv_width * (block.size + 4)
     return queries + pieces + 12 * heads
 
 
@@ -112,8 +112,7 @@ def _attention_token(block: BlockShape) -> int:
     """Bytes of a token in attention beside the kernel, with c copies of queries and keys (projected, normed, rotated):
     norm, output and post-norm (H), queries (c Q), keys (c G), keys and values for the kernel (2 G), its output and that
     of all segments (2 Q)."""
-    spec = block.spec
-    query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    spec, query, kv = block.spec, block.query_width, block.kv_width
     copies = spec.arch.qk_norm + bool(block.rotary_dims)
     own = 3 * spec.hidden_size + (3 + copies) * query + (2 + copies) * kv
     return max(own, _modules(spec).attending + 2 * (query + kv)) * block.size
@@ -151,7 +150,7 @@ def decode_attention(block: BlockShape) -> int:
         rolled = block.heads * slots * (2 * spec.head_dim * size + 8) + 6 * slots * sum(block.rotary_dims) * 4
     expanded = 0
     if spec.cache_packings is not None:
-        row = spec.num_kv_heads * slots * spec.head_dim
+        row = slots * block.kv_width
         expanded = min(block.rows * row, max(row, EXPANDED)) * (2 * size + 16)
     return block.rows * slots * (spec.num_heads * (8 + size) + 16 * spec.num_kv_heads) + rolled + expanded
 
@@ -171,7 +170,7 @@ def _prompt_kernel(block: BlockShape) -> int:
     most = block.request.kernels.logits
     logits = min(max(most, _MIN_CHUNK * keys), tokens * keys)
     queries = min(tokens, max(block.prompt, most // keys))
-    width = (4 if block.follows else 2) * spec.num_heads * spec.head_dim * block.size
+    width = (4 if block.follows else 2) * block.query_width * block.size
     in_torch = logits * (12 + block.size % 4) + 3 * logits // spec.num_heads + queries * width
     return max(in_torch, _native_worker(block), _on_gpu(block))
 
@@ -181,8 +180,7 @@ def _on_gpu(block: BlockShape) -> int:
     earlier keys, queries and output (t, Q) again, and the weighted sum of both outputs in float32."""
     if block.request.kernels is not Kernels.TRITON:
         return 0
-    heads, width = block.spec.num_heads, block.spec.num_heads * block.spec.head_dim
-    return block.chunk * (24 * heads + block.follows * width * (2 * block.size + 4))
+    return block.chunk * (24 * block.spec.num_heads + block.follows * block.query_width * (2 * block.size + 4))
 
 
 def _native_worker(block: BlockShape) -> int:
@@ -209,9 +207,8 @@ def _fill(block: BlockShape) -> int:
     packing = 0 if block.spec.cache_packings is None else 20 * EXPANDED
     if not block.evicts:
         return packing
-    kv = block.spec.num_kv_heads * block.spec.head_dim * block.size
     chosen = block.prompt + 2 * block.chunk + block.rows * block.most_slots
-    return 32 * block.heads * block.prompt + chosen * kv + packing
+    return 32 * block.heads * block.prompt + chosen * block.kv_width * block.size + packing
 
 
 # ---- attention on the host

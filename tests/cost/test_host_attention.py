@@ -71,7 +71,7 @@ def test_one_after_the_other_where_nothing_could_go_on(changes: dict[str, int]) 
 
 def account(model: CostModel) -> float:
     """Seconds of all decode steps, from prices of halves and of the host: nothing moves but for attention."""
-    prices, batches = model.compute, range(len(model.rows))
+    prices, batches = model.compute, range(len(model.batches))
     device = host = link = 0.0
     buffers, filled = [0.0, 0.0], dict[tuple[int, int], float]()
     for unit in model.spec.units:

@@ -278,7 +278,7 @@ def test_terms_add_up_to_the_tasks(plan: tuple[OffloadPolicy, str], eviction: Ev
         computes = (
             Task(TaskKind.COMPUTE, step, unit.index, batch)
             for unit in model.spec.units
-            for batch in range(len(model.rows))
+            for batch in range(len(model.batches))
         )
         seconds = sum(term.value for term in terms if term.resource == "compute")
         assert seconds == pytest.approx(sum(model.price(task).seconds for task in computes))
