@@ -12,7 +12,7 @@ from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.execution import cuda_graphs
-from h2o_flexgen.engine.execution.cuda_graphs import CudaGraph, DecodeGraphs, GraphMemory, Recording
+from h2o_flexgen.engine.execution.cuda_graphs import CudaGraph, DecodeGraphs, GraphMemory
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.schedule.tasks import PATIENCE
 
@@ -97,10 +97,10 @@ class Steps:
 
     def __init__(self, memory: GraphMemory) -> None:
         self.caches = [Cache()]
-        self.recordings: list[Recording] = []
+        self.recordings: list[CudaGraph] = []
         self.graphs = DecodeGraphs(lambda: self._make(memory), lambda gpu_batch: self.caches, self._forward)  # type: ignore
 
-    def _make(self, memory: GraphMemory) -> Recording:
+    def _make(self, memory: GraphMemory) -> CudaGraph:
         self.recordings.append(CudaGraph(DEVICE, memory))
         return self.recordings[-1]
 

@@ -96,7 +96,7 @@ def taping(tape: Tape) -> Iterator[None]:
 
 
 class FakeGraph:
-    """A `Recording` by a tape. `log` takes what is done with it."""
+    """A `CudaGraph` by a tape. `log` takes what is done with it."""
 
     def __init__(self, log: list[str]) -> None:
         self._log, self._tape = log, Tape()

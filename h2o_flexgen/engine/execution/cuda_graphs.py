@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,25 +47,6 @@ Launched = Tensor | Callable[[], tuple[list[float], list[int]]]
 largest ones and their tokens."""
 
 
-class Recording(Protocol):
-    """A step that can be launched again."""
-
-    def warm_up(self, run: Run) -> Result:
-        """Runs `run` once as a recording would, so that everything that is made at first use is made now."""
-
-    def record(self, run: Run) -> Result:
-        """Records what `run` launches, without launching it. Every `replay` fills the result anew."""
-
-    def replay(self) -> None:
-        """Launches the recorded step."""
-
-    def fetch(self, numbers: Tensor) -> Read:
-        """Starts copying `numbers` to the host, after everything launched so far."""
-
-    def close(self) -> None:
-        """Gives the memory back."""
-
-
 class GraphMemory:
     """A memory pool that the graphs of one block share: they run one after the other, and no result is read after
     another graph has started. A graph is in it from its recording until it is closed."""
@@ -89,13 +70,14 @@ class GraphMemory:
 
 
 class CudaGraph:
-    """A `Recording` of what goes to a CUDA device."""
+    """A recording of a step that goes to a CUDA device, to be launched again."""
 
     def __init__(self, device: torch.device, memory: GraphMemory) -> None:
         self._device, self._memory, self._side = device, memory, _side_stream(device)
         self._graph, self._entered = torch.cuda.CUDAGraph(), False
 
     def warm_up(self, run: Run) -> Result:
+        """Runs `run` once as a recording would, so that everything that is made at first use is made now."""
         stream = torch.cuda.current_stream(self._device)
         self._side.wait_stream(stream)
         with torch.cuda.stream(self._side):
@@ -106,6 +88,7 @@ class CudaGraph:
         return result
 
     def record(self, run: Run) -> Result:
+        """Records what `run` launches, without launching it. Every `replay` fills the result anew."""
         # Not by torch.cuda.graph, which waits for the device and empties the cache each time.
         pool, self._entered = self._memory.enter(), True
         with torch.cuda.stream(self._side):
@@ -124,6 +107,7 @@ class CudaGraph:
         self._graph.replay()
 
     def fetch(self, numbers: Tensor) -> Read:
+        """Starts copying `numbers` to the host, after everything launched so far."""
         host, event = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
 
@@ -146,7 +130,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def recorder(device: torch.device) -> Callable[[], Recording] | None:
+def recorder(device: torch.device) -> Callable[[], CudaGraph] | None:
     """Makes recordings on `device`; None if that is impossible or turned off."""
     refused = os.environ.get("H2O_FLEXGEN_GRAPHS", "1").lower() in ("0", "false", "no", "off")
     if device.type != "cuda" or refused or interpreting():
@@ -181,7 +165,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        make: Callable[[], Recording],
+        make: Callable[[], CudaGraph],
         caches: Callable[[GpuBatch], Sequence[KVCache] | None],
         forward: Callable[[GpuBatch, Tensor, Tensor], Tensor],
     ) -> None:
@@ -189,8 +173,8 @@ class DecodeGraphs:
         batch from token ids and positions, (rows,) int64 each, to logits (rows, vocab) float32."""
         self._make, self._caches, self._forward = make, caches, forward
         self._gpu_batches: dict[int, _Steady] = {}
-        self._recordings: dict[int, Recording] = {}
-        self._warm: Recording | None = None  # that warmed up, and has recorded nothing yet
+        self._recordings: dict[int, CudaGraph] = {}
+        self._warm: CudaGraph | None = None  # that warmed up, and has recorded nothing yet
         self._cold = True
         self.failure: str | None = None
         """Why recording failed; it is not tried again then."""
