@@ -10,7 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -78,24 +78,17 @@ class CallGuard:
         self._holder = None
 
 
-class _CallWork(NamedTuple):
-    """The sums of prompt tokens and of steps over a call's sequences."""
-
-    prompts: int
-    steps: int
+def _work_of(rows: Collection[Sequence]) -> Counter[str]:
+    """The sums of prompt tokens and of steps over sequences."""
+    return Counter(prompts=sum(len(row.prompt_ids) for row in rows), steps=sum(row.steps for row in rows))
 
 
-def _work_of(rows: Collection[Sequence]) -> _CallWork:
-    return _CallWork(sum(len(row.prompt_ids) for row in rows), sum(row.steps for row in rows))
-
-
-def _and_turns(every: _CallWork, rows: Iterable[Sequence]) -> _CallWork:
-    """Readies the paused ones of `rows` to be run again, and adds their work to `every`."""
+def _take_turns(rows: Iterable[Sequence]) -> Counter[str]:
+    """Readies the paused ones of `rows` to be run again; returns their work."""
     again = [row for row in rows if row.paused]
     for row in again:
         row.take_turn()
-    more = _work_of(again)
-    return _CallWork(every.prompts + more.prompts, every.steps + more.steps)
+    return _work_of(again)
 
 
 class Engine(Closing):
@@ -350,7 +343,7 @@ class Engine(Closing):
                         yield row
                 except (MemoryError, RuntimeError, PlanError) as error:
                     self._retry.learn(error, plan, waiting.values())
-                every = _and_turns(every, waiting.values())
+                every += _take_turns(waiting.values())
                 if waiting:
                     forget()
             self.last_work = meter.totals.work
@@ -359,7 +352,7 @@ class Engine(Closing):
                 self._recalled.update(read=recall["read_bytes"], most=recall["planned"]["most"])
 
     def _attempt(
-        self, plan: Plan, rows: Mapping[int, Sequence], every: _CallWork, meter: RunMetrics, sampler: Sampler,
+        self, plan: Plan, rows: Mapping[int, Sequence], every: Mapping[str, int], meter: RunMetrics, sampler: Sampler,
         newcomers: Newcomers,
     ) -> Iterator[Sequence]:
         """Runs `rows` by `plan`, block by block, until all are finished or a newcomer needs another plan; every: the
@@ -368,8 +361,8 @@ class Engine(Closing):
         meter.load_seconds += 0.0 if loaded is before else loaded.seconds
         sampler.start()
         runner, left = self._runner(loaded, sampler), _work_of(rows.values())
-        runner.on_prompts = self._counting("prefill", every.prompts - left.prompts, every.prompts)
-        runner.on_tokens = self._counting("generating", every.steps - left.steps, every.steps)
+        runner.on_prompts = self._counting("prefill", every["prompts"] - left["prompts"], every["prompts"])
+        runner.on_tokens = self._counting("generating", every["steps"] - left["steps"], every["steps"])
         waiting, size = self._queue(rows.values(), newcomers), plan.policy.gpu_batch_size
         with meter.over(loaded), loaded.keeping_memory():
             while waiting and (first := waiting.take(plan.policy.block_size)):

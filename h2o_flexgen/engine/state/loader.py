@@ -20,7 +20,6 @@ from h2o_flexgen.checkpoint.source import WeightSource
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import WeightGroup
-from h2o_flexgen.config.placement import Placement
 from h2o_flexgen.engine.limits.devices import note_tiers, return_free_pages
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.state.weights import WeightLocation, WeightStore
@@ -32,7 +31,6 @@ from h2o_flexgen.memory.pinned import PinnedPool
 from h2o_flexgen.memory.rundir import OffloadDir
 from h2o_flexgen.memory.tiers import Ledger, Tier, Tiers, another_gpu, make_tiers
 from h2o_flexgen.memory.transfers import TraceCallback
-from h2o_flexgen.schedule.tasks import EXPERT_SLOTS
 from h2o_flexgen.schedule.timeline import on_stage
 from h2o_flexgen.schedule.weight_room import experts_swap, group_bytes, room_of
 
@@ -63,23 +61,21 @@ class LoadedStage:
 
 @dataclass(eq=False)
 class Loaded:
-    """A model on its tiers; `close` releases tiers, copy threads, weights and the run folder. seconds: of loading."""
+    """A model on its tiers, as `plan` placed it; `close` releases tiers, copy threads, weights and the run folder.
+    seconds: of loading."""
 
-    placement: Placement
-    lookahead: int
+    plan: Plan
     stages: tuple[LoadedStage, ...]
     folder: OffloadDir | None
     resources: ExitStack
     seconds: float = 0.0
-    expert_slots: int = EXPERT_SLOTS
 
     def serves(self, plan: Plan) -> bool:
         """Whether `plan` wants the weights where they are, and none is damaged."""
         used = {*plan.placement.cache.values(), *plan.placement.hidden.values()}
-        same = plan.placement.weights == self.placement.weights and plan.policy.lookahead == self.lookahead
-        same = same and plan.expert_slots == self.expert_slots
+        weights = [(p.placement.weights, p.policy.lookahead, p.expert_slots) for p in (plan, self.plan)]
         whole = not any(stage.weights.damaged for stage in self.stages)
-        return same and whole and ("disk" not in used or self.folder is not None)
+        return weights[0] == weights[1] and whole and ("disk" not in used or self.folder is not None)
 
     def recap(self, plan: Plan) -> None:
         """Sets the tiers' capacities to the caps of `plan`, which this model serves."""
@@ -172,8 +168,7 @@ def load(
             stack.callback(copies.close)
         if pins is not None:
             pins.warn()
-        loaded = Loaded(placement, plan.policy.lookahead, tuple(stages), folder, stack.pop_all())
-        loaded.expert_slots = plan.expert_slots
+        loaded = Loaded(plan, tuple(stages), folder, stack.pop_all())
         note_tiers(loaded, (tier for each in tiers for tier in (each.cpu, each.compute)))
         return loaded
 
