@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from h2o_flexgen.config.offload import OffloadPolicy, Shares
-from h2o_flexgen.config.placement import KINDS, Placement
+from h2o_flexgen.config.placement import KINDS
 from h2o_flexgen.cost.linear import Programs
 from h2o_flexgen.cost.lp import Program, solve, tidy
 from h2o_flexgen.cost.model import CostModel
 from h2o_flexgen.cost.simulate import Prediction, predict
-from h2o_flexgen.schedule.footprint import Footprint, footprint
+from h2o_flexgen.schedule.footprint import PlacedPolicy
 from h2o_flexgen.schedule.request import PlanRequest
 
 _WHOLE = 1000  # ticks of a step up to which a candidate is simulated with all its layers
@@ -21,14 +21,8 @@ _TIGHTENINGS = 5  # of caps by what rounding overshot
 _PUSHES = 64  # of single units, where that does not help
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A policy and what the engine would make of it."""
-
-    request: PlanRequest
-    policy: OffloadPolicy
-    placement: Placement
-    footprint: Footprint
+class Candidate(PlacedPolicy):
+    """A policy and how long the engine would take with it."""
 
     @cached_property
     def prediction(self) -> Prediction:
@@ -53,13 +47,7 @@ class Candidate:
         if few >= layers:
             return None
         request = replace(self.request, spec=replace(self.request.spec, num_layers=few))
-        placement = request.place(self.policy)
-        return Candidate(request, self.policy, placement, footprint(request, self.policy, placement))
-
-    @property
-    def resident(self) -> bool:
-        """Whether everything stays where it is computed on."""
-        return self.placement.tiers == {self.request.compute_tier}
+        return Candidate(request, self.policy, request.place(self.policy))
 
     @property
     def ticks(self) -> int:
@@ -100,7 +88,7 @@ def place(request: PlanRequest, policy: OffloadPolicy) -> Candidate:
     if clean:
         policy = request.with_shares(policy, clean)
         placement = request.place(policy)
-    return Candidate(request, policy, placement, footprint(request, policy, placement))
+    return Candidate(request, policy, placement)
 
 
 def fit(request: PlanRequest, policy: OffloadPolicy, program: Program, solver: str) -> Candidate | None:
@@ -114,18 +102,18 @@ def fit(request: PlanRequest, policy: OffloadPolicy, program: Program, solver: s
         if solution is None:
             break
         placed = place(request, request.with_shares(policy, solution.shares))
-        over = placed.footprint.over(request.capped)
+        over = placed.over
         if not over:
             return placed
         for tier, nbytes in over.items():
             caps[tier] -= nbytes
-    return None if placed is None else _push_down(request, placed)
+    return None if placed is None else _push_down(placed)
 
 
-def _push_down(request: PlanRequest, candidate: Candidate) -> Candidate | None:
+def _push_down(candidate: Candidate) -> Candidate | None:
     """`candidate` with units moved one by one from tiers that are too full to the next slower ones, until all fits."""
     for _ in range(_PUSHES):
-        over = candidate.footprint.over(request.capped)
+        over = candidate.over
         if not over:
             return candidate
         moved = next((found for tier in over for kind in KINDS if (found := shift(candidate, kind, tier, 1))), None)

@@ -82,7 +82,7 @@ def runner_up_text(result: SearchResult) -> str | None:
     if other is None:
         return None
     why = "within 1 % fewer GPU batches, equal blocks and smaller ones are taken"
-    if result.best.resident and not other.resident:
+    if other.moves and not result.best.moves:
         why = "within 5 % what moves nothing is taken"
     faster = f"; faster, and {why}" if other.seconds < result.best.seconds else ""
     placements = "; ".join(f"{kind} {_shares(getattr(other.policy, kind))}" for kind in KINDS)

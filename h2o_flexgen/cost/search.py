@@ -23,7 +23,7 @@ from h2o_flexgen.cost.lp import Program, solve
 from h2o_flexgen.cost.shapes import BlockChoice, BlockChoices
 from h2o_flexgen.cost.simulate import Prediction
 from h2o_flexgen.errors import PlanError
-from h2o_flexgen.schedule.footprint import Footprint, footprint
+from h2o_flexgen.schedule.footprint import Footprint
 from h2o_flexgen.schedule.request import PlanRequest
 from h2o_flexgen.units import GIB, MIB, format_bytes, size_at_least
 
@@ -168,7 +168,8 @@ class _PlanSearch:
         self._simulate()
         if not self._found:
             self._last_resort(shapes)
-        best = self._cut(self._polished(self._farther(self._choose())))
+        # Prompts were cut as small as they get until now, so that nothing has to move for them.
+        best = self._polished(self._farther(self._choose())).cut()
         others = [each for each in self._found.values() if _shape(each)[:2] != _shape(best)[:2]]
         runner_up = min(others, key=_order, default=None)
         return SearchResult(best, runner_up, len(self._bounds), len(self._found), self._marginal(best))
@@ -206,7 +207,7 @@ class _PlanSearch:
         if resident_only:
             here = {kind: {self._request.compute_tier: 1.0} for kind in KINDS}
             placed = place(self._request, self._request.with_shares(shape.policy(self._request), here))
-            return math.inf if self._over(placed) else self._add(placed)
+            return math.inf if placed.over else self._add(placed)
         best = math.inf
         for lookahead in self._lookaheads:
             found = self._fitted(replace(shape.policy(self._request), lookahead=lookahead))
@@ -247,19 +248,16 @@ class _PlanSearch:
             self._spent += candidate.ticks
         return self._found[candidate.policy].seconds
 
-    def _over(self, candidate: Candidate) -> bool:
-        return bool(candidate.footprint.over(self._request.capped))
-
     def _choose(self) -> Candidate:
         fastest = min(each.seconds for each in self._found.values())
-        resident = [each for each in self._found.values() if each.resident and each.seconds <= RESIDENT * fastest]
+        resident = [each for each in self._found.values() if not each.moves and each.seconds <= RESIDENT * fastest]
         among = resident or list(self._found.values())
         close = [each for each in among if each.seconds <= GOOD_ENOUGH * min(other.seconds for other in among)]
         return min(close, key=_plainness)
 
     def _farther(self, best: Candidate) -> Candidate:
         """`best`, or its block with weights read further ahead than `_try` had reason to look at."""
-        for lookahead in () if best.resident else self._lookaheads:
+        for lookahead in self._lookaheads if best.moves else ():
             if lookahead > best.policy.lookahead:
                 for found in self._fitted(replace(_shape(best).policy(self._request), lookahead=lookahead)):
                     if self._add(found) * GOOD_ENOUGH < best.seconds:  # it takes memory that could be left free
@@ -268,7 +266,7 @@ class _PlanSearch:
 
     def _polished(self, best: Candidate) -> Candidate:
         """`best`, with units moved one by one as long as that helps; itself where nothing moves."""
-        if best.resident:
+        if not best.moves:
             return best
         limit = self._spent + _POLISH_TICKS
         improved = best.shrunk is None  # one unit of very many is less than an estimate can tell
@@ -278,19 +276,11 @@ class _PlanSearch:
                 for tier in self._request.tiers:
                     for down in (-1, 1):
                         moved = shift(best, kind, tier, down)
-                        if moved is None or self._over(moved) or moved.policy in self._found:
+                        if moved is None or moved.over or moved.policy in self._found:
                             continue
                         if self._add(moved) < best.seconds * (1 - 1e-6):
                             best, improved = moved, True
         return best
-
-    def _cut(self, best: Candidate) -> Candidate:
-        """`best` with prompts cut as suits the device, if there is room for that; until now they were as small as they
-        get, so that nothing has to move for it."""
-        request, placement = self._request, best.placement
-        cuts = best.policy.cuts(request.kernels)
-        found = [Candidate(request, cut, placement, footprint(request, cut, placement)) for cut in cuts]
-        return next((each for each in found if not self._over(each)), found[-1])
 
     def _marginal(self, best: Candidate) -> dict[str, float]:
         """Generated tokens per second for one more GiB of each tier."""

@@ -70,7 +70,7 @@ class SearchPlanner:
             return _priced(require_fit(make_plan(request, request.policy)))
         if self._last is not None and _serves(self._last, request):
             plan = make_plan(request, self._last.policy)
-            if plan.shortage() is None:
+            if not plan.over:
                 binding = (self._last.predicted or {}).get("binding")
                 return _priced(replace(plan, searched=True), binding=binding)
         self._last = _searched(request)

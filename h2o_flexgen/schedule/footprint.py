@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, Self
 
 from h2o_flexgen.config.model.packing import scales_keys
 from h2o_flexgen.config.model.tensors import PAGE, round_up, states_bytes
@@ -96,6 +97,34 @@ def footprint(request: PlanRequest, policy: OffloadPolicy, placement: Placement)
     items = _items(block, placement) if request.num_gpus == 1 else _divided(block, placement)
     found = (*items, Item("cpu", "process", request.baseline), Item("cpu", "prefix store", request.prefixes))
     return Footprint(tuple(item for item in found if item.nbytes))
+
+
+@dataclass(frozen=True)
+class PlacedPolicy:
+    """A policy in whole units, as the engine places them, and what that takes; fitting or not."""
+
+    request: PlanRequest
+    policy: OffloadPolicy
+    placement: Placement
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        return footprint(self.request, self.policy, self.placement)
+
+    @cached_property
+    def over(self) -> dict[str, int]:
+        """Bytes above the cap, for each tier that exceeds it."""
+        return self.footprint.over(self.request.capped)
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything lives off the compute tier."""
+        return self.placement.tiers != {self.request.compute_tier}
+
+    def cut(self) -> Self:
+        """The same with prompts cut as suits the device, if there is room for that."""
+        cuts = [replace(self, policy=policy) for policy in self.policy.cuts(self.request.kernels)]
+        return next((each for each in cuts if not each.over), cuts[-1])
 
 
 def _items(block: BlockShape, placement: Placement) -> Iterator[Item]:

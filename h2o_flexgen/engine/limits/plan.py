@@ -12,9 +12,9 @@ from itertools import pairwise
 from typing import Any
 
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.config.placement import KINDS, Placement
+from h2o_flexgen.config.placement import KINDS
 from h2o_flexgen.errors import PlanError
-from h2o_flexgen.schedule.footprint import Footprint, footprint
+from h2o_flexgen.schedule.footprint import PlacedPolicy
 from h2o_flexgen.schedule.request import PlanRequest
 from h2o_flexgen.schedule.weight_room import expert_slots
 from h2o_flexgen.units import format_bytes, size_at_least
@@ -26,21 +26,12 @@ MOST_BATCHES = 8
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A block shape, a placement, and their memory. `predicted`: of the whole call, as in a RunRecord; None without a
-    prediction. `searched`: whether a search chose it."""
+class Plan(PlacedPolicy):
+    """A policy to be run. `predicted`: of the whole call, as in a RunRecord; None without a prediction. `searched`:
+    whether a search chose it."""
 
-    request: PlanRequest
-    policy: OffloadPolicy
-    placement: Placement
-    footprint: Footprint
     predicted: Mapping[str, Any] | None = None
     searched: bool = False
-
-    @property
-    def moves(self) -> bool:
-        """Whether anything lives off the compute tier."""
-        return self.placement.tiers != {self.request.compute_tier}
 
     @property
     def expert_slots(self) -> int:
@@ -49,7 +40,7 @@ class Plan:
 
     def shortage(self) -> tuple[str, int, int] | None:
         """(tier, needed, cap) of the tier that is exceeded most; None if everything fits."""
-        over = self.footprint.over(self.request.capped)
+        over = self.over
         if not over:
             return None
         tier = max(over, key=lambda name: over[name])
@@ -66,9 +57,7 @@ def make_plan(request: PlanRequest, policy: OffloadPolicy) -> Plan:
     count = request.workload.num_sequences
     size = min(policy.gpu_batch_size, count)
     policy = replace(policy, gpu_batch_size=size, num_gpu_batches=min(policy.num_gpu_batches, -(-count // size)))
-    placement = request.place(policy)
-    plans = [Plan(request, cut, placement, footprint(request, cut, placement)) for cut in policy.cuts(request.kernels)]
-    return next((plan for plan in plans if plan.shortage() is None), plans[-1])
+    return Plan(request, policy, request.place(policy)).cut()
 
 
 def require_fit(plan: Plan) -> Plan:
@@ -96,7 +85,7 @@ def by_rule(request: PlanRequest) -> Plan:
         return resident
     for policy in _candidates(request):
         plan = _fill_weights(request, policy) if "weights" in request.free else make_plan(request, policy)
-        if plan.shortage() is None:
+        if not plan.over:
             return plan
         last = plan
     if last is None:
@@ -116,7 +105,7 @@ def _all_resident(request: PlanRequest) -> Plan | None:
     if "num_gpu_batches" in free:
         changes["num_gpu_batches"] = request.num_gpus
     plan = make_plan(request, replace(request.policy, **changes))
-    return plan if plan.shortage() is None else None
+    return None if plan.over else plan
 
 
 def keeping(planner: Planner, weights: Mapping[str, float], load_seconds: float) -> Planner:
@@ -177,7 +166,7 @@ def _largest_share(
     def fits(share: float) -> bool:
         weights = {name: s for name, s in {**done, tier: share, rest: left - share}.items() if s > 1e-9}
         plan = make_plan(request, replace(policy, weights=weights))
-        return tier not in plan.footprint.over(request.capped)
+        return tier not in plan.over
 
     if fits(left):
         return left
