@@ -38,16 +38,18 @@ _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.
 
 
 class LayerPrefix(NamedTuple):
-    """Tokens of a prefix in one layer, on the host: k as queries see it and v, (kv_heads, n, d).
+    """Tokens of a prefix in one layer, those of a store on the host: k as queries see it and v, (kv_heads, n, d).
 
     stored_k: as caches keep it, the same tensor where that is no difference; sums: float32 (kv_heads, everything up to
-    their end), the attention that all these tokens got from each other, None where no policy asks for it.
+    their end), the attention that all these tokens got from each other, None where no policy asks for it. queries: the
+    last m, (heads, m, d), where policies look at them; no store keeps them.
     """
 
     k: Tensor
     v: Tensor
     stored_k: Tensor
     sums: Tensor | None
+    queries: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -153,7 +155,7 @@ class StoredPrefix:
 
     def layer(self, number: int, past: int, device: torch.device) -> LayerPrefix:
         """Its tokens from the prompt's token `past` on, in one layer."""
-        k, v, stored, sums = self.layers[number]
+        k, v, stored, sums, _ = self.layers[number]
         first = past - self.name.start
 
         def there(part: torch.Tensor) -> torch.Tensor:

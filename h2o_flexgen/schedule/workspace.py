@@ -191,14 +191,10 @@ def _native_worker(block: BlockShape) -> int:
     """
     if block.compute_tier != "cpu" or block.dtype != "bfloat16":
         return 0
-    d, keys = block.spec.head_dim, _up(block.prompt, 16)
-    rows = _up(max(_NATIVE_ROWS, block.spec.num_heads // block.spec.num_kv_heads), 6)
+    d, keys = block.spec.head_dim, round_up(block.prompt, 16)
+    rows = round_up(max(_NATIVE_ROWS, block.spec.num_heads // block.spec.num_kv_heads), 6)
     packed = 4 * keys * d + rows * (2 * d + 2 * 128)
     return packed + 4 * rows * (keys + 16 + d + 32) + 4 * (1 + _NATIVE_PARTS) * keys + 64
-
-
-def _up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
 
 
 def _fill(block: BlockShape) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -307,12 +307,4 @@ def attention_rows(
 
 def summed_rows(prompts: AttendedPrompts, count: int, window: int | None) -> Tensor:
     """The sum of the last `count` attention rows, averaged over a KV head's query heads: (n, kv_heads, S) float32."""
-    return sum_of(rows.mean(2).sum(2) for _, rows in attention_rows(prompts, count, window))
-
-
-def sum_of(parts: Iterator[Tensor]) -> Tensor:
-    """The sum of tensors of one shape, at least one."""
-    total = next(parts)
-    for part in parts:
-        total = total + part
-    return total
+    return reduce(torch.add, (rows.mean(2).sum(2) for _, rows in attention_rows(prompts, count, window)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 
 from h2o_flexgen.cache.eviction.base import (
@@ -10,7 +12,6 @@ from h2o_flexgen.cache.eviction.base import (
     PromptRows,
     PromptScores,
     attention_rows,
-    sum_of,
 )
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.config.eviction import Budget
@@ -37,7 +38,7 @@ class InertiaPolicy(H2OPolicy):
             torch.einsum("c,nkcs->nks", (1 - INERTIA) * INERTIA ** (last - at).float(), received.mean(2))
             for at, received in attention_rows(prompts, _QUERIES, rows.window)
         )
-        return PromptScores(rank, sum_of(parts))
+        return PromptScores(rank, reduce(torch.add, parts))
 
     def update(self, step: AttendedStep) -> None:
         step.score.mul_(INERTIA).add_(step.received, alpha=1 - INERTIA)

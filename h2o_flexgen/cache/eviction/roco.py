@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,6 @@ from h2o_flexgen.cache.eviction.base import (
     RankedPolicy,
     attention_rows,
     in_spans,
-    sum_of,
 )
 from h2o_flexgen.config.eviction import Budget
 
@@ -39,7 +40,7 @@ class RoCoPolicy(RankedPolicy):
     def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
         budget, last = rows.budget, prompts.length - 1
         received = (part.mean(2) for _, part in attention_rows(prompts, prompts.length, rows.window))
-        sums, squares = sum_of(torch.stack([part.sum(2), part.square().sum(2)]) for part in received)
+        sums, squares = reduce(torch.add, (torch.stack([part.sum(2), part.square().sum(2)]) for part in received))
         seen = torch.full((1, 1, 1), last, device=sums.device)
         pos, scope = rows.tokens.positions, _scope(budget, max(1, prompts.length - budget.total))
         protected = (pos < budget.sinks) | (pos > last - budget.recent)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 
 from h2o_flexgen.cache.eviction.base import (
@@ -11,7 +13,6 @@ from h2o_flexgen.cache.eviction.base import (
     PromptScores,
     RankedPolicy,
     attention_rows,
-    sum_of,
 )
 from h2o_flexgen.config.eviction import LAST_QUERIES, Budget
 
@@ -34,10 +35,11 @@ class ScissorhandsPolicy(RankedPolicy):
 
     def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
         positions = rows.tokens.positions
-        counts = sum_of(
+        parts = (
             ((part.mean(2) < (1 / (at + 1)).unsqueeze(1)) & (positions <= at.unsqueeze(1))).float().sum(2)
             for at, part in attention_rows(prompts, LAST_QUERIES, rows.window)
         )
+        counts = reduce(torch.add, parts)
         return PromptScores(_MANY - counts, counts)
 
     def update(self, step: AttendedStep) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,23 +31,6 @@ if TYPE_CHECKING:
 NO_CACHE = "prompts are in hand, and no cache to fill from them"
 
 
-class PrefixKV(NamedTuple):
-    """P earlier tokens in one layer, (kv_heads, P, d): keys as attention reads them and as a cache stores them, values.
-
-    sums: column sums (kv_heads, P) float32, where they are wanted. queries: the last m, (heads, m, d), where policies
-    look at them.
-    """
-
-    seen: KeysValues
-    stored_k: Tensor
-    sums: Tensor | None
-    queries: Tensor | None
-
-    @property
-    def stored(self) -> KeysValues:
-        return KeysValues(self.stored_k, self.seen.v)
-
-
 class PrefixPath:
     """The segments before the current one in its prompt, in one layer, depth first; and their tokens in one piece.
 
@@ -55,10 +38,10 @@ class PrefixPath:
     """
 
     def __init__(self) -> None:
-        self._pieces: list[PrefixKV] = []
-        self._joined: tuple[int, PrefixKV] | None = None
+        self._pieces: list[LayerPrefix] = []
+        self._joined: tuple[int, LayerPrefix] | None = None
 
-    def before(self, depth: int) -> PrefixKV | None:
+    def before(self, depth: int) -> LayerPrefix | None:
         """Keys and values of the first `depth` segments; later ones are dropped."""
         del self._pieces[depth:]
         if depth == 0:
@@ -68,7 +51,7 @@ class PrefixPath:
             self._joined = depth, self._join()
         return self._joined[1]
 
-    def push(self, piece: PrefixKV) -> None:
+    def push(self, piece: LayerPrefix) -> None:
         """Adds a segment's own tokens; its sums are of the whole path."""
         self._pieces.append(piece)
 
@@ -76,13 +59,13 @@ class PrefixPath:
         self._pieces.clear()
         self._joined = None
 
-    def _join(self) -> PrefixKV:
+    def _join(self) -> LayerPrefix:
         if len(self._pieces) == 1:
             return self._pieces[0]
-        k, v = (torch.cat([piece.seen[i] for piece in self._pieces], dim=1) for i in (0, 1))
-        rotated = self._pieces[0].stored_k is not self._pieces[0].seen.k
+        k, v = (torch.cat(parts, dim=1) for parts in zip(*((each.k, each.v) for each in self._pieces), strict=True))
+        rotated = self._pieces[0].stored_k is not self._pieces[0].k
         stored = torch.cat([piece.stored_k for piece in self._pieces], dim=1) if rotated else k
-        return PrefixKV(KeysValues(k, v), stored, self._pieces[-1].sums, self._pieces[-1].queries)
+        return self._pieces[-1]._replace(k=k, v=v, stored_k=stored)
 
 
 Fill = Callable[[list[int], Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor] | None], None]
@@ -186,13 +169,12 @@ class PromptAttention:
     def _segment(self, segment: PromptSegment, packed: list[Tensor], out: Tensor, first: int) -> None:
         if segment.held is not None:
             self.path.before(segment.depth)
-            k, v, stored_k, sums = segment.held.layer(self.layer, segment.past, packed[0].device)
-            self.path.push(PrefixKV(KeysValues(k, v), stored_k, sums, None))
+            self.path.push(segment.held.layer(self.layer, segment.past, packed[0].device))
             return
         rows = max(1, len(segment.rows))
         q, k, v, stored_k, asked = (t.unflatten(0, (rows, segment.length)).transpose(1, 2) for t in packed)
         past = self.path.before(segment.depth)
-        seen = None if past is None else past.seen
+        seen = None if past is None else KeysValues(past.k, past.v)
         wanted = self.column_sums or (self.path_sums and not segment.rows)
         mixed, sums = self._attend(q, KeysValues(k, v), seen, wanted, first)
         out.copy_(mixed.transpose(1, 2).flatten(0, 1))
@@ -203,7 +185,7 @@ class PromptAttention:
             return
         if segment.rows:
             sums = sums if self.cache.wants_column_sums else None
-            before = None if past is None else (*past.seen, past.stored_k)
+            before = None if past is None else (past.k, past.v, past.stored_k)
             prompts = AttendedPrompts(
                 k,
                 v,
@@ -221,10 +203,10 @@ class PromptAttention:
             own = KeysValues(k[0].contiguous(), v[0].contiguous())
             stored = stored_k[0].contiguous() if self.rolling else own.k
             last = None if queries is None else queries[0].contiguous()
-            piece = PrefixKV(own, stored, None if sums is None else sums[0], last)
+            piece = LayerPrefix(*own, stored, None if sums is None else sums[0], last)
             self.path.push(piece)
             if segment.new is not None:
-                segment.new.add(self.layer, LayerPrefix(*own, stored, piece.sums))
+                segment.new.add(self.layer, piece)
 
     def _attend(
         self, q: Tensor, own: KeysValues, past: KeysValues | None, wanted: bool, first: int
@@ -256,7 +238,7 @@ class PromptAttention:
             start = stop
         return PrefillAttention(torch.cat(outs, dim=2), sums)
 
-    def _last_queries(self, asked: Tensor, past: PrefixKV | None) -> Tensor | None:
+    def _last_queries(self, asked: Tensor, past: LayerPrefix | None) -> Tensor | None:
         """The last queries up to the end of a segment with queries (n, heads, S, d), as many as policies look at."""
         if not self.queries:
             return None
