@@ -34,12 +34,12 @@ def main(argv: Sequence[str] | None) -> int:
     entry = to_json(result)
     if (path := arguments.output) is not None:
         made_for = {name: value for name, value in entry.items() if name != "policy"}
-        policy = {**result.policy.to_json(), "made_for": made_for}
+        policy = {**result.best.policy.to_json(), "made_for": made_for}
         with writing(path):
             path.write_text(json.dumps(policy, indent=1) + "\n", encoding="utf-8")
     if (path := arguments.simulate) is not None:
         with writing(path):
-            result.predicted.block.timeline.write_chrome_trace(path, "predicted")
+            result.best.prediction.block.timeline.write_chrome_trace(path, "predicted")
     if not arguments.quiet:
         write_result(_table(result))
     write_json(json.dumps(entry), arguments.json)
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None) -> int:
 
 
 def _table(result: SearchResult) -> str:
-    return f"{explain(result)}\n\n{result.footprint.table()}\n"
+    return f"{explain(result)}\n\n{result.best.footprint.table()}\n"
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def explain(result: SearchResult) -> str:
 
 def to_json(result: SearchResult) -> dict[str, Any]:
     """The same as plain JSON values: bytes, seconds, tokens per second. Everything in it is predicted."""
-    request, runner_up = result.request, result.runner_up
+    request, runner_up = result.best.request, result.runner_up
     return {
         "model": request.spec.name,
         "dtype": request.dtype,
@@ -43,13 +43,13 @@ def to_json(result: SearchResult) -> dict[str, Any]:
         "eviction": {**request.eviction.to_json(), "tokens": _budget(result).total},
         "prompt_len": request.workload.prompt_len,
         "gen_len": request.workload.gen_len,
-        "sequences": result.predicted.sequences,
+        "sequences": result.best.prediction.sequences,
         "caps": request.capped,
         "fixed": sorted(request.fixed),
-        "policy": result.policy.to_json(),
-        "predicted": result.predicted.to_json(),
-        "bound": bound_text(result.predicted),
-        "peak_bytes": {tier: result.footprint.total(tier) for tier in request.tiers},
+        "policy": result.best.policy.to_json(),
+        "predicted": result.best.prediction.to_json(),
+        "bound": bound_text(result.best.prediction),
+        "peak_bytes": {tier: result.best.footprint.total(tier) for tier in request.tiers},
         "binding": result.binding,
         "one_more_gib": dict(result.more),
         "least_bytes_moved": least_traffic(result),
@@ -91,15 +91,15 @@ def runner_up_text(result: SearchResult) -> str | None:
 
 def least_traffic(result: SearchResult) -> dict[str, int]:
     """Bytes over each link that any schedule with blocks of this size must move in the whole run."""
-    predicted = result.predicted
-    computing = result.policy.cpu_cache_compute
-    least = io_lower_bound(result.request, predicted.block.sequences, cpu_cache_compute=computing)
+    predicted = result.best.prediction
+    computing = result.best.policy.cpu_cache_compute
+    least = io_lower_bound(result.best.request, predicted.block.sequences, cpu_cache_compute=computing)
     whole_blocks = predicted.sequences // predicted.block.sequences
     return {link: whole_blocks * nbytes for link, nbytes in least.items()}
 
 
 def _lines(result: SearchResult) -> Iterator[tuple[str, str]]:
-    request, predicted, policy = result.request, result.predicted, result.policy
+    request, predicted, policy = result.best.request, result.best.prediction, result.best.policy
     yield (
         "model",
         f"{request.spec.name}, {_dtype(result)} on the {request.compute_tier.upper()} of {request.machine.name}",
@@ -120,7 +120,7 @@ def _lines(result: SearchResult) -> Iterator[tuple[str, str]]:
     yield "throughput", f"{format_speed(predicted.gen_throughput)} generated over prefill and decode (predicted)"
     yield "bound", bound_text(predicted)
     yield "traffic", _traffic(predicted.bytes_moved, least_traffic(result))
-    yield "memory", "; ".join(_used(result, tier) for tier in request.tiers if result.footprint.total(tier))
+    yield "memory", "; ".join(_used(result, tier) for tier in request.tiers if result.best.footprint.total(tier))
     flag = "" if result.binding is None else request.caps.flag(result.binding)
     yield "binding", f"{flag}, the {result.binding} tier's cap" if flag else _FREE
     if (second := runner_up_text(result)) is not None:
@@ -133,7 +133,7 @@ def _lines(result: SearchResult) -> Iterator[tuple[str, str]]:
 
 def _dtype(result: SearchResult) -> str:
     """The dtype of the numbers, and the bits of packed weights."""
-    request, kind = result.request, result.request.spec.packed_kind
+    request, kind = result.best.request, result.best.request.spec.packed_kind
     if kind is None:
         return request.dtype
     groups = f" in groups of {kind['group']}" if kind["group"] else ""
@@ -147,12 +147,12 @@ def _block(candidate: Candidate) -> str:
 
 
 def _budget(result: SearchResult) -> Any:
-    request = result.request
+    request = result.best.request
     return request.eviction.resolve(request.workload.prompt_len, request.workload.gen_len)
 
 
 def _used(result: SearchResult, tier: str) -> str:
-    used, cap = result.footprint.total(tier), result.request.capped.get(tier)
+    used, cap = result.best.footprint.total(tier), result.best.request.capped.get(tier)
     return f"{tier} {format_bytes(used)}" + (f" of {format_bytes(cap)}" if cap is not None else "")
 
 

@@ -21,9 +21,7 @@ from h2o_flexgen.cost.candidate import Candidate, fit, place, shift
 from h2o_flexgen.cost.linear import Programs
 from h2o_flexgen.cost.lp import Program, solve
 from h2o_flexgen.cost.shapes import BlockChoice, BlockChoices
-from h2o_flexgen.cost.simulate import Prediction
 from h2o_flexgen.errors import PlanError
-from h2o_flexgen.schedule.footprint import Footprint
 from h2o_flexgen.schedule.request import PlanRequest
 from h2o_flexgen.units import GIB, MIB, format_bytes, size_at_least
 
@@ -100,32 +98,16 @@ class SearchResult:
     """Among which bits of weights was chosen; None where these were given."""
 
     @property
-    def request(self) -> PlanRequest:
-        return self.best.request
-
-    @property
-    def policy(self) -> OffloadPolicy:
-        return self.best.policy
-
-    @property
-    def footprint(self) -> Footprint:
-        return self.best.footprint
-
-    @property
-    def predicted(self) -> Prediction:
-        return self.best.prediction
-
-    @property
     def runner_up_throughput(self) -> float | None:
         """Generated tokens per second of `runner_up`, as far as it was simulated."""
-        throughput, other = self.predicted.gen_throughput, self.runner_up
+        throughput, other = self.best.prediction.gen_throughput, self.runner_up
         return throughput * self.best.seconds / other.seconds if throughput and other else None
 
     @cached_property
     def binding(self) -> str | None:
         """The tier whose cap holds the throughput back most; None where more memory would not help."""
         tier = max(self.more, key=lambda name: self.more[name], default=None)
-        return tier if tier and self.more[tier] > 1e-3 * (self.predicted.gen_throughput or 0.0) else None
+        return tier if tier and self.more[tier] > 1e-3 * (self.best.prediction.gen_throughput or 0.0) else None
 
 
 def search(request: PlanRequest, solver: str = "highs") -> SearchResult:
@@ -144,7 +126,7 @@ def _of_all_bits(request: PlanRequest, solver: str) -> SearchResult:
             refused = error
     if not found and refused is not None:
         raise refused
-    rates = {bits: found[bits].predicted.gen_throughput if bits in found else None for bits in request.choices}
+    rates = {bits: found[bits].best.prediction.gen_throughput if bits in found else None for bits in request.choices}
     choice = BitsChoice(rates)
     return replace(found[choice.bits], bits=choice)
 

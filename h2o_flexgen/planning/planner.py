@@ -107,8 +107,9 @@ def _priced(plan: Plan, **more: Any) -> Plan:
 def _searched(request: PlanRequest) -> Plan:
     """The plan that a search chooses, with its prediction."""
     found = search(request)
-    plan = require_fit(make_plan(found.request, found.policy))
-    predicted = {**_predicted(request, found.predicted), "binding": found.binding, "runner_up": runner_up_text(found)}
+    best = found.best
+    plan = require_fit(make_plan(best.request, best.policy))
+    predicted = {**_predicted(request, best.prediction), "binding": found.binding, "runner_up": runner_up_text(found)}
     if found.bits is not None:
         predicted["bits"] = found.bits.to_json()
     return replace(plan, predicted=predicted, searched=True)

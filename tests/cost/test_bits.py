@@ -123,7 +123,7 @@ def one_by_one(request: PlanRequest) -> dict[int, float]:
     for bits in (16, 8, 4):
         spec = request.spec if bits == 16 else request.spec.with_bits(bits, 64)
         try:
-            found[bits] = search(replace(request, spec=spec)).predicted.gen_throughput or 0.0
+            found[bits] = search(replace(request, spec=spec)).best.prediction.gen_throughput or 0.0
         except PlanError:
             continue
     return found
@@ -149,8 +149,8 @@ def test_the_fastest_is_taken(tier: str, packed: Mapping[str, Curve], cap: int) 
     assert result.bits is not None
     assert result.bits.bits == best
     assert {bits: rate for bits, rate in result.bits.throughputs.items() if rate is not None} == alone
-    assert result.predicted.gen_throughput == alone[best]
-    assert (result.request.spec.packed_kind or {"bits": 16})["bits"] == best
+    assert result.best.prediction.gen_throughput == alone[best]
+    assert (result.best.request.spec.packed_kind or {"bits": 16})["bits"] == best
 
 
 def test_all_of_them_are_chosen_somewhere() -> None:
@@ -197,13 +197,13 @@ def test_a_large_model_stays_in_memory_in_4_bits() -> None:
     caps, fixed = {"cpu": 6 * GIB, "disk": 100 * GIB}, {"gpu_batch_size": 4, "num_gpu_batches": 1}
     request = ask(caps=caps, spec=known("opt-6.7b"), workload=Workload(512, 32, 4), baseline=512 * MIB, fixed=fixed)
     packed = search(replace(request, spec=request.spec.with_bits(4, 64)))
-    assert packed.predicted.bytes_moved == {}
+    assert packed.best.prediction.bytes_moved == {}
     assert "traffic     none: everything stays where it is computed on" in explain(packed)
     assert "with weights of 4 bits in groups of 64" in explain(packed)
     assert to_json(packed)["weight_bits"] == {"bits": 4, "group": 64}
     plain = search(request)
-    assert plain.predicted.bytes_moved["disk->cpu"] > 32 * 6 * GIB
-    decode = [found.predicted.decode_throughput or 0.0 for found in (packed, plain)]
+    assert plain.best.prediction.bytes_moved["disk->cpu"] > 32 * 6 * GIB
+    decode = [found.best.prediction.decode_throughput or 0.0 for found in (packed, plain)]
     assert decode[0] > 2 * decode[1]
 
 

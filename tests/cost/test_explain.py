@@ -38,10 +38,10 @@ def lines_of(result: SearchResult) -> dict[str, str]:
 
 
 def test_the_bound_is_what_takes_the_time(result: SearchResult) -> None:
-    said = bound_text(result.predicted)
+    said = bound_text(result.best.prediction)
     found = re.fullmatch(r"disk reads: ([0-9.]+) GB per step, busy for (\d+)% of the run", said)
     assert found, said
-    model = result.predicted.block.model
+    model = result.best.prediction.block.model
     steps = range(1, model.steps)
     moved = sum(each.nbytes for (link, _), each in model.moves.traffic(steps).items() if link == "disk->cpu")
     assert float(found[1]) == pytest.approx(moved / len(steps) / 1e9, rel=0.01)
@@ -50,8 +50,8 @@ def test_the_bound_is_what_takes_the_time(result: SearchResult) -> None:
 
 
 def test_computing_is_explained_by_its_largest_part(result: SearchResult) -> None:
-    request = dataclasses.replace(result.request, caps=Caps(cpu=64 * GIB))
-    said = bound_text(search(request).predicted)
+    request = dataclasses.replace(result.best.request, caps=Caps(cpu=64 * GIB))
+    said = bound_text(search(request).best.prediction)
     assert re.fullmatch(
         r"computing: .+ (per step|for the prompts), .+ of it for [a-z]+: .+; busy for 100% of the run", said
     )
@@ -74,18 +74,18 @@ def test_traffic_is_never_below_the_least(result: SearchResult) -> None:
     least = least_traffic(result)
     assert least
     for link, nbytes in least.items():
-        assert result.predicted.bytes_moved[link] >= nbytes
+        assert result.best.prediction.bytes_moved[link] >= nbytes
     (found,) = re.findall(r"disk->cpu [0-9.]+ GB, ([0-9.]+) times the least", lines_of(result)["traffic"])
-    assert float(found) == pytest.approx(result.predicted.bytes_moved["disk->cpu"] / least["disk->cpu"], abs=0.01)
-    block = result.predicted.block
-    one = io_lower_bound(result.request, block.sequences)
+    assert float(found) == pytest.approx(result.best.prediction.bytes_moved["disk->cpu"] / least["disk->cpu"], abs=0.01)
+    block = result.best.prediction.block
+    one = io_lower_bound(result.best.request, block.sequences)
     assert least["disk->cpu"] == one["disk->cpu"] * (20 // block.sequences)
 
 
 def test_the_entry_is_plain_json(result: SearchResult) -> None:
     entry = json.loads(json.dumps(to_json(result)))
-    assert entry["policy"] == result.policy.to_json()
-    assert entry["predicted"]["gen_throughput"] == pytest.approx(result.predicted.gen_throughput)
+    assert entry["policy"] == result.best.policy.to_json()
+    assert entry["predicted"]["gen_throughput"] == pytest.approx(result.best.prediction.gen_throughput)
     assert entry["predicted"]["gen_throughput"] == pytest.approx(
         20 * 16 / (entry["predicted"]["prefill_s"] + entry["predicted"]["decode_s"])
     )
@@ -97,9 +97,9 @@ def test_the_entry_is_plain_json(result: SearchResult) -> None:
 
 
 def test_of_one_plan_alone_there_is_no_runner_up(result: SearchResult) -> None:
-    policy = result.policy
+    policy = result.best.policy
     fixed = {item.name: getattr(policy, item.name) for item in dataclasses.fields(policy)}
-    alone = search(dataclasses.replace(result.request, fixed=fixed))
+    alone = search(dataclasses.replace(result.best.request, fixed=fixed))
     assert "runner-up" not in lines_of(alone)
     assert to_json(alone)["runner_up"] is None
 
@@ -121,7 +121,7 @@ def test_attention_on_the_cpu_beside_a_gpu() -> None:
         endless=True,
     )
     found = search(request)
-    assert found.policy.cpu_cache_compute
-    assert found.policy.cache["cpu"] > 0.5
+    assert found.best.policy.cpu_cache_compute
+    assert found.best.policy.cache["cpu"] > 0.5
     assert lines_of(found)["attention"] == "of caches on the CPU is computed there"
     assert lines_of(found)["work"].startswith("one block of as many as there are")

@@ -78,9 +78,9 @@ def test_a_search_knows_of_them() -> None:
     wanted = request(gpu=64 << 20)
     result = search(wanted)
     assert not result.best.moves
-    assert result.predicted.decode_s == pytest.approx(result.predicted.blocks * 6 * (5 + 0.25 * 34))
-    assert [item.tier for item in result.footprint.items if item.what == RECORDED] == ["gpu"]
-    program = Programs(wanted).of(result.policy, waits=False)
+    assert result.best.prediction.decode_s == pytest.approx(result.best.prediction.blocks * 6 * (5 + 0.25 * 34))
+    assert [item.tier for item in result.best.footprint.items if item.what == RECORDED] == ["gpu"]
+    program = Programs(wanted).of(result.best.policy, waits=False)
     shares = {kind: {"gpu": 1.0} for kind in ("weights", "cache", "hidden")}
     assert program.seconds(shares) <= result.best.prediction.block.total_s * (1 + 1e-9), "a bound"
 

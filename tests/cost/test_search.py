@@ -58,23 +58,23 @@ def ask(tier: str = "cpu", caps: dict[str, int] | None = None, **changes: Any) -
 @pytest.mark.parametrize("tier", ["cpu", "gpu"])
 def test_with_ample_memory_everything_stays_on_the_compute_tier(tier: str) -> None:
     result = search(ask(tier))
-    for shares in (result.policy.weights, result.policy.cache, result.policy.hidden):
+    for shares in (result.best.policy.weights, result.best.policy.cache, result.best.policy.hidden):
         assert shares == {tier: 1.0}
-    assert result.policy.block_size == 24
-    assert result.predicted.bytes_moved == {}
+    assert result.best.policy.block_size == 24
+    assert result.best.prediction.bytes_moved == {}
     assert result.binding is None
-    assert not result.policy.cpu_cache_compute
+    assert not result.best.policy.cpu_cache_compute
 
 
 def test_moving_data_must_win_by_more_than_predictions_err(monkeypatch: pytest.MonkeyPatch) -> None:
     """First writes to memory that are slower than a disk: a cache on disk looks a little faster, and is not taken."""
     slow_memory = ask(profile=profile(rates(fresh_bytes_per_s=1e9)))
     best = search(slow_memory)
-    assert best.predicted.bytes_moved == {}
+    assert best.best.prediction.bytes_moved == {}
     assert best.runner_up is not None
     monkeypatch.setattr(searching, "RESIDENT", 1.0)
     moving = search(slow_memory)
-    assert moving.predicted.bytes_moved != {}
+    assert moving.best.prediction.bytes_moved != {}
     assert moving.best.seconds < best.best.seconds < 1.05 * moving.best.seconds
 
 
@@ -91,23 +91,23 @@ def test_of_plans_that_are_alike_one_of_equal_blocks_is_taken() -> None:
     """32 sequences as 20 + 12 are the fastest by a trifle, 16 + 16 not even close: all 32 at once are taken."""
     bumps = products_only((11, 5e9), (12, 1e10), (16, 9.5e9), (20, 1e10), (22, 9.5e9), (31, 9.5e9), (32, 9.95e9))
     result = search(ask(profile=bumps, workload=Workload(1, 8, 32)))
-    assert (result.policy.gpu_batch_size, result.policy.num_gpu_batches) == (32, 1)
-    fastest = place(result.request, dataclasses.replace(result.policy, gpu_batch_size=20))
+    assert (result.best.policy.gpu_batch_size, result.best.policy.num_gpu_batches) == (32, 1)
+    fastest = place(result.best.request, dataclasses.replace(result.best.policy, gpu_batch_size=20))
     assert fastest.seconds < result.best.seconds < 1.01 * fastest.seconds
 
 
 def test_of_equal_blocks_that_are_alike_the_smallest_is_taken() -> None:
     flat = products_only((8, 5e9), (15, 9e9), (16, 9.95e9), (17, 9.96e9), (32, 1e10))
     result = search(ask(profile=flat, workload=Workload(1, 8, 32)))
-    assert (result.policy.gpu_batch_size, result.policy.num_gpu_batches) == (16, 1)
+    assert (result.best.policy.gpu_batch_size, result.best.policy.num_gpu_batches) == (16, 1)
 
 
 def test_of_plans_that_are_alike_one_of_fewer_gpu_batches_is_taken() -> None:
     """All weights come from disk at every step, which takes longest; products of four rows are a little faster."""
     slow = dataclasses.replace(products_only((4, 1e11), (8, 9e10)), links=profile().links)
     result = search(ask(profile=slow, workload=Workload(1, 8, 8), fixed={"weights": {"disk": 1.0}}))
-    assert (result.policy.gpu_batch_size, result.policy.num_gpu_batches) == (8, 1)
-    other = place(result.request, dataclasses.replace(result.policy, gpu_batch_size=4, num_gpu_batches=2))
+    assert (result.best.policy.gpu_batch_size, result.best.policy.num_gpu_batches) == (8, 1)
+    other = place(result.best.request, dataclasses.replace(result.best.policy, gpu_batch_size=4, num_gpu_batches=2))
     assert other.seconds < result.best.seconds < 1.01 * other.seconds
 
 
@@ -127,8 +127,8 @@ def test_no_cap_is_ever_exceeded(tier: str, fast: int, slow: int, eviction: Evic
         result = search(ask(tier, caps, eviction=eviction))
     except PlanError:
         return
-    assert_engine_agrees(result.request, result.policy)
-    assert result.footprint.total(tier) <= caps[tier]
+    assert_engine_agrees(result.best.request, result.best.policy)
+    assert result.best.footprint.total(tier) <= caps[tier]
 
 
 def assert_engine_agrees(request: PlanRequest, policy: OffloadPolicy) -> None:
@@ -173,7 +173,7 @@ def test_the_same_question_has_the_same_answer(tier: str, sequences: int) -> Non
     request = ask(tier, TIGHT, workload=Workload(24, 8, sequences))
     first = three_tiers() if tier == "gpu" else search(request)
     second, cbc = search(request), search(request, "cbc")
-    assert first.policy == second.policy == cbc.policy
+    assert first.best.policy == second.best.policy == cbc.best.policy
     assert first.runner_up is not None
     assert second.runner_up is not None
     assert first.runner_up.policy == second.runner_up.policy
@@ -200,7 +200,7 @@ def test_what_is_fixed_stays(tier: str, fixed: dict[str, Any]) -> None:
     wanted = OffloadPolicy(**fixed)
     wanted = wanted.with_gpu_as_cpu() if tier == "cpu" else wanted
     caps, work = {"gpu": 16 * MIB, "cpu": 32 * MIB, "disk": GIB}, Workload(24, 8, 8)
-    found = search(ask(tier, caps, fixed=fixed, workload=work)).policy
+    found = search(ask(tier, caps, fixed=fixed, workload=work)).best.policy
     for name in fixed:
         expected = getattr(wanted, name)
         if name == "gpu_batch_size":
@@ -213,8 +213,8 @@ def test_a_whole_policy_is_priced_as_it_is() -> None:
     fixed = {item.name: getattr(policy, item.name) for item in dataclasses.fields(policy)}
     request = ask(fixed=fixed)
     result = search(request)
-    assert result.policy == policy
-    assert result.predicted.decode_s == predict(CostModel(request, policy, request.place(policy))).decode_s
+    assert result.best.policy == policy
+    assert result.best.prediction.decode_s == predict(CostModel(request, policy, request.place(policy))).decode_s
     assert result.runner_up is None
 
 
@@ -222,9 +222,9 @@ def test_a_whole_policy_is_priced_as_it_is() -> None:
 def test_a_policy_file_goes_through_run(tmp_path: Path) -> None:
     result = three_tiers()
     path = tmp_path / "policy.json"
-    path.write_text(json.dumps({**result.policy.to_json(), "made_for": {"model": "small"}}))
-    assert parse_arguments(["--policy", str(path)], {}).engine.policy == result.policy
-    assert_engine_agrees(result.request, result.policy)
+    path.write_text(json.dumps({**result.best.policy.to_json(), "made_for": {"model": "small"}}))
+    assert parse_arguments(["--policy", str(path)], {}).engine.policy == result.best.policy
+    assert_engine_agrees(result.best.request, result.best.policy)
 
 
 @pytest.mark.slow
@@ -234,14 +234,14 @@ def test_a_large_model_in_three_tiers() -> None:
     spec = dataclasses.replace(known("opt-1.3b"), num_layers=12)
     request = ask("gpu", caps, spec=spec, workload=Workload(512, 32), endless=True)
     result = search(request)
-    assert_engine_agrees(request, result.policy)
-    assert result.footprint.total("gpu") > 0.85 * caps["gpu"]
-    assert result.footprint.total("cpu") > 0.85 * caps["cpu"]
+    assert_engine_agrees(request, result.best.policy)
+    assert result.best.footprint.total("gpu") > 0.85 * caps["gpu"]
+    assert result.best.footprint.total("cpu") > 0.85 * caps["cpu"]
     assert result.best.seconds >= 0.97 * min(c.seconds for c in (result.best, result.runner_up) if c)
     assert result.binding in ("gpu", "cpu")
     assert set(result.more) == {"gpu", "cpu", "disk"}
     assert all(gain >= 0 for gain in result.more.values())
-    assert result.predicted.sequences == result.policy.block_size
+    assert result.best.prediction.sequences == result.best.policy.block_size
 
 
 @pytest.mark.slow
@@ -251,10 +251,10 @@ def test_more_memory_buys_about_what_is_said() -> None:
     asked = ask("cpu", caps, spec=known("opt-6.7b"), workload=Workload(128, 32, 16))
     before = search(asked)
     after = search(asked.with_caps(cpu=5 * GIB))
-    gained = (after.predicted.gen_throughput or 0) - (before.predicted.gen_throughput or 0)
+    gained = (after.best.prediction.gen_throughput or 0) - (before.best.prediction.gen_throughput or 0)
     assert gained > 0
     assert before.more["cpu"] == pytest.approx(gained, rel=0.6)
-    assert before.more["disk"] == pytest.approx(0, abs=0.01 * (before.predicted.gen_throughput or 0))
+    assert before.more["disk"] == pytest.approx(0, abs=0.01 * (before.best.prediction.gen_throughput or 0))
 
 
 @pytest.mark.slow
@@ -300,7 +300,7 @@ def test_nothing_fits(tier: str, caps: dict[str, int], named: set[str]) -> None:
     tiers = {"--gpu-mem": "gpu", "--cpu-mem": "cpu", "--nvme-mem": "disk"}
     for way in ways:
         sizes = {tiers[flag]: parse_bytes(size) for flag, size in re.findall(r"(--[a-z]+-mem) (\S+)", way)}
-        assert search(request.with_caps(**sizes)).policy
+        assert search(request.with_caps(**sizes)).best.policy
         last = next(reversed(sizes))
         with pytest.raises(PlanError):
             search(request.with_caps(**{**sizes, last: int(0.97 * sizes[last])}))

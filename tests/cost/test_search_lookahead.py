@@ -35,16 +35,16 @@ def uneven_ticks(**changes: object) -> PlanRequest:
 def test_the_chosen_block_is_tried_further_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where its bound calls one read ahead good enough."""
     usual = search(uneven_ticks())
-    assert usual.policy.lookahead > 1
+    assert usual.best.policy.lookahead > 1
     monkeypatch.setattr(searching, "_WAITS", 1e9)
     easily_content = search(uneven_ticks())
-    assert easily_content.policy.lookahead > 1
+    assert easily_content.best.policy.lookahead > 1
     assert easily_content.best.seconds <= searching.GOOD_ENOUGH * usual.best.seconds
     monkeypatch.setattr(searching._PlanSearch, "_farther", lambda self, best: best)
-    assert search(uneven_ticks()).policy.lookahead == 1
+    assert search(uneven_ticks()).best.policy.lookahead == 1
 
 
 def test_what_is_fixed_stays() -> None:
     request = uneven_ticks()
     for fixed in ({"lookahead": 1}, {"overlap": False}):
-        assert search(uneven_ticks(fixed={**request.fixed, **fixed})).policy.lookahead == 1
+        assert search(uneven_ticks(fixed={**request.fixed, **fixed})).best.policy.lookahead == 1

@@ -65,7 +65,7 @@ def test_a_search_finds_nothing_much_better(
     for work in works:
         request = ask(tier, caps, workload=work, eviction=EvictionConfig("h2o", ratio=0.4), profile=None)
         plan = plans(request)
-        kept, best = plan.predicted, search(ask(tier, caps, workload=work, eviction=request.eviction)).predicted
+        kept, best = plan.predicted, search(ask(tier, caps, workload=work, eviction=request.eviction)).best.prediction
         assert plan.request.workload == work
         assert kept["prefill_s"] + kept["decode_s"] <= 1.06 * (best.prefill_s + best.decode_s), work
     assert len(searched) == searches

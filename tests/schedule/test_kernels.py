@@ -61,7 +61,7 @@ def test_prompts_are_cut_by_the_device_in_plan_footprint_and_cost(device: str) -
     assert item(plan, "prompt K and V of one layer") == keys
     assert by_rule(asked).policy.prefill_chunk == chunk
     searched = question(asked, gpu_batch_size=24, num_gpu_batches=1)
-    assert search(searched).policy.prefill_chunk == chunk
+    assert search(searched).best.policy.prefill_chunk == chunk
     assert footprint(searched, plan.policy, plan.placement) == plan.footprint
     terms = CostModel(searched, plan.policy, plan.placement).terms()
     products = [term.name for term in terms if "products" in term.name]
@@ -72,7 +72,8 @@ def test_prompts_are_cut_by_the_device_in_plan_footprint_and_cost(device: str) -
 def test_what_the_user_says_is_what_counts(device: str) -> None:
     asked = request(**DEVICES[device][0])
     assert make_plan(asked, OffloadPolicy(24, prefill_chunk=100)).policy.prefill_chunk == 100
-    assert search(question(asked, prefill_chunk=100, gpu_batch_size=24, num_gpu_batches=1)).policy.prefill_chunk == 100
+    found = search(question(asked, prefill_chunk=100, gpu_batch_size=24, num_gpu_batches=1))
+    assert found.best.policy.prefill_chunk == 100
 
 
 def test_where_there_is_no_room_prompts_are_cut_smaller() -> None:
@@ -89,8 +90,8 @@ def test_where_there_is_no_room_prompts_are_cut_smaller() -> None:
         assert plan.shortage() is None
         both = {"gpu_batch_size": 4, "num_gpu_batches": 1, "weights": {"gpu": 1.0}, "cache": {"gpu": 1.0}}
         found = search(question(request(compute_tier="gpu", caps=Caps(gpu=cap)), **both))
-        assert found.policy.prefill_chunk == size
-        assert found.footprint == plan.footprint
+        assert found.best.policy.prefill_chunk == size
+        assert found.best.footprint == plan.footprint
     assert make_plan(request(compute_tier="gpu", caps=Caps(gpu=small - 1)), policy).shortage() is not None
 
 
