@@ -74,7 +74,8 @@ class KVCache:
         if shape.capacity < max(limits):
             raise ValueError(f"{shape.capacity} slots are too few, these budgets need {max(limits)}")
         self.shape, self._kept = shape, Keeping(shape, self.device)
-        self.statistic = policy.statistic if self._lengths.chooses else "none"
+        self.wants_column_sums = policy.column_sums and self._lengths.chooses
+        """Whether `fill` must be given the column sums of the prompt's attention."""
         self._policy, self._layer, self.row_ids = policy, layer, list(row_ids)
         self._slots: CacheSlots
         if isinstance(policy, RankedPolicy) and self._lengths.chooses:
@@ -133,11 +134,6 @@ class KVCache:
     def scales(self) -> KeyScales | None:
         """Scales of keys; None if keys are stored unscaled."""
         return self._kept.scales
-
-    @property
-    def wants_column_sums(self) -> bool:
-        """Whether `fill` must be given the column sums of the prompt's attention."""
-        return self.statistic == "column_sums"
 
     def attach(self, k: Tensor, v: Tensor) -> None:
         """Work on these contiguous buffers from now on: what the cache holds, or anything finite before `fill`."""

@@ -407,7 +407,7 @@ class Engine(Closing):
 
     @property
     def _needs_sums(self) -> bool:
-        return make_policy(self.config.eviction).statistic == "column_sums"
+        return make_policy(self.config.eviction).column_sums
 
     @property
     def _shares(self) -> bool:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from torch import Tensor
 from h2o_flexgen.config.eviction import ROW_LOGITS, Budget
 from h2o_flexgen.kernels.types import KeysValues, RankedBy
 
-Statistic = Literal["none", "column_sums"]
 Turn = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Positions (c,) -> cosines and sines (c, dim) of the angles that queries there are turned by, float32. The second half
 of `dim`, which are the leading ones of a head, repeats the first; i and i + dim / 2 turn together."""
@@ -208,7 +207,7 @@ class EvictionPolicy:
     """
 
     name: ClassVar[str]
-    statistic: ClassVar[Statistic] = "none"  # the statistic of the prompt's attention that the policy needs
+    column_sums: ClassVar[bool] = False  # whether the policy needs the column sums of the prompt's attention
     needs_rows: ClassVar[bool] = False  # whether the policy needs the probability row of a decode step
 
     def __init__(self, seed: int = 0) -> None:

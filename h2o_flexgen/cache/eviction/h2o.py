@@ -10,8 +10,7 @@ class H2OPolicy(RankedPolicy):
     age (appendix B.2 of the paper)."""
 
     name = "h2o"
-    statistic = "column_sums"
-    needs_rows = True
+    column_sums = needs_rows = True
 
     def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
         if prompts.column_sums is None:

@@ -21,7 +21,7 @@ from h2o_flexgen.config.budget import Budget, shares_of
 def queries(policy: RankedPolicy, length: int, budget: Budget) -> int:
     """As `RankedPolicy.queries`; within fair spans attention is computed anew."""
     wanted = policy.queries(length, budget.inside or budget)
-    return length if budget.fair and (wanted or policy.statistic == "column_sums") else wanted
+    return length if budget.fair and (wanted or policy.column_sums) else wanted
 
 
 def prompt_scores(policy: RankedPolicy, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
@@ -47,7 +47,7 @@ def _shared(policy: RankedPolicy, prompts: AttendedPrompts, rows: PromptRows) ->
             continue
         part, places = prompts.part(start, stop), torch.arange(stop - start, device=rank.device)
         asked = PromptRows(rows.tokens._replace(positions=places), share, rows.window)
-        if policy.statistic == "column_sums":
+        if policy.column_sums:
             part = replace(part, column_sums=summed_rows(part, part.length, rows.window))
         kept = choose(policy.prompt_scores(part, asked).rank, places, share, None)
         rank[..., start:stop].scatter_(-1, kept, torch.inf)

@@ -196,7 +196,7 @@ class BlockRunner:
         longest, prompt_room = max(waiting.longest_prompt, *(len(row.pass_ids) for each in rows for row in each)), 0
         waiting.room = BlockRoom(self._slots(maker), min(longest, tokens // places))
         if plan.policy.overlap:
-            sums = self.eviction.statistic == "column_sums"
+            sums = self.eviction.column_sums
             prompt_room = prompt_bytes(spec, dtype, places, longest, plan.policy.chunk, sums=sums)
         return open_stages(
             plan,

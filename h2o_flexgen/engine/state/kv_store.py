@@ -162,7 +162,7 @@ class CacheMaker:
 
     def wants_column_sums(self, layer: int, rows: SequenceOf[Sequence]) -> bool:
         """Whether the cache of `rows` needs the column sums of its prompts' attention."""
-        return self.eviction.statistic == "column_sums" and chooses(self.budgets(layer, rows))
+        return self.eviction.column_sums and chooses(self.budgets(layer, rows))
 
 
 class BatchCache:
