@@ -10,7 +10,7 @@ from torch import Tensor
 
 from h2o_flexgen.cache.lengths import NEVER, CacheLengths
 from h2o_flexgen.cache.packing import Keeping, parts_of
-from h2o_flexgen.cache.ring_slots import CacheSlots
+from h2o_flexgen.cache.ring_slots import CacheSlots, Queries
 from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.errors import required
 from h2o_flexgen.kernels import triton_available
@@ -123,34 +123,19 @@ class FusedStep:
         """Whether `again` can be asked: not where steps are counted on the device."""
         return self._number is None
 
-    def again(
-        self,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        scale: float,
-        sink_logits: Tensor | None = None,
-        soft_cap: float | None = None,
-    ) -> Tensor:
+    def again(self, asked: Queries, k: Tensor, v: Tensor) -> Tensor:
         """The current step again with other queries; scores and slots are restored afterwards."""
         scored, slots = self._scored, None
         saved = None if scored is None else scored.saved()
         if scored is not None:
             slots = scored.rewound(self.used)
-        given, number = slots if self._by_rows else None, self._lengths.step
-        out = self._step(number, qkv, scale, slots=given, sink_logits=sink_logits, soft_cap=soft_cap)
+        out = self._step(self._lengths.step, asked, k, v, slots=slots if self._by_rows else None)
         if scored is not None and saved is not None:
             scored.restore(saved)
         return out
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        held: Tensor | None,
-        kept: Callable[[int, torch.dtype], KeysValues],
-        sink_logits: Tensor | None = None,
-        soft_cap: float | None = None,
+        self, asked: Queries, k: Tensor, v: Tensor, held: Tensor | None, kept: Callable[[int, torch.dtype], KeysValues]
     ) -> Tensor:
         """The step of the lengths, which the caller moves on afterwards; see `KVCache.attend`.
 
@@ -158,17 +143,17 @@ class FusedStep:
         """
         number: int | Tensor = self._lengths.step if self._number is None else self._number
         if self._by_rows:
-            return self._with_rows(number, (q, k, v), scale, held, kept, sink_logits, soft_cap)
+            return self._with_rows(number, asked, k, v, held, kept)
         scored = self._scored
         fresh = None if scored is None else scored.fresh(number, held)
-        out = self._step(number, (q, k, v), scale, fresh=fresh, sink_logits=sink_logits, soft_cap=soft_cap)
+        out = self._step(number, asked, k, v, fresh=fresh)
         if scored is not None and self._thins:
             length = self._lengths.length
-            scored.between_bursts(length, lambda: kept(length, q.dtype), (q, scale, soft_cap))
+            scored.between_bursts(length, lambda: kept(length, asked.q.dtype), asked)
         return out
 
-    def _step(self, number: int | Tensor, qkv: tuple[Tensor, Tensor, Tensor], scale: float, **how: Any) -> Tensor:
-        q, k, v = qkv
+    def _step(self, number: int | Tensor, asked: Queries, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        q, scale, how["soft_cap"], how["sink_logits"] = asked
         if self._scales is not None:
             q, k = self._scales.asked(q), self._scales.kept(k)
         q, k, v = (hadamard(x, self._block) for x in (q, k, v))
@@ -177,12 +162,11 @@ class FusedStep:
     def _with_rows(
         self,
         number: int | Tensor,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        scale: float,
+        asked: Queries,
+        k: Tensor,
+        v: Tensor,
         held: Tensor | None,
         kept: Callable[[int, torch.dtype], KeysValues],
-        sink_logits: Tensor | None,
-        soft_cap: float | None,
     ) -> Tensor:
         scored = required(self._scored, "slots in order of arrival have no scores")
         slots, fresh = scored.take(held) if self._number is None else (scored.allocate(held), None)
@@ -191,11 +175,9 @@ class FusedStep:
             # Where the kernel counts its steps, it does not know how few slots are occupied yet.
             width = length if self._number is None else self._size[2]
             row = torch.empty(*self._size[:2], width, device=self._lengths.device)
-        out = self._step(
-            number, qkv, scale, fresh=fresh, slots=slots, probs=row, sink_logits=sink_logits, soft_cap=soft_cap
-        )
+        out = self._step(number, asked, k, v, fresh=fresh, slots=slots, probs=row)
         row = None if row is None else row[..., :length]
-        self._slots.evict(row, length, lambda: kept(length, qkv[0].dtype), (qkv[0], scale, soft_cap))
+        self._slots.evict(row, length, lambda: kept(length, asked.q.dtype), asked)
         return out
 
 

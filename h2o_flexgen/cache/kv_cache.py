@@ -13,7 +13,7 @@ from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.cache.lengths import CacheLengths
 from h2o_flexgen.cache.packing import Keeping, KeyScales
 from h2o_flexgen.cache.recall import Recall
-from h2o_flexgen.cache.ring_slots import CacheSlots, RingSlots, Rows, SlotChoice, arrived
+from h2o_flexgen.cache.ring_slots import CacheSlots, Queries, RingSlots, Rows, SlotChoice, arrived
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.cache.vectors import (
@@ -291,18 +291,19 @@ class KVCache:
         self._kept.advance()
         if not self._lengths.started:
             self._start(*buffers, q, table is not None, sink_logits is not None)
+        asked = Queries(q, scale, self.soft_cap, sink_logits)
         if self.recall is not None:
-            self.recall.step((q, scale, self.soft_cap), KeysValues(k, v), self._lengths, self._slots, buffers)
+            self.recall.step(asked, KeysValues(k, v), self._lengths, self._slots, buffers)
         held = None
         if self._slots.scores_keys:
             held = k if self._kept.newest is not None else self._kept.once(k)
         if self._fused is not None:
             if table is not None:
                 raise RuntimeError("this cache was started without rolling positions")
-            out = self._fused.attend(q, k, v, scale, held, self._held, sink_logits, self.soft_cap)
+            out = self._fused.attend(asked, k, v, held, self._held)
             self._last = self._fused.used
         else:
-            out = self._attend(q, k, v, scale, table, held, sink_logits)
+            out = self._attend(asked, k, v, table, held)
         self._lengths.tick()
         moves = self._slots.moves()
         if moves is not None:
@@ -319,20 +320,12 @@ class KVCache:
     ) -> Tensor:
         """Other queries of the last step's tokens over what its own saw, (b, heads, head_dim) as `attend`. What is kept
         does not depend on them. k and v are what that step was given."""
+        asked = Queries(qkv[0], scale, soft_cap, sink_logits)
         self._lengths.tick(-1)
         try:
             if self._fused is not None and self._fused.rereads and self._lengths.step >= 0:
-                return self._fused.again(qkv, scale, sink_logits, soft_cap)
-            _, width, valid = self._lengths.occupied()
-            seen = self._slots.seen(width)
-            if valid is not None:
-                valid = valid.expand(self.shape.batch, self.shape.kv_heads, -1)
-                seen = valid if seen is None else valid & seen
-            own, self.soft_cap = self.soft_cap, soft_cap
-            rows = self._kept.rows(width)
-            parts = [self._attend_rows(each, qkv[0], scale, width, seen, None, sink_logits).out for each in rows]
-            self.soft_cap = own
-            return torch.cat(parts)
+                return self._fused.again(asked, *qkv[1:])
+            return self._attend_all(asked, None).out
         finally:
             self._lengths.tick()
 
@@ -387,14 +380,7 @@ class KVCache:
         return self._kept.expanded(KeysValues(k, v), dtype)
 
     def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        table: tuple[Tensor, Tensor] | None,
-        held: Tensor | None,
-        sink_logits: Tensor | None,
+        self, asked: Queries, k: Tensor, v: Tensor, table: tuple[Tensor, Tensor] | None, held: Tensor | None
     ) -> Tensor:
         """A step in torch operations, on any device."""
         where = None if self.choice is None else self.choice.positions(self._slots)
@@ -408,40 +394,43 @@ class KVCache:
                 flat.index_copy_(0, slot, x.reshape(len(slot), -1))
         if self.shape.newest:
             self._kept.take(self.last_slots, KeysValues(k, v), stored)
-        length, width, valid = self._lengths.occupied()
+        out, row = self._attend_all(asked, table)
+        length = self._lengths.occupied().length
+        row = None if row is None else row[..., :length]
+        self._slots.evict(row, length, lambda: self._held(length, asked.q.dtype), asked)
+        return out
+
+    def _attend_all(self, asked: Queries, table: tuple[Tensor, Tensor] | None) -> DecodeAttention:
+        """Attention of all rows over the slots of this step, as many rows at a time as may be expanded."""
+        _, width, valid = self._lengths.occupied()
+        seen = self._slots.seen(width)
         if valid is not None:
             valid = valid.expand(self.shape.batch, self.shape.kv_heads, -1)
-        seen = self._slots.seen(width)
-        if seen is not None:
-            valid = seen if valid is None else valid & seen
-        parts = [self._attend_rows(rows, q, scale, width, valid, table, sink_logits) for rows in self._kept.rows(width)]
-        out, row = parts[0]
-        if len(parts) > 1:
-            out, row = torch.cat([part.out for part in parts]), joined_rows([part.row for part in parts])
-        row = None if row is None else row[..., :length]
-        self._slots.evict(row, length, lambda: self._held(length, q.dtype), (q, scale, self.soft_cap))
-        return out
+            seen = valid if seen is None else valid & seen
+        parts = [self._attend_rows(rows, asked, width, seen, table) for rows in self._kept.rows(width)]
+        if len(parts) == 1:
+            return parts[0]
+        return DecodeAttention(torch.cat([part.out for part in parts]), joined_rows([part.row for part in parts]))
 
     def _attend_rows(
         self,
         rows: slice | None,
-        q: Tensor,
-        scale: float,
+        asked: Queries,
         width: int,
         valid: Tensor | None,
         table: tuple[Tensor, Tensor] | None,
-        sink_logits: Tensor | None,
     ) -> DecodeAttention:
         """Attention of some rows (None: all) over the first `width` slots."""
         k, v = (some_of(buffer, rows).narrow(2, 0, width) for buffer in self.buffers)
+        q, scale, soft_cap, sinks = asked
         keys, values = self._kept.expanded(KeysValues(k, v), q.dtype, rows)
-        asked, seen = some_of(q, rows), None if valid is None else some_of(valid, rows)
+        q, seen = some_of(q, rows), None if valid is None else some_of(valid, rows)
         if self.choice is not None:
             seen = self.choice.of(rows, keys, seen, self._where)
         if table is not None:
             newest, ranks = some_of(self._lengths.newest_ranks, rows), some_of(self._slots.ranks(width), rows)
-            asked, keys = rolled(asked, keys, table, newest.view(-1, 1), ranks)
-        return decode_attention(asked, keys, values, scale, seen, self._slots.needs_rows, sink_logits, self.soft_cap)
+            q, keys = rolled(q, keys, table, newest.view(-1, 1), ranks)
+        return decode_attention(q, keys, values, scale, seen, self._slots.needs_rows, sinks, soft_cap)
 
     @property
     def counts(self) -> list[int]:

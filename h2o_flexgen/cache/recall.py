@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from h2o_flexgen.cache.lengths import CacheLengths
 from h2o_flexgen.cache.packing import expand, pack
-from h2o_flexgen.cache.ring_slots import Asked, CacheSlots
+from h2o_flexgen.cache.ring_slots import CacheSlots, Queries
 from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.config.budget import Budget
 from h2o_flexgen.config.recall import FIRST, NEAR, RATED, index_packing, is_rated, looks, most_moved, shelf_bytes
@@ -340,7 +340,7 @@ class Recall:
             if row is not None and row.came is not None:
                 row.came[head, position] += 1
 
-    def step(self, asked: Asked, new: KeysValues, lengths: CacheLengths, slots: CacheSlots, held: KeysValues) -> None:
+    def step(self, asked: Queries, new: KeysValues, lengths: CacheLengths, slots: CacheSlots, held: KeysValues) -> None:
         """A step begins, with the tokens `new` (b, kv_heads, d): they go to the shelves, and the rows whose turn it is
         look through what is away; what comes back goes into the slots of `held`."""
         if not isinstance(slots, ScoredSlots):
@@ -353,14 +353,14 @@ class Recall:
             self._log(before, slots.table[1])
 
     def _recall(
-        self, asked: Asked, new: KeysValues, lengths: CacheLengths, slots: ScoredSlots, held: KeysValues
+        self, asked: Queries, new: KeysValues, lengths: CacheLengths, slots: ScoredSlots, held: KeysValues
     ) -> None:
         """The step, by the kernel or in torch."""
         if self._native is not None:
-            q, scale, soft_cap = asked
             if self._disk is not None:
                 self._write(new, lengths)
-            found = self._native.step(lengths.step, (q, *new), scale, soft_cap, held, slots.ranking)
+            qkv = asked.q, *new
+            found = self._native.step(lengths.step, qkv, asked.scale, asked.soft_cap, held, slots.ranking)
             self._counts.add(found)
             if self._disk is None:
                 vectors = 2 * held.k.shape[-1] * held.k.itemsize
@@ -376,7 +376,7 @@ class Recall:
             taken = lengths.before[place] + lengths.step
             if looks(taken, self._every):
                 first = 0 if lengths.window is None else max(0, now + 1 - lengths.window)
-                worth = _worth(row.index[:, first : now + 1], asked[0][place], asked)
+                worth = _worth(row.index[:, first : now + 1], asked.q[place], asked)
                 own = _HeldSlots(held.k[place], held.v[place], slots.score[place], slots.table[1][place], free[place])
                 kept, moved = self._look(row, worth, own, first, now)
                 rated = is_rated(taken, self._every, self.rates)
@@ -444,14 +444,13 @@ class Recall:
         return kept, len(heads)
 
 
-def _worth(index: Tensor, q: Tensor, asked: Asked) -> Tensor:
+def _worth(index: Tensor, q: Tensor, asked: Queries) -> Tensor:
     """What tokens with the keys of `index` (kv_heads, T, bytes) are worth to q (heads, d), by their products: softmax
     probabilities (kv_heads, group, T) float32."""
-    _, scale, soft_cap = asked
     keys = expand(index, index_packing(q.shape[-1]), torch.float32)
-    logits = (q.float().view(len(keys), -1, q.shape[-1]) @ keys.transpose(1, 2)) * scale
-    if soft_cap is not None:
-        logits = (logits / soft_cap).tanh() * soft_cap
+    logits = (q.float().view(len(keys), -1, q.shape[-1]) @ keys.transpose(1, 2)) * asked.scale
+    if asked.soft_cap is not None:
+        logits = (logits / asked.soft_cap).tanh() * asked.soft_cap
     return logits.softmax(-1)
 
 

@@ -18,8 +18,16 @@ from h2o_flexgen.kernels.types import Choice, KeysValues
 Rows = slice | Tensor
 Held = Callable[[], KeysValues]
 """Gives keys and values of the occupied slots, (b, kv_heads, length, d)."""
-Asked = tuple[Tensor, float, float | None]
-"""Queries (b, heads, d), what their products with keys are multiplied by, and the soft cap of these logits."""
+
+
+class Queries(NamedTuple):
+    """Queries q (b, heads, d), what their products with keys are multiplied by, the soft cap of these logits, and
+    float32 (heads,), of each head a logit that is no token's."""
+
+    q: Tensor
+    scale: float
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
 
 
 class CacheSlots(ABC):
@@ -79,7 +87,7 @@ class CacheSlots(ABC):
         that broadcast to (b, kv_heads, width), any from 0 to capacity - 1 for an empty slot."""
 
     @abstractmethod
-    def evict(self, row: Tensor | None, length: int, held: Held, asked: Asked | None = None) -> None:
+    def evict(self, row: Tensor | None, length: int, held: Held, asked: Queries | None = None) -> None:
         """Adds `row` (b, kv_heads, length), attention over the first slots, to the scores; evicts a token per row."""
 
     def moves(self) -> tuple[list[int], Tensor] | None:
@@ -169,7 +177,7 @@ class RingSlots(CacheSlots):
         slots = torch.arange(width, device=lengths.device)
         return torch.where(slots < start, slots, (slots - 1 - newest) % ring + start)
 
-    def evict(self, row: Tensor | None, length: int, held: Held, asked: Asked | None = None) -> None:
+    def evict(self, row: Tensor | None, length: int, held: Held, asked: Queries | None = None) -> None:
         if self._slot is None:
             following = self._flat + 1
             self._flat = torch.where(following == self._end, self._wrap, following)

@@ -15,7 +15,7 @@ from h2o_flexgen.cache.eviction.base import AttendedPrompts, AttendedStep, Promp
 from h2o_flexgen.cache.eviction.choice import choose, rank_keys
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.cache.lengths import NEVER, CacheLengths
-from h2o_flexgen.cache.ring_slots import Asked, CacheSlots, Held, Rows
+from h2o_flexgen.cache.ring_slots import CacheSlots, Held, Queries, Rows
 from h2o_flexgen.cache.vectors import index_of, lowest
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.errors import required
@@ -273,7 +273,7 @@ class ScoredSlots(CacheSlots):
     def ranks(self, width: int) -> Tensor:
         return required(self._rank, "this cache was started without rolling positions")[..., :width]
 
-    def evict(self, row: Tensor | None, length: int, held: Held, asked: Asked | None = None) -> None:
+    def evict(self, row: Tensor | None, length: int, held: Held, asked: Queries | None = None) -> None:
         """See CacheSlots. Runs where torch computes the step, or a kernel leaves scores to the policy.
 
         Otherwise the kernel of the step evicts by itself, on the tensors of `ranking`: `victim` in
@@ -303,11 +303,11 @@ class ScoredSlots(CacheSlots):
             gone = self._rank.view(-1).index_select(0, self._free).view(*self._shape[:2], 1)
             self._rank += (gone - self._rank).bitwise_right_shift_(31)
 
-    def between_bursts(self, length: int, held: Held, asked: Asked) -> None:
+    def between_bursts(self, length: int, held: Held, asked: Queries) -> None:
         """In place of `evict` where all tokens go in bursts and a kernel does the rest; arguments as there."""
         self._moves = None
         if self._policy.looks_back:
-            self._keep_queries(asked[0])
+            self._keep_queries(asked.q)
         if bursting := self._lengths.bursting:
             self._moves = bursting, self._thinning(self._attended(None, length, held, asked, kept=True), bursting)
             self._thin(*self._moves)
@@ -363,7 +363,7 @@ class ScoredSlots(CacheSlots):
         self.__dict__.pop("_first_new", None)
 
     def _attended(
-        self, row: Tensor | None, length: int, held: Held, asked: Asked | None, kept: bool = False
+        self, row: Tensor | None, length: int, held: Held, asked: Queries | None, kept: bool = False
     ) -> AttendedStep:
         """kept: whether the queries of the step are remembered already."""
         now = self._lengths.at_step("newest positions", lambda: self._first_new + self._lengths.step)
@@ -383,10 +383,11 @@ class ScoredSlots(CacheSlots):
         count = self._policy.looks_back
         if not count or asked is None:
             return step
-        queries = self._queries if kept and self._queries is not None else self._keep_queries(asked[0])
+        queries = self._queries if kept and self._queries is not None else self._keep_queries(asked.q)
         ring = torch.arange(count, device=queries.device)
         asked_at = now.view(-1, 1) - (now.view(-1, 1) - ring) % count
-        return replace(step, scale=asked[1], soft_cap=asked[2], queries=queries.transpose(1, 2), asked_at=asked_at)
+        step = replace(step, scale=asked.scale, soft_cap=asked.soft_cap)
+        return replace(step, queries=queries.transpose(1, 2), asked_at=asked_at)
 
     def _keep_queries(self, queries: Tensor) -> Tensor:
         """The newest (b, heads, d) in place of the oldest; returns all of them."""
