@@ -43,7 +43,6 @@ def _limit(budget: Budget) -> int:
 class _Milestones(NamedTuple):
     """Steps at which something changes for good, known once the prompts are in.
 
-    first_eviction  no row evicts before
     first_alone     no row evicts a single token before
     all_evict       every row evicts from then on
     saturated       no row occupies another slot, and no sink leaves the window, from then on
@@ -52,7 +51,6 @@ class _Milestones(NamedTuple):
     growth          by row (slots occupied before step 0, slots occupied at most)
     """
 
-    first_eviction: int
     first_alone: int
     all_evict: int
     saturated: int
@@ -227,9 +225,7 @@ class CacheLengths:
         """All prompts are in: find out which steps grow, which evict, and whether all rows stay alike."""
         if self._shared.milestones is None:
             self._shared.milestones = self._find_milestones()
-        self._milestones = self._shared.milestones
-        self.first_eviction, self.all_evict = self._milestones.first_eviction, self._milestones.all_evict
-        self.first_alone = self._milestones.first_alone
+        self.milestones = self._shared.milestones
         self.started = True
 
     def _find_milestones(self) -> _Milestones:
@@ -243,7 +239,6 @@ class CacheLengths:
             leaving = [(now - self.window + 1, s) for now, s in zip(self.next_pos, sinks, strict=True)]
             saturated = max(saturated, *(s - gone for gone, s in leaving))
         return _Milestones(
-            first_eviction=min(evicting, default=NEVER),
             first_alone=min(alone, default=NEVER),
             all_evict=NEVER if len(evicting) < len(held) else max(evicting),
             saturated=saturated,
@@ -271,20 +266,20 @@ class CacheLengths:
     @property
     def length(self) -> int:
         """Slots from the first on that some row occupies at this step, the new token included."""
-        return max(min(held + self.step + 1, limit) for held, limit in self._milestones.growth)
+        return max(min(held + self.step + 1, limit) for held, limit in self.milestones.growth)
 
     def occupied(self) -> Occupied:
         """The slots that attention reads at this step, the new token included."""
-        return self.at_step("occupied", self._occupied_now, min(self.step, self._milestones.saturated))
+        return self.at_step("occupied", self._occupied_now, min(self.step, self.milestones.saturated))
 
     def _occupied_now(self) -> Occupied:
-        counts = [min(held + self.step + 1, limit) for held, limit in self._milestones.growth]
+        counts = [min(held + self.step + 1, limit) for held, limit in self.milestones.growth]
         length = max(counts)
         # On a CPU attention gets all slots: a prefix of every (row, head)'s slots is not contiguous, and GEMMs there
         # copy such operands before every use, which takes longer than reading some free slots.
         width = self.capacity if self.device.type == "cpu" else length
         slots = self.once("slots", lambda: torch.arange(self.capacity, device=self.device).view(1, 1, -1))[..., :width]
-        valid, leaving = None, self._milestones.leaving
+        valid, leaving = None, self.milestones.leaving
         if any(gone + self.step > 0 and sinks for gone, sinks in leaving):
             gone, sinks = self.once("leaving", lambda: torch.tensor(leaving, device=self.device).T[..., None, None])
             hidden = torch.minimum((gone + self.step).clamp(min=0), sinks)
@@ -295,6 +290,6 @@ class CacheLengths:
 
     def tick(self, steps: int = 1) -> None:
         """A step is over; -1: it was not. Raises RuntimeError when every row was at its end before it."""
-        if steps > 0 and self.step >= self._milestones.end:
+        if steps > 0 and self.step >= self.milestones.end:
             raise RuntimeError(f"step {self.step}: every row of this cache has reached its full length")
         self.step += steps

@@ -286,7 +286,7 @@ class ScoredSlots(CacheSlots):
                 self._policy.update(step)
             if bursting := lengths.bursting:
                 self._moves = bursting, self._thinning(step, bursting)
-            if lengths.step >= lengths.first_alone:
+            if lengths.step >= lengths.milestones.first_alone:
                 masked = self.pick is None or self._pins  # else kernels do not look at sinks
                 ranks = self._ranked(step, slice(None)) if masked else self._policy.ranks(step)
         elif row is not None:
@@ -434,10 +434,10 @@ class ScoredSlots(CacheSlots):
 
     def _next_free(self, ranks: Tensor, length: int) -> Tensor:
         step, lengths = self._lengths.step, self._lengths
-        if step >= lengths.all_evict and not lengths.bursts:
+        if step >= lengths.milestones.all_evict and not lengths.bursts:
             return self._victims(ranks, length)
         following = torch.minimum(self._free + 1, self._plan.last)
-        if step < lengths.first_alone:
+        if step < lengths.milestones.first_alone:
             return following
         return torch.where(self._plan.evicts_at <= step, self._victims(ranks, length), following)
 
