@@ -169,11 +169,12 @@ class Timer:
         """`seconds` divided by `weights`; what is measured again takes none of them."""
         return TimeBudget(seconds, weights, self.repeats.clock)
 
-    def once(self, call: Callable[[], object]) -> float:
-        """Seconds of one call, from an idle device to an idle device."""
+    def once(self, call: Callable[[], object], times: int = 1) -> float:
+        """Seconds of one call, or so many, from an idle device to an idle device."""
         self._synchronise()
         start = self.clock()
-        call()
+        for _ in range(times):
+            call()
         self._synchronise()
         return self.clock() - start
 
@@ -236,11 +237,4 @@ class Timer:
     def _prepared(self, call: Callable[[], object], prepare: Callable[[], object] | None, repeats: int = 1) -> float:
         if prepare is not None:
             prepare()
-        if repeats == 1:
-            return self.once(call)
-
-        def several() -> None:
-            for _ in range(repeats):
-                call()
-
-        return self.once(several)
+        return self.once(call, repeats)
