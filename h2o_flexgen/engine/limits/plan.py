@@ -79,18 +79,14 @@ def require_fit(plan: Plan) -> Plan:
 
 def by_rule(request: PlanRequest) -> Plan:
     """The planner by rule; PlanError with the smallest plan's needs if nothing fits."""
-    last: Plan | None = None
     resident = _all_resident(request)
     if resident is not None:
         return resident
     for policy in _candidates(request):
         plan = _fill_weights(request, policy) if "weights" in request.free else make_plan(request, policy)
         if not plan.over:
-            return plan
-        last = plan
-    if last is None:
-        raise PlanError("no block shape to try")
-    return require_fit(last)
+            break
+    return require_fit(plan)
 
 
 def _all_resident(request: PlanRequest) -> Plan | None:
