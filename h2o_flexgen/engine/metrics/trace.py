@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -24,22 +26,6 @@ _EVERY = 0.005
 """Seconds between two looks at the process's memory."""
 
 
-class _TimedTask:
-    """The context that times a compute task."""
-
-    __slots__ = ("begun", "prompts", "stage", "task", "trace", "unit", "what")
-
-    def __init__(self, trace: Trace, task: Task, unit: UnitSpec, prompts: float, what: str, stage: int) -> None:
-        self.trace, self.task, self.unit, self.prompts, self.what, self.stage = trace, task, unit, prompts, what, stage
-
-    def __enter__(self) -> None:
-        self.begun = self.trace.begin(self.stage)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.trace.end(self, self.begun)
-
-
 class Trace:
     """Collects rows from any thread; with `enabled` False only the busy seconds of computes.
 
@@ -52,7 +38,7 @@ class Trace:
         self._devices = devices
         self._seconds: dict[str, float] = {}
         self._rows: list[Row] = []
-        self._queued: list[deque[tuple[_TimedTask, Mark, Mark]]] = [deque() for _ in devices]
+        self._queued: list[deque[tuple[Callable[[float, float], None], Mark, Mark]]] = [deque() for _ in devices]
         self._tiers: Mapping[str, Ledger] = {}
         self._caps: dict[str, int] = {}
         self._levels: list[Level] = []
@@ -67,24 +53,21 @@ class Trace:
         self._collect(wait=True)
         return self._seconds
 
-    def record(self, task: Task, unit: UnitSpec, prompts: float, what: str = "", stage: int = 0) -> _TimedTask:
-        """A context that times one compute task. prompts: the share of prompts in its tokens. what: the part of the
-        task, if it is computed in several."""
-        return _TimedTask(self, task, unit, prompts, what, stage)
-
-    def begin(self, stage: int) -> float | Mark | None:
-        """The beginning of a task, by the clock of its device; None while that records a graph."""
+    @contextmanager
+    def record(self, task: Task, unit: UnitSpec, prompts: float, what: str = "", stage: int = 0) -> Iterator[None]:
+        """A context that times one compute task by the clock of its device, unless that records a graph. prompts: the
+        share of prompts in its tokens. what: the part of the task, if it is computed in several."""
+        book = partial(self._book, task, unit, prompts, what, stage)
         if not self._devices:
-            return time.perf_counter()
-        device = self._devices[stage]
-        return None if device.capturing() else device.record(Stream.COMPUTE)
-
-    def end(self, timed: _TimedTask, begun: float | Mark | None) -> None:
-        """The end of a task that `begin` was called for."""
-        if isinstance(begun, float):
-            self._book(timed, begun, time.perf_counter())
-        elif begun is not None:
-            self._queued[timed.stage].append((timed, begun, self._devices[timed.stage].record(Stream.COMPUTE)))
+            begun = time.perf_counter()
+            yield
+            book(begun, time.perf_counter())
+        elif (device := self._devices[stage]).capturing():
+            yield
+        else:
+            first = device.record(Stream.COMPUTE)
+            yield
+            self._queued[stage].append((book, first, device.record(Stream.COMPUTE)))
             self._collect(wait=False)
 
     def add(self, task: str, start: float, end: float, resource: str) -> None:
@@ -126,21 +109,22 @@ class Trace:
             if wait and queued:
                 device.synchronize(queued[-1][2])
             while queued and device.passed(queued[0][2]):
-                timed, first, last = queued.popleft()
+                book, first, last = queued.popleft()
                 start = device.clock(first)
-                self._book(timed, start, start + device.seconds(first, last))
+                book(start, start + device.seconds(first, last))
                 device.release(first)
                 device.release(last)
 
-    def _book(self, timed: _TimedTask, start: float, end: float) -> None:
-        for phase, share in (("prefill", timed.prompts), ("decode", 1 - timed.prompts)):
+    def _book(
+        self, task: Task, unit: UnitSpec, prompts: float, what: str, stage: int, start: float, end: float
+    ) -> None:
+        for phase, share in (("prefill", prompts), ("decode", 1 - prompts)):
             if share:
-                key = f"{phase}.{timed.unit.kind}"
+                key = f"{phase}.{unit.kind}"
                 self._seconds[key] = self._seconds.get(key, 0.0) + share * (end - start)
         if self.enabled:
-            batch = "" if timed.task.experts else f" batch {timed.task.batch}"
-            task = f"{timed.unit.name}{timed.what} step {timed.task.step}{batch}"
-            self.add(task, start, end, on_stage("compute", timed.stage))
+            batch = "" if task.experts else f" batch {task.batch}"
+            self.add(f"{unit.name}{what} step {task.step}{batch}", start, end, on_stage("compute", stage))
 
 
 MOST_SCORES = 1_000_000
