@@ -130,14 +130,14 @@ class DiskShelves:
         """Called by DiskShelf.release."""
         if part in self._longer:
             self._longer.remove(part)
-            part.release()
+            part.close()
         else:
             self._free[token].append(part)
 
     def close(self) -> None:
         """Releases what is longer than was planned."""
         for region in self._longer:
-            region.release()
+            region.close()
 
 
 class DiskShelf(Shelf):

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Self
 
 import torch
 
@@ -33,7 +32,7 @@ class Ledger:
         """Bytes in use now, and the most that were in use at once. Changed by `charge` and `refund` alone."""
         self._lock = threading.Lock()
         self._items: dict[str, int] = {}
-        self._live: set[Lease] = set()
+        self._live: set[Closing] = set()
 
     @property
     def free(self) -> int | None:
@@ -84,29 +83,15 @@ class Ledger:
 
     def close(self) -> None:
         """Release whatever is still allocated."""
-        for lease in tuple(self._live):
-            lease.release()
+        for each in tuple(self._live):
+            each.close()
 
 
-class Lease:
-    """Bytes of a tier. `release`, or leaving the `with` block, gives them back; a second time does nothing."""
+class Buffer(Closing):
+    """Memory of a tier: `tensor` is 1-D uint8 of `nbytes`, page-aligned on the host, zeroed there.
 
-    def release(self) -> None:
-        """Give the bytes back."""
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-class Buffer(Lease):
-    """A lease on memory: `tensor` is 1-D uint8 of `nbytes`, page-aligned on the host, zeroed there.
-
-    The release gives the memory back to the system at once, even if views of it live on; or to the tier, see
-    `Tier.keeping`.
+    `close` gives the memory back to the system at once, even if views of it live on; or to the tier, see
+    `Tier.keeping`. A second call does nothing.
     """
 
     def __init__(self, tier: Tier, nbytes: int, what: str, allocation: Allocation) -> None:
@@ -115,10 +100,10 @@ class Buffer(Lease):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The bytes; RuntimeError after the release."""
+        """The bytes; RuntimeError after `close`."""
         return required(self._allocation, f"the buffer of {self.what} was released").tensor
 
-    def release(self) -> None:
+    def close(self) -> None:
         allocation, self._allocation = self._allocation, None
         if allocation is not None:
             self.tier.give_back(self, allocation)
@@ -154,7 +139,7 @@ class Tier(Ledger):
         return buffer
 
     def give_back(self, buffer: Buffer, allocation: Allocation) -> None:
-        """Called by Buffer.release."""
+        """Called by Buffer.close."""
         self._live.discard(buffer)
         if allocation.lock is not None and not allocation.lock.held:
             allocation.lock.undo()
@@ -198,10 +183,10 @@ class Tier(Ledger):
         self._pool.close()
 
 
-class Region(Lease):
+class Region(Closing):
     """A span of a preallocated file: bytes [offset, offset + nbytes), on pages that belong to it alone.
 
-    `part` gives views that share the file; releasing the whole region closes and removes it. A region remembers the
+    `part` gives views that share the file; `close` of the whole region removes it. A region remembers the
     digest of the last write through it, a part of its own writes only.
     """
 
@@ -224,7 +209,7 @@ class Region(Lease):
             raise ValueError(f"bytes {offset} + {nbytes} are not part of the {self.nbytes} bytes of {self.what}")
         return Region(self.file, self.offset + offset, nbytes, self.what)
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Remove the file and give its bytes back; nothing for a part, or a second time."""
         tier, self._tier = self._tier, None
         if tier is not None:
@@ -254,7 +239,7 @@ class DiskTier(Ledger):
         return region
 
     def give_back(self, region: Region) -> None:
-        """Called by Region.release."""
+        """Called by Region.close."""
         self._live.discard(region)
         region.file.close()
         if self._folder is not None:

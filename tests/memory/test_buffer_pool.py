@@ -72,11 +72,11 @@ def test_several_sizes_wait_side_by_side() -> None:
         buffers = [tier.allocate(size, "kv cache") for size in sizes]
         places = {(buffer.nbytes, buffer.tensor.data_ptr()) for buffer in buffers}
         for buffer in buffers:
-            buffer.release()
+            buffer.close()
         again = [tier.allocate(size, "kv cache") for size in reversed(sizes)]
         assert {(buffer.nbytes, buffer.tensor.data_ptr()) for buffer in again} == places
         for buffer in again:
-            buffer.release()
+            buffer.close()
 
 
 def test_outside_of_it_nothing_waits() -> None:
@@ -149,7 +149,7 @@ def test_a_lock_is_the_kind_that_is_asked_for() -> None:
     device, pool, tier = locked_tier(limit=3 * MIB)
     pool.keep(2 * MIB)
     with tier.keeping():
-        tier.allocate(MIB, "weights").release()
+        tier.allocate(MIB, "weights").close()
         with tier.allocate(MIB, "staging", Pin.FIRST), tier.allocate(MIB, "staging", Pin.FIRST):
             assert pool.locked == 2 * MIB
         with tier.allocate(MIB, "caches that no GPU copies", Pin.NEVER) as cache:
@@ -186,9 +186,9 @@ def test_what_was_pageable_is_tried_again() -> None:
     device, pool, tier = locked_tier(limit=8 * MIB)
     with tier.keeping():
         first = tier.allocate(8 * MIB, "weights")
-        tier.allocate(4 * MIB, "kv cache").release()
+        tier.allocate(4 * MIB, "kv cache").close()
         assert (pool.locked, pool.pageable) == (8 * MIB, 0), "nobody wants what waits to be locked"
-        first.release()
+        first.close()
         with tier.allocate(4 * MIB, "kv cache") as cache:
             assert device.locked(cache.tensor)
             assert pool.pageable == 0

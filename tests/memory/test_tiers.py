@@ -87,8 +87,8 @@ def test_buffers_are_aligned_zeroed_and_counted_in_pages() -> None:
         tier.allocate(4097, "more")
     with tier.allocate(4096, "more"):
         assert tier.free == 0
-    buffer.release()
-    buffer.release()
+    buffer.close()
+    buffer.close()
     assert (tier.used, tier.peak) == (0, 3 * 4096)
     with pytest.raises(RuntimeError, match="weights was released"):
         _ = buffer.tensor
@@ -100,7 +100,7 @@ def test_release_returns_the_memory_even_while_a_view_lives() -> None:
     view = buffer.tensor[4096:].view(torch.float32)
     view.fill_(1.0)
     full = resident()
-    buffer.release()
+    buffer.close()
     assert full - resident() > 60 * MIB
     assert float(view[-1]) == 0.0, "a stale view reads zeros and does not crash"
 
@@ -130,7 +130,7 @@ def test_page_locking_beside_a_gpu() -> None:
     with tier.allocate(MIB, "weights") as pageable:
         assert not device.locked(pageable.tensor)
     tensor = buffer.tensor
-    buffer.release()
+    buffer.close()
     assert not device.locked(tensor)
 
 
@@ -175,13 +175,13 @@ def test_disk_regions_are_preallocated_counted_and_removed(tmp_path: Path) -> No
         assert tiers.disk.used == 3 * MIB
         part = region.part(MIB, 5000)
         assert (part.offset, part.nbytes) == (MIB, 5000)
-        part.release()
+        part.close()
         assert os.path.exists(region.file.path), "a part owns nothing"
         for offset, nbytes in ((1, 10), (3 * MIB, 1), (-4096, 10), (0, 4 * MIB)):
             with pytest.raises(ValueError, match="are not part"):
                 region.part(offset, nbytes)
-        region.release()
-        region.release()
+        region.close()
+        region.close()
         assert not os.path.exists(region.file.path)
         assert tiers.disk.used == 0
 
@@ -211,7 +211,7 @@ def test_a_file_size_limit_is_a_storage_error(tmp_path: Path) -> None:
         try:
             with pytest.raises(StorageError, match="kv cache needs 2 MiB"):
                 tier.allocate(2 * MIB, "kv cache")
-            tier.allocate(MIB, "kv cache").release()
+            tier.allocate(MIB, "kv cache").close()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 

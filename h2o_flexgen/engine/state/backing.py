@@ -76,7 +76,7 @@ class MemoryBacking:
         return self._last
 
     def close(self) -> None:
-        self._buffer.release()
+        self._buffer.close()
 
 
 class DiskBacking:
@@ -115,7 +115,7 @@ class DiskBacking:
         return up
 
     def close(self) -> None:
-        self._region.release()
+        self._region.close()
 
 
 K = TypeVar("K", bound=Hashable)

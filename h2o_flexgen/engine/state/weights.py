@@ -227,7 +227,7 @@ class WeightStore:
         self._expert_memory.clear()
         for buffer in (self._buffer, self._staging, *(location.buffer for location in self._locations.values())):
             if buffer is not None:
-                buffer.release()
+                buffer.close()
         self._buffer, self._staging, self._locations = None, None, {}
 
 
