@@ -343,7 +343,15 @@ class Moves:
 
     def traffic(self, steps: range) -> dict[tuple[str, str], Traffic]:
         """The sum of all loads and stores that belong to `steps`, by link and by what is moved."""
-        block, found = self._block, dict[tuple[str, str], Traffic]()
+        found = dict[tuple[str, str], Traffic]()
+        for link, what, nbytes, seconds in self._moved(steps):
+            before = found.get((link, what), Traffic(0, 0.0))
+            found[link, what] = Traffic(before.nbytes + nbytes, before.seconds + seconds)
+        return found
+
+    def _moved(self, steps: range) -> Iterator[tuple[str, str, int, float]]:
+        """The loads and stores of `steps`: link, what is moved, bytes and seconds."""
+        block = self._block
         keys = [unit.weights for unit in block.spec.units]
         loads, reads = len(steps) - (0 in steps), Counter[str]()
         first = set[str]() if 0 not in steps else set(keys)
@@ -356,10 +364,9 @@ class Moves:
             # Tied embeddings stay from the head to the next embedding: only the first pass reads them twice.
             times = len(steps) + (keys[0] == keys[-1] == key and 0 in steps)
             times = reads[key] if ".experts." in key else times
-            self._add(found, "weights", block.placement.weights[key], self.group_bytes[key], inward=times)
+            yield from self._to_and_from(block.placement.weights[key], "weights", self.group_bytes[key], times)
             if key in first and (seconds := self._checking(key)):
-                before = found[_FROM_DISK, "weights"]
-                found[_FROM_DISK, "weights"] = before._replace(seconds=before.seconds + seconds)
+                yield _FROM_DISK, "weights", 0, seconds
         stores = sum(step % REWRITE_EVERY == 0 and step < block.steps - 1 for step in steps)
         passes = ((0, len(steps) - loads), (1, loads))
         for (unit, batch), alike in block.alike.items():
@@ -369,27 +376,23 @@ class Moves:
                 written = len(steps) - (block.steps - 1 in steps)  # states, in every step but the last
                 for nbytes, outward in ((self.cache_bytes(*place), stores), (kept, written)):
                     if nbytes:
-                        self._add(found, "cache", tier, nbytes, inward=alike * loads, outward=alike * outward)
+                        yield from self._to_and_from(tier, "cache", nbytes, alike * loads, alike * outward)
         for (unit, batch), alike in block.alike.items():
             for step, times in passes if unit > 0 and batch in block.shape.hidden_moves else ():
                 # What a unit loads, the one before it has stored.
                 nbytes = self.state_bytes(Task(TaskKind.LOAD_HIDDEN, step, unit, batch))
                 tier, both = block.placement.hidden[batch], alike * times
-                self._add(found, "hidden", tier, nbytes, inward=both, outward=both)
+                yield from self._to_and_from(tier, "hidden", nbytes, both, both)
         beside = block.policy.cpu_cache_compute and block.policy.overlap and block.compute_tier != "cpu"
         for (unit, batch), alike in block.alike.items() if beside else ():
             for step, times in passes:
                 for link, what, nbytes in self.exchanged(Task(TaskKind.COMPUTE, step, unit, batch)) if times else ():
-                    self._count(found, link, what, nbytes, alike * times)
-        self._add_shelved(found, steps)
-        return found
-
-    def _add_shelved(self, found: dict[tuple[str, str], Traffic], steps: range) -> None:
-        for (unit, batch), alike in self._block.alike.items():
-            each = self._block.spec.units[unit]
+                    yield link, what, alike * times * nbytes, alike * times * block.machine.link(link).seconds(nbytes)
+        for (unit, batch), alike in block.alike.items():
+            each = block.spec.units[unit]
             for step in steps if each.kind == "attn" else ():
-                for link, nbytes, seconds in self.shelving(step, each.layer or 0, batch):
-                    self._count(found, link, "evicted tokens", round(nbytes), alike, seconds)
+                for link, shelved, seconds in self.shelving(step, each.layer or 0, batch):
+                    yield link, "evicted tokens", alike * round(shelved), alike * seconds
 
     def bytes_moved(self) -> Counter[str]:
         """Bytes over each link in all steps: what walking the whole schedule adds up to."""
@@ -398,25 +401,13 @@ class Moves:
             moved[link] += traffic.nbytes
         return moved
 
-    def _add(
-        self, found: dict[tuple[str, str], Traffic], what: str, tier: str, nbytes: int, *, inward: int, outward: int = 0
-    ) -> None:
+    def _to_and_from(
+        self, tier: str, what: str, nbytes: int, inward: int, outward: int = 0
+    ) -> Iterator[tuple[str, str, int, float]]:
+        """As `_moved`: `nbytes` that come from `tier`, and go there, so many times."""
         for times, direction in ((inward, True), (outward, False)):
             for link in links(tier, self._block.compute_tier, inward=direction) if times else ():
-                self._count(found, link, what, nbytes, times)
-
-    def _count(
-        self,
-        found: dict[tuple[str, str], Traffic],
-        link: str,
-        what: str,
-        nbytes: int,
-        times: int,
-        seconds: float | None = None,
-    ) -> None:
-        before = found.get((link, what), Traffic(0, 0.0))
-        seconds = self._block.machine.link(link).seconds(nbytes) if seconds is None else seconds
-        found[link, what] = Traffic(before.nbytes + times * nbytes, before.seconds + times * seconds)
+                yield link, what, times * nbytes, times * self._block.machine.link(link).seconds(nbytes)
 
     def _tier_of(self, task: Task) -> str:
         placement = self._block.placement
