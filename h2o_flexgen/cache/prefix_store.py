@@ -28,6 +28,7 @@ from torch import Tensor
 
 from h2o_flexgen.cache.reuse import Category, ExpectedReuse
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.folders import whole_file
 
 GRAIN = 16
 """Prefixes end at multiples of it: neighbours that go on alike by chance then find the same."""
@@ -84,7 +85,8 @@ class FileName(NamedTuple):
 
 
 def write_prefix(folder: Path, name: FileName, identity: str, layers: Sequence[LayerPrefix]) -> None:
-    """OSError as the file system has it; then nothing is left behind."""
+    """OSError as the file system has it; then nothing is left behind. Others may not look into a folder that is made:
+    it tells what prompts begin with."""
     facts = {
         "identity": identity,
         "name": name.text,
@@ -95,17 +97,10 @@ def write_prefix(folder: Path, name: FileName, identity: str, layers: Sequence[L
     }
     payload = [part.contiguous().view(torch.uint8).numpy().data for layer in layers for part in layer.parts]
     facts["checksum"] = _checksum(facts, payload)
-    part = folder / f"{name.text}.{os.getpid()}.part"
-    try:
-        with part.open("wb") as file:
-            file.write(json.dumps(facts).encode() + b"\n")
-            for each in payload:
-                file.write(each)
-        part.replace(folder / name.text)
-    except BaseException:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise
+    with whole_file(folder / name.text) as part, part.open("wb") as file:
+        file.write(json.dumps(facts).encode() + b"\n")
+        for each in payload:
+            file.write(each)
 
 
 def read_prefix(folder: Path, name: FileName, identity: str) -> list[LayerPrefix] | None:
@@ -403,7 +398,6 @@ class PrefixStore:
         if self.folder is None or not self._make_room(nbytes):
             return False
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it tells what prompts begin with
             write_prefix(self.folder, entry.name, self.identity, entry.layers)
             self._files[entry.name] = (self.folder / entry.name.text).stat().st_size
         except OSError:  # a store that is full or gone makes nothing wrong, only slower
