@@ -36,8 +36,8 @@ def test_segments_hold_every_prompt(prompts: list[list[int]], size: int, chunk: 
                 assert len(batch[row]) == segment.past + segment.length
                 done.append(row)
             if not segment.rows:
-                assert batch[segment.source][: segment.past] == before
-                path.append(batch[segment.source][segment.past : segment.past + segment.length])
+                assert batch[segment.rows.start][: segment.past] == before
+                path.append(batch[segment.rows.start][segment.past : segment.past + segment.length])
         assert done == list(range(len(batch)))
         assert [s for part in chunks_of(segments, chunk) for s in part.segments] == segments
 

@@ -182,7 +182,7 @@ class GpuBatch:
                 start = first + i * segment.length
                 yield slice(start, start + segment.length), [self.fresh[index]]
             if not segment.rows and segment.held is None:
-                ids = self.fresh[segment.source].pass_ids[: segment.past + segment.length]
+                ids = self.fresh[segment.rows.start].pass_ids[: segment.past + segment.length]
                 members = [row for row in self.fresh if row.pass_ids[: len(ids)] == ids]
                 yield slice(first, first + segment.length), members
 
@@ -206,7 +206,7 @@ class GpuBatch:
         """Ids, positions, lengths and full lengths of the decode rows, then those of the packed prompts."""
         ids, places, ends, planned = list(tokens), [positions], [lengths], [totals]
         for segment in self.segments:
-            for row in () if segment.held is not None else segment.rows or (segment.source,):
+            for row in () if segment.held is not None else segment.rows or (segment.rows.start,):
                 prompt, stop = self.fresh[row].prompt_ids, segment.past + segment.length
                 ids.extend(self.fresh[row].pass_ids[segment.past : stop])
                 places.append(torch.arange(segment.past, stop))

@@ -27,8 +27,8 @@ class PromptSegment(NamedTuple):
 
     start, length   `max(1, len(rows))` times `length` packed tokens from `start` on
     past, depth     tokens and segments before them in their prompts, on the path
-    rows            rows of the GPU batch that end with this segment; none for a segment that goes onto the path
-    source          a row that has these tokens in its prompt
+    rows            rows of the GPU batch that end with this segment; none, from a row on that has these tokens in its
+                    prompt, for a segment that goes onto the path
     held            the stored keys and values, if they are not computed: such tokens are not packed
     new             where they are stored for later blocks
     """
@@ -38,7 +38,6 @@ class PromptSegment(NamedTuple):
     past: int
     depth: int
     rows: range
-    source: int
     held: StoredPrefix | None = None
     new: NewPrefix | None = None
 
@@ -107,26 +106,21 @@ class _Batch:
     tokens: int = 0
 
     def add(
-        self,
-        length: int,
-        past: int,
-        depth: int,
-        rows: range,
-        source: int,
-        held: StoredPrefix | None = None,
-        new: NewPrefix | None = None,
-    ) -> None:
+        self, path: _Path, length: int, rows: range, held: StoredPrefix | None = None, new: NewPrefix | None = None
+    ) -> _Path:
+        """A segment behind `path`; returns the path with it."""
         shifted = range(rows.start - self.first_row, rows.stop - self.first_row)
-        segment = PromptSegment(self.tokens, length, past, depth, shifted, source - self.first_row, held, new)
+        segment = PromptSegment(self.tokens, length, *path, shifted, held, new)
         self.segments.append(segment)
         self.tokens = segment.stop
+        return _Path(path.past + length, path.depth + 1)
 
 
 class _Path(NamedTuple):
     """Tokens and segments that are on the path."""
 
-    past: int
-    depth: int
+    past: int = 0
+    depth: int = 0
 
 
 @dataclass(frozen=True)
@@ -152,9 +146,7 @@ class Prefixes:
             return path
         for piece in self.held[row]:
             if path.past < piece.name.end <= most:
-                length = piece.name.end - path.past
-                batch.add(length, path.past, path.depth, range(row, row), row, held=piece)
-                path = _Path(piece.name.end, path.depth + 1)
+                path = batch.add(path, piece.name.end - path.past, range(row, row), held=piece)
         return path
 
     def compute(self, batch: _Batch, row: int, end: int, path: _Path, chunk: int) -> _Path:
@@ -162,8 +154,7 @@ class Prefixes:
         end = end if self.begin is None else end // GRAIN * GRAIN
         for part in parts_of(end - path.past, chunk):
             new = None if self.begin is None else self.begin(row, path.past, path.past + part, path.depth)
-            batch.add(part, path.past, path.depth, range(row, row), row, new=new)
-            path = _Path(path.past + part, path.depth + 1)
+            path = batch.add(path, part, range(row, row), new=new)
         return path
 
     def alone(self, batch: _Batch, row: int, end: int, path: _Path, chunk: int) -> _Path:
@@ -196,7 +187,7 @@ def segments_of(
 
     A segment has at most `chunk` tokens per row. A path may reach from one GPU batch into the next. share: whether
     equal tokens have equal keys; if not, only long prompts are cut. own: the length of each row's prompt, if more
-    tokens follow it, which are not shared. prefixes: what a store has for the rows. """
+    tokens follow it, which are not shared. prefixes: what a store has for the rows."""
     prompts = [ids for batch in batches for ids in batch]
     ends = [len(ids) for ids in prompts] if own is None else own
     batch_of = [index for index, batch in enumerate(batches) for _ in batch]
@@ -204,7 +195,7 @@ def segments_of(
     common = [shared_tokens(a, b) if share else 0 for a, b in pairwise(texts)]
     out = [_Batch(batch_of.index(index), []) for index in range(len(batches))]
     shared = prefixes or Prefixes([()] * len(prompts), [0] * len(prompts))
-    todo = [(0, len(prompts), _Path(0, 0))]  # rows [low, high) have what is on the path in common
+    todo = [(0, len(prompts), _Path())]  # rows [low, high) have what is on the path in common
     while todo:
         low, high, path = todo.pop()
         inside = common[low : high - 1]
@@ -214,7 +205,7 @@ def segments_of(
                     batch, before = out[batch_of[part.start]], path
                     if len(part) == 1:
                         before = shared.alone(batch, part.start, ends[part.start], path, chunk)
-                    _add_rows(batch, part, len(prompts[part.start]), *before, chunk)
+                    _add_rows(batch, part, len(prompts[part.start]), before, chunk)
             continue
         if (end := min(inside)) - path.past >= MIN_SHARED:
             batch = out[batch_of[low]]
@@ -241,22 +232,21 @@ def _alike(
         yield range(members[0], members[-1] + 1)
 
 
-def _add_rows(batch: _Batch, rows: range, length: int, past: int, depth: int, chunk: int) -> None:
-    """The own tokens of `rows`, `length` - `past` each; a row with more than a chunk of them goes alone, in parts."""
-    if length - past <= chunk:
+def _add_rows(batch: _Batch, rows: range, length: int, shared: _Path, chunk: int) -> None:
+    """The own tokens of `rows`, of `length` each with those that they share; a row with more than a chunk of its own
+    goes alone, in parts."""
+    own = length - shared.past
+    if own <= chunk:
         # Rows that fill more than a chunk are several segments, so that a chunk is never much larger than it should be.
-        fitting = max(1, chunk // (length - past))
+        fitting = max(1, chunk // own)
         for start in range(rows.start, rows.stop, fitting):
-            part = range(start, min(start + fitting, rows.stop))
-            batch.add(length - past, past, depth, part, start)
+            batch.add(shared, own, range(start, min(start + fitting, rows.stop)))
         return
     for row in rows:
-        *parts, last = parts_of(length - past, chunk)
-        before, level = past, depth
+        path, (*parts, last) = shared, parts_of(own, chunk)
         for part_length in parts:
-            batch.add(part_length, before, level, range(row, row), row)
-            before, level = before + part_length, level + 1
-        batch.add(last, before, level, range(row, row + 1), row)
+            path = batch.add(path, part_length, range(row, row))
+        batch.add(path, last, range(row, row + 1))
 
 
 def parts_of(length: int, chunk: int) -> list[int]:

@@ -176,7 +176,7 @@ def _places_of_rows(gpu_batch: GpuBatch) -> list[Tensor]:
     found = [torch.tensor([place]) for place in range(gpu_batch.decoding)]
     prompts: list[list[Tensor]] = [[] for _ in gpu_batch.fresh]
     for segment in gpu_batch.segments:
-        for i, row in enumerate(segment.rows or (segment.source,)):
+        for i, row in enumerate(segment.rows or (segment.rows.start,)):
             first = gpu_batch.decoding + segment.start + i * segment.length
             prompts[row].append(torch.arange(first, first + segment.length))
     return [*found, *(torch.cat(each) for each in prompts)]
