@@ -18,6 +18,11 @@ class Vocabulary(NamedTuple):
     bos: bool = False
 
 
+def _named(names: str, *patterns: str, whole: bool = False, bos: bool = False) -> dict[str, Vocabulary]:
+    """The same vocabulary by each of these words."""
+    return dict.fromkeys(names.split(), Vocabulary(patterns, whole, bos))
+
+
 _SHORT = r"'s|'t|'re|'ve|'m|'ll|'d"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -53,104 +58,70 @@ _HAN = "[一-龥\u0800-一가-\ud7ff]+"
 _ASIAN = "[一-鿿㐀-䶿\uf900-\ufaff\u3040-ゟ゠-ヿ･-ﾟ⼀-\u2fdfเ-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+"
 _BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
 
-_DIGITS = (r"\p{N}", _GPT2)
-
-_NAMES: tuple[tuple[str, Vocabulary], ...] = (
-    ("default", Vocabulary((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))),
-    (
+VOCABULARIES = {
+    **_named("default", r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
+    **_named(
         "gpt-2 gpt2 phi-2 olmo mpt jais trillion granite-docling gigachat a.x-4.0 mellum exaone4 modern-bert "
         "roberta-bpe jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code",
-        Vocabulary((_GPT2,)),
+        _GPT2,
     ),
-    ("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", Vocabulary(_DIGITS)),
-    (
-        "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
-        Vocabulary((_LLAMA3,), whole=True, bos=True),
+    **_named("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", r"\p{N}", _GPT2),
+    **_named(
+        "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", _LLAMA3, whole=True, bos=True
     ),
-    ("dbrx smaug-bpe glm4 chatglm-bpe", Vocabulary((_LLAMA3,))),
-    (
+    **_named("dbrx smaug-bpe glm4 chatglm-bpe", _LLAMA3),
+    **_named(
         "jais-2",
-        Vocabulary(
-            (
-                rf"(?i:{_SHORT})|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|\s*[\r\n]+|"
-                + "|".join(rf"\s{{{n}}}(?!\S)" for n in ["512", "256", "128", "64", "32", "16", "8", "4", "1,2"])
-                + r"|\s{1}",
-            )
-        ),
+        rf"(?i:{_SHORT})|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|\s*[\r\n]+|"
+        + "|".join(rf"\s{{{n}}}(?!\S)" for n in ["512", "256", "128", "64", "32", "16", "8", "4", "1,2"])
+        + r"|\s{1}",
     ),
-    (
-        "minicpm5",
-        Vocabulary((r"\p{N}{1,3}", rf"(?i:{_SHORT})|{_WORD}|\p{{N}}+|{_SIGNS}|{_SPACES}"), whole=True),
-    ),
-    ("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", Vocabulary((_QWEN2,))),
-    ("qwen35", Vocabulary((_QWEN35,))),
-    ("ufakzeka", Vocabulary((rf"{_WORD}|\p{{N}}|{_SIGNS}|{_SPACES}",))),
-    ("laguna", Vocabulary((r"[^\n]+|[\n]+", _QWEN2))),
-    (
-        "seed-coder",
-        Vocabulary((rf"(?i:{_SHORT})|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)),
-    ),
-    (
+    **_named("minicpm5", r"\p{N}{1,3}", rf"(?i:{_SHORT})|{_WORD}|\p{{N}}+|{_SIGNS}|{_SPACES}", whole=True),
+    **_named("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", _QWEN2),
+    **_named("qwen35", _QWEN35),
+    **_named("ufakzeka", rf"{_WORD}|\p{{N}}|{_SIGNS}|{_SPACES}"),
+    **_named("laguna", r"[^\n]+|[\n]+", _QWEN2),
+    **_named("seed-coder", rf"(?i:{_SHORT})|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"),
+    **_named(
         "exaone-moe",
-        Vocabulary(
-            (
-                rf"(?i:{_SHORT})|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
-                r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
-            )
-        ),
+        rf"(?i:{_SHORT})|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
     ),
-    ("bailingmoe bailingmoe2 llada-moe", Vocabulary((rf"{_BAILING}|\s*[\r\n]|\s+(?!\S)|\s+",))),
-    ("tekken", Vocabulary((_TEKKEN,), whole=True, bos=True)),
-    ("gpt-4o llama4 kanana2 talkie minimax-m2", Vocabulary((_GPT4O,))),
-    ("granite-embed-multi-97m", Vocabulary((_GPT4O,), whole=True)),
-    ("tiny_aya cohere2moe", Vocabulary((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O))),
-    (
+    **_named("bailingmoe bailingmoe2 llada-moe", rf"{_BAILING}|\s*[\r\n]|\s+(?!\S)|\s+"),
+    **_named("tekken", _TEKKEN, whole=True, bos=True),
+    **_named("gpt-4o llama4 kanana2 talkie minimax-m2", _GPT4O),
+    **_named("granite-embed-multi-97m", _GPT4O, whole=True),
+    **_named("tiny_aya cohere2moe", r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O),
+    **_named(
         "youtu",
-        Vocabulary(
-            (
-                rf"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|{_CJK}",
-                rf"{_FIRST}(?i:{_SHORT})?|{_SECOND}(?i:{_SHORT})?|\p{{N}}|{_SLASHED}",
-            ),
-            whole=True,
-        ),
+        rf"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|{_CJK}",
+        rf"{_FIRST}(?i:{_SHORT})?|{_SECOND}(?i:{_SHORT})?|\p{{N}}|{_SLASHED}",
+        whole=True,
     ),
-    (
-        "deepseek-llm",
-        Vocabulary((r"[\r\n]", rf"\s?[{_CASED}]+", "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r"\s+$", _HAN, r"\p{N}+")),
+    **_named(
+        "deepseek-llm", r"[\r\n]", rf"\s?[{_CASED}]+", "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r"\s+$", _HAN, r"\p{N}+"
     ),
-    ("deepseek-coder", Vocabulary((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}"))),
-    ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", Vocabulary(_DEEPSEEK3)),
-    (
-        "spark2_5",
-        Vocabulary(
-            (*_DEEPSEEK3[:2], rf"{_PUNCTUATED}| ?[\p{{P}}\p{{S}}]+|[\r\n]|\s+(?!\S)|\s+", r"\p{N}"),
-        ),
-    ),
-    (
-        "afmoe",  # digits are grouped by three from their end
-        Vocabulary((r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _ASIAN, _DEEPSEEK3[2])),
-    ),
-    ("kimi-k2", Vocabulary((_KIMI,))),
-    ("falcon", Vocabulary((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]"))),
-    ("poro-chat bloom gpt3-finnish", Vocabulary((_BLOOM,))),
-    ("viking", Vocabulary((_BLOOM, r"\p{N}"))),
-    (
+    **_named("deepseek-coder", r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}"),
+    **_named("deepseek-v3 hunyuan-dense joyai-llm hy_v4", *_DEEPSEEK3),
+    **_named("spark2_5", *_DEEPSEEK3[:2], rf"{_PUNCTUATED}| ?[\p{{P}}\p{{S}}]+|[\r\n]|\s+(?!\S)|\s+", r"\p{N}"),
+    # Digits are grouped by three from their end.
+    **_named("afmoe", r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _ASIAN, _DEEPSEEK3[2]),
+    **_named("kimi-k2", _KIMI),
+    **_named("falcon", r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]"),
+    **_named("poro-chat bloom gpt3-finnish", _BLOOM),
+    **_named("viking", _BLOOM, r"\p{N}"),
+    **_named(
         "chameleon",
-        Vocabulary(
-            (
-                r"<sentinel:[0-9]+>",
-                r"(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
-                r"([\t\n]|    |  )",
-                r"\p{N}",
-                r"[\p{P}!-/:-@\[-`{-~]",
-                _GPT2,
-            ),
-            bos=True,
-        ),
+        r"<sentinel:[0-9]+>",
+        r"(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+        r"([\t\n]|    |  )",
+        r"\p{N}",
+        r"[\p{P}!-/:-@\[-`{-~]",
+        _GPT2,
+        bos=True,
     ),
-    ("superbpe", Vocabulary((r"\p{N}+", r"(?=(\d{3})+(?!\d))"))),
-)
-VOCABULARIES = {name: vocabulary for names, vocabulary in _NAMES for name in names.split()}
+    **_named("superbpe", r"\p{N}+", r"(?=(\d{3})+(?!\d))"),
+}
 SPACED = ("gemma4", "granite-embed-multi-311m", "sarvam-moe")
 """Words of vocabularies that are no bytes but characters, with a visible one for the space, and merges."""
 ENDS_OF_TURNS = (
