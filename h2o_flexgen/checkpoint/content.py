@@ -7,12 +7,13 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from h2o_flexgen.checkpoint.binding import FileTensor
 from h2o_flexgen.checkpoint.hub import TOKENIZER_SIDE_FILES, ResolvedModel
+from h2o_flexgen.checkpoint.source import WeightSource
 from h2o_flexgen.checkpoint.wanted import Range
 from h2o_flexgen.errors import ModelError
 
@@ -22,10 +23,6 @@ _CHUNK = 4 << 20
 _READERS = 4
 _ABOUT_FILES = ("_name_or_path", "name_or_path", "transformers_version", "_commit_hash")
 """Keys of config.json and generation_config.json that say where and by what they were written."""
-
-
-class _Content(Protocol):
-    def content(self) -> str: ...
 
 
 def content_digest(tensors: Mapping[str, tuple[object, FileTensor]]) -> str:
@@ -47,7 +44,7 @@ def content_digest(tensors: Mapping[str, tuple[object, FileTensor]]) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def model_content(found: ResolvedModel, source: _Content) -> dict[str, str]:
+def model_content(found: ResolvedModel, source: WeightSource) -> dict[str, str]:
     """Digests of all that answers depend on in a model's files, by the names that a user knows them by."""
     config = {key: value for key, value in found.config.items() if key not in _ABOUT_FILES}
     digests = {"checkpoint": source.content(), "config.json": _of_json(config)}

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.checkpoint.source import WeightSource
-from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import WeightGroup
 from h2o_flexgen.errors import StorageError
@@ -38,17 +37,17 @@ Importance = Mapping[str, Tensor]
 """Of a matrix, by name: float32 (ins)."""
 
 
-class QuantisingSource:
-    """A WeightSource that packs what `source` holds as `spec` has it. Owns `source`.
+class QuantisingSource(WeightSource):
+    """Packs what `source` holds as `spec` has it. Owns `source`.
 
     importance  of the inputs of matrices of 4 bits, to be set before these are read if it is `by_importance`
     """
 
-    format: str | None = "groupwise"
+    format = "groupwise"
 
     def __init__(self, source: WeightSource, spec: ModelSpec, *, by_importance: bool = False) -> None:
         self._source = source
-        self.packings: Mapping[str, Packing] = dict(spec.packings)
+        self.packings = dict(spec.packings)
         self.dtype, self.dummy = source.dtype, source.dummy
         self.by_importance = by_importance and any(packing.bits == 4 for packing in self.packings.values())
         self.importance: Importance | None = None

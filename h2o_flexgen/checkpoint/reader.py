@@ -25,12 +25,10 @@ from h2o_flexgen.checkpoint.content import content_digest
 from h2o_flexgen.checkpoint.files import CheckpointFile, Problems
 from h2o_flexgen.checkpoint.quantized import Array, Read
 from h2o_flexgen.checkpoint.shards import find_shards
-from h2o_flexgen.checkpoint.source import convert, copy, flat_out
-from h2o_flexgen.config.model.packing import Packing
+from h2o_flexgen.checkpoint.source import WeightSource, convert, copy, flat_out
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import PAGE
 from h2o_flexgen.errors import ModelError, OwnHeadError
-from h2o_flexgen.folders import Closing
 from h2o_flexgen.memory.disk import host_view
 from h2o_flexgen.memory.handle import Location, torch_dtype
 from h2o_flexgen.memory.pages import HostMemory
@@ -94,14 +92,12 @@ def _check_tied(source: CheckpointSource, binding: Binding, root: str) -> None:
         )
 
 
-class CheckpointSource(Closing):
-    """The weights of an open checkpoint: a WeightSource. It owns the open files; reading is thread-safe.
+class CheckpointSource(WeightSource):
+    """The weights of an open checkpoint. It owns the open files; reading is thread-safe.
 
     Every read checks afterwards that the file is still the one that was opened: ModelError otherwise. `packings`: the
     layouts of the matrices of fewer bits, by canonical name. `dtype` is that of the plain tensors, if there are any.
     """
-
-    dummy = False
 
     def __init__(
         self, tensors: Mapping[str, FoundTensor], files: Sequence[CheckpointFile], method: str | None = None
@@ -109,9 +105,7 @@ class CheckpointSource(Closing):
         """`method`: what quantised the packed ones."""
         self._tensors = dict(tensors)
         self._files = tuple(files)
-        self.packings: Mapping[str, Packing] = {
-            name: each.packing for name, each in tensors.items() if isinstance(each, PackedTensor)
-        }
+        self.packings = {name: each.packing for name, each in tensors.items() if isinstance(each, PackedTensor)}
         self.format = method if self.packings else None
         sizes: Counter[str] = Counter()
         for tensor in self._tensors.values():

@@ -1,11 +1,10 @@
-"""The interface of all sources of weights, and the source that makes them up: random weights of a model's shape."""
+"""The base of all sources of weights, and the source that makes them up: random weights of a model's shape."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import WEIGHT_DTYPES
 from h2o_flexgen.errors import ModelError
+from h2o_flexgen.folders import Closing
 from h2o_flexgen.memory.disk import host_view
 from h2o_flexgen.memory.handle import Location, torch_dtype
 from h2o_flexgen.models.quantized import MXFP4
@@ -25,42 +25,34 @@ _STD = 0.02
 _SCALE = 120  # the exponent of 2 ** -7, with 127 added: levels of MXFP4 deviate by 2.9
 
 
-class WeightSource(Protocol):
-    """Weights by canonical name.
+class WeightSource(Closing):
+    """Weights by canonical name. Any number of threads may read at once; reading after `close` raises ValueError.
 
-    `dtype` is how they are stored ("float16", "bfloat16", "float32"), `fingerprint` changes whenever their content may
-    have, and `dummy` says that they are random. Any number of threads may read at once.
+    dtype        how they are stored: "float16", "bfloat16", "float32"
+    fingerprint  changes whenever their content may have
+    packings     the tensors that are kept in fewer bits, and how; the others are in `dtype`
+    format       the name of the packed tensors' format; None where no tensor is packed
+    dummy        whether they are random
     """
 
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def dummy(self) -> bool: ...
-
-    @property
-    def format(self) -> str | None:
-        """The name of the packed tensors' format; None where no tensor is packed."""
-
-    @property
-    def packings(self) -> Mapping[str, Packing]:
-        """The tensors that are kept in fewer bits, and how; the others are in `dtype`."""
+    dtype: str
+    fingerprint: str
+    packings: Mapping[str, Packing]
+    format: str | None = None
+    dummy: bool = False
 
     def read_into(self, name: str, out: Weight) -> None:
         """Fill `out` with tensor `name`: contiguous, of the canonical shape, any of WEIGHT_DTYPES, any device; or of
         the packing that the source has for it."""
+        raise NotImplementedError
 
     def location(self, name: str) -> Location | None:
         """The bytes of `name` on disk in the source's dtype, row-major without gaps; None where no file has them so."""
+        return None
 
     def content(self) -> str:
         """A digest of what the weights are, equal for equal weights wherever their files lie: see `content_digest`."""
-
-    def close(self) -> None:
-        """Close the files; reading afterwards raises ValueError."""
+        return self.fingerprint
 
 
 def flat_out(name: str, shape: tuple[int, ...], out: Weight) -> torch.Tensor:
@@ -95,8 +87,8 @@ def convert(out: torch.Tensor, values: torch.Tensor) -> None:
         out[start:stop].copy_(values[start:stop])
 
 
-class DummySource:
-    """A WeightSource of random weights: normal with standard deviation 0.02, norms that change nothing and biases 0.
+class DummySource(WeightSource):
+    """Random weights: normal with standard deviation 0.02, norms that change nothing and biases 0.
     Matrices that the model has in MXFP4 are codes that are all as likely, with one scale for about that deviation.
 
     A norm's weight is 1, or 0 where the model adds 1 to it. Any other tensor depends on the seed, its name and `dtype`
@@ -113,7 +105,7 @@ class DummySource:
         self.dtype = dtype or spec.dtype
         if self.dtype not in WEIGHT_DTYPES:
             raise ModelError(f"dummy weights cannot be {self.dtype}", f"needed one of {', '.join(WEIGHT_DTYPES)}")
-        self.packings: Mapping[str, Packing] = dict(spec.packings)
+        self.packings = dict(spec.packings)
         self.format = "mxfp4" if self.packings else None
         if set(self.packings.values()) - {MXFP4}:
             raise ValueError("dummy weights are in MXFP4 or not packed")
@@ -149,14 +141,6 @@ class DummySource:
             taken = min(_POOL - start, flat.numel() - done)
             copy(flat.narrow(0, done, taken), pool.narrow(0, start, taken))
             done, start = done + taken, 0
-
-    def location(self, name: str) -> Location | None:
-        """None: dummy weights are in no file."""
-        return None
-
-    def content(self) -> str:
-        """What the numbers are made from."""
-        return self.fingerprint
 
     def close(self) -> None:
         """Nothing is open."""

@@ -20,10 +20,9 @@ from h2o_flexgen.checkpoint.gguf.config import stored_dtype
 from h2o_flexgen.checkpoint.gguf.header import GgufHeader
 from h2o_flexgen.checkpoint.gguf.names import StoredTensor, bind, packings_of
 from h2o_flexgen.checkpoint.reader import CHUNK, ChunkReader
-from h2o_flexgen.checkpoint.source import convert, copy, flat_out
+from h2o_flexgen.checkpoint.source import WeightSource, convert, copy, flat_out
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
-from h2o_flexgen.folders import Closing
 from h2o_flexgen.memory.handle import Location, torch_dtype
 from h2o_flexgen.quant import PackedWeight, Weight
 
@@ -32,15 +31,13 @@ _MOST_THREADS = 4
 _SERIAL = 1 << 14  # numbers; half of what torch gives to a second thread
 
 
-class GgufSource(Closing):
-    """The weights of a GGUF model: a WeightSource. It owns the open files; reading is thread-safe.
+class GgufSource(WeightSource):
+    """The weights of a GGUF model. It owns the open files; reading is thread-safe.
 
     packings    the tensors that it can fill as PackedWeight, by canonical name; any tensor can be read as floats
 
     Every read checks afterwards that the file is still the one that was opened: ModelError otherwise.
     """
-
-    dummy = False
 
     def __init__(self, header: GgufHeader, spec: ModelSpec) -> None:
         """ModelError with all that is missing, misshapen or too much for the model of `spec`, or where the files are
