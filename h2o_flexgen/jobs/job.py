@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.limits.plan import Plan, Planner
 from h2o_flexgen.engine.requests.reader import Request
 from h2o_flexgen.engine.requests.sequence import RequestOutput
@@ -26,18 +27,6 @@ AT_RISK, LEAST_AT_RISK = 0.02, 32
 """The share of a job that is under way at once, which a kill costs, and at least so many sequences: fewer are slow."""
 PROMPT_BITS = 15
 """Of a prompt's number in a job, those that count the prompts of a request."""
-
-
-class AnsweringEngine(Protocol):
-    """What a job needs of `LLM`."""
-
-    planner: Planner
-
-    def read(self, request: Request) -> list[Row]: ...
-
-    def run(self, rows: list[Row]) -> Iterator[tuple[Row, RequestOutput]]: ...
-
-    def plan(self, workload: Workload) -> Plan: ...
 
 
 class GivenRequests:
@@ -122,7 +111,7 @@ class Job:
     Anything that an engine or a disk raises ends it, and leaves what is finished; the same job then goes on.
     """
 
-    engine: AnsweringEngine
+    engine: Engine
     source: Source | GivenRequests
     format: RequestFormat
     results: JobResults | GivenRequests
@@ -233,7 +222,7 @@ class Job:
         self.told(self.summary)
 
 
-def opened(engine: AnsweringEngine, form: RequestFormat, record: Record) -> OpenRequest:
+def opened(engine: Engine, form: RequestFormat, record: Record) -> OpenRequest:
     """A request with its sequences, none of them begun. Refused where it cannot be run."""
     asked = form.asked(record)
     rows = []

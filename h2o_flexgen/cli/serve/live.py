@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from h2o_flexgen.cli.serve.desk import ApiError
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.requests.reader import SAMPLE_BITS
 from h2o_flexgen.engine.requests.sequence import Hooks, RequestOutput
 from h2o_flexgen.engine.requests.sequence import Sequence as Row
 from h2o_flexgen.engine.requests.tokenizer import TextCodec, text_of
-from h2o_flexgen.jobs.job import PROMPT_BITS, AnsweringEngine, OpenRequest, opened
+from h2o_flexgen.jobs.job import PROMPT_BITS, OpenRequest, opened
 from h2o_flexgen.jobs.openai import CHAT, OpenAIFormat
 from h2o_flexgen.jobs.requests import Refused
 from h2o_flexgen.jobs.source import Record
@@ -68,7 +69,7 @@ class LiveRequests:
 
     def __init__(self, called: Mapping[str, str]) -> None:
         self._called, self._loaded = called, ""
-        self._engine: AnsweringEngine
+        self._engine: Engine
         self._form: OpenAIFormat
         self._new: deque[LiveRequest] = deque()
         self._elsewhere: list[LiveRequest] = []
@@ -86,7 +87,7 @@ class LiveRequests:
             self._new.append(request)
         self.wake()
 
-    def use(self, model: str, engine: AnsweringEngine, form: OpenAIFormat) -> None:
+    def use(self, model: str, engine: Engine, form: OpenAIFormat) -> None:
         """From now on this model answers, and those that waited for it do no longer."""
         self._loaded, self._engine, self._form = model, engine, form
         self._new.extendleft(reversed(self._elsewhere))
