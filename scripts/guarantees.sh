@@ -1,16 +1,21 @@
 #!/usr/bin/env bash
 # All of tests/engine/test_guarantees.py: with one thread and with two, on kernels of AVX2 and on the processor's best,
-# whose tokens must be the same. Each of the four takes seven minutes of one core. Arguments go to pytest:
-# ./scripts/guarantees.sh -k llama
+# whose tokens must be the same. Each of the four takes seven minutes of one core. Where AVX2 is the best, AVX-512 is
+# emulated if simde is there, in its place. Arguments go to pytest: ./scripts/guarantees.sh -k llama
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_env.sh test
 tokens=$(mktemp -u)
 trap 'rm -f "$tokens"' EXIT
-for kernels in native avx2; do
+best=H2O_FLEXGEN_KERNELS=native
+if ! grep -Eq "avx512_bf16|avx_vnni" /proc/cpuinfo &&
+  python -c "from tests.kernels import emulated; exit(emulated.why_not())"; then
+  best=H2O_TEST_KERNELS=avx512
+fi
+for kernels in "$best" H2O_FLEXGEN_KERNELS=avx2; do
   for threads in 1 2; do
-    echo "kernels: $kernels, threads: $threads"
-    OMP_NUM_THREADS=$threads H2O_FLEXGEN_KERNELS=$kernels \
+    echo "$kernels, threads: $threads"
+    env "$kernels" OMP_NUM_THREADS=$threads \
       python -m pytest tests/engine/test_guarantees.py --whole --tokens "$tokens" "$@"
   done
 done

@@ -26,6 +26,7 @@ if not torch.cuda.is_available():
 
 from h2o_flexgen.folders import cached
 from h2o_flexgen.kernels import native
+from tests.kernels import emulated
 from tests.seeds import SEED, moved
 from tests.turns import left_out
 
@@ -77,6 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    emulated.take_what_is_asked_for()
     if not hasattr(config, "workerinput"):
         native.library()  # by one process, before workers ask for it all at once
     if SEED and config.option.hypothesis_seed is None:

@@ -1,16 +1,25 @@
-"""AVX-512 with VNNI and bfloat16 by simde (Debian's libsimde-dev), for tests on processors without it."""
+"""AVX-512 with VNNI and bfloat16 by simde (Debian's libsimde-dev), for tests on processors without it.
+
+H2O_TEST_KERNELS=avx512 pytest ..., or avx512-slow, has all kernels made so; programs that tests start have their own.
+"""
 
 from __future__ import annotations
 
+import os
 import subprocess
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from zlib import crc32
 
-from h2o_flexgen.kernels.native import building
+import pytest
+
+from h2o_flexgen.kernels import native
+from h2o_flexgen.kernels.native import building, tiers
 
 HEADER = Path(__file__).parent / "by_simde" / "immintrin.h"
 FLAGS = (*building.MACHINES["avx2"], f"-I{HEADER.parent}")
 """In the place of -mavx512f and so on."""
+TIERS = {"avx512": FLAGS, "avx512-slow": (*FLAGS, building.SLOW_BF16)}
 
 
 @cache
@@ -25,3 +34,17 @@ def why_not() -> str | None:
         return None
     found = next((line for line in run.stderr.splitlines() if "error:" in line), run.stderr)
     return f"needed simde 0.7.4 or newer (apt-get install libsimde-dev): {found}"
+
+
+def take_what_is_asked_for() -> None:
+    """The processor of this process has that tier from now on. Its kernels take minutes to compile, once."""
+    if (name := os.environ.get("H2O_TEST_KERNELS")) is None:
+        return
+    if name not in TIERS or why_not():
+        raise pytest.UsageError(f"H2O_TEST_KERNELS is {name!r}, needed {', '.join(TIERS)}: {why_not()}")
+    there, for_good = tiers.of_the_processor() | tiers.TIERS[0].needs, pytest.MonkeyPatch()
+    flags = (*TIERS[name], "-O2", f"-DEMULATION={crc32(HEADER.read_bytes())}")  # which name the library
+    for_good.setattr(tiers, "of_the_processor", lambda: there)
+    for_good.setattr(native, "machine_flags", lambda: flags)
+    for_good.setattr(native, "build", partial(building.build, timeout_s=3600))
+    tiers.cpu_flags.cache_clear()

@@ -26,8 +26,7 @@ from tests.seeds import torch_generator
 TIERS: dict[str, tuple[str, ...]] = {
     "avx2": building.MACHINES["avx2"],
     "avxvnni": ("-march=x86-64-v3", "-DEMULATED_VNNI"),
-    "avx512": emulated.FLAGS,
-    "avx512-slow": (*emulated.FLAGS, building.SLOW_BF16),
+    **emulated.TIERS,
 }
 CONCERNED = ("whole", "few")
 """Sources in which AVX2's tiers differ; the others that products are made of:"""
