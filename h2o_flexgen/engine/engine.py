@@ -333,6 +333,7 @@ class Engine(Closing):
                     continue
                 plans.append(plan)
                 self.on_plan(plan)
+                ran_out = False
                 try:
                     for row in self._attempt(plan, group, every, meter, sampler, newcomers):
                         if row.paused:
@@ -343,8 +344,9 @@ class Engine(Closing):
                         yield row
                 except (MemoryError, RuntimeError, PlanError) as error:
                     self._retry.learn(error, plan, waiting.values())
+                    ran_out = True
                 every += _take_turns(waiting.values())
-                if waiting:
+                if ran_out:  # not after a turn of the angles: to look through all objects takes as long as many steps
                     forget()
             self.last_work = meter.totals.work
             self.last_record = make_record(self.config, self.model, plans, meter, self._retry.warnings)

@@ -78,7 +78,7 @@ def meaning(weight: PackedWeight) -> torch.Tensor:
         for name, part in weight.parts.items()
     }
     floats = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().tolist()
-    found = torch.zeros(outs, ins, dtype=torch.float64)
+    found = [[0.0] * ins for _ in range(outs)]
     for out, i in itertools.product(range(outs), range(ins)):
         group, block = i // packing.group if packing.group else 0, i // SUPER
         byte = parts["codes"][out][i // 2 if packing.bits == 4 else i]
@@ -104,8 +104,8 @@ def meaning(weight: PackedWeight) -> torch.Tensor:
             low = -parts["low"][out][group] * parts["super_low"][out][block]
         else:
             low = parts["low"][out][group]
-        found[out, parts["order"][i] if packing.ordered else i] = level * scale + low
-    return found
+        found[out][parts["order"][i] if packing.ordered else i] = level * scale + low
+    return torch.tensor(found, dtype=torch.float64)
 
 
 @cache
