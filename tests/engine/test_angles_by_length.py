@@ -52,6 +52,7 @@ def ids_of(outputs) -> list[list[int]]:
 SETTINGS = {"max_new_tokens": NEW, "ignore_eos": True}
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("block", [(1, 1), (3, 2), (8, 1)], ids=str)
 def test_greedy_tokens_are_those_of_generate(block: tuple[int, int], by_length) -> None:
     model, folder = by_length
@@ -67,6 +68,7 @@ def test_greedy_tokens_are_those_of_generate(block: tuple[int, int], by_length) 
     assert record.generated_tokens == NEW * len(prompts)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("eviction", [None, EvictionConfig("h2o", budget=8)], ids=["full", "h2o"])
 def test_the_most_tokens_change_nothing(eviction: EvictionConfig | None, by_length) -> None:
     _, folder = by_length
@@ -78,6 +80,7 @@ def test_the_most_tokens_change_nothing(eviction: EvictionConfig | None, by_leng
             assert fewer == [tokens[:new] for tokens in most]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", ["full", "h2o", "streaming", "snapkv"])
 def test_neighbours_change_nothing(name: str, by_length) -> None:
     _, folder = by_length

@@ -80,6 +80,7 @@ def tokens(llm: Engine, device: FakeDevice, new: int = NEW) -> list[list[int]]:
         return [output.token_ids for output in outputs]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("place", [place for place in PLACES if place not in ("weights on cpu", "cache on cpu")])
 def test_the_same_tokens_and_no_races(place: str, open_llm, expected, monkeypatch) -> None:
     device = FakeDevice()

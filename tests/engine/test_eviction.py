@@ -143,6 +143,7 @@ def test_recall_equals_the_oracle(
     assert_engine_equals_oracle(checkpoint(name), RECALLING, [36, 26, 9], 7, history, places=places, **changes)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("tier", ["cpu", "disk"])
 @pytest.mark.parametrize("name", ["snapkv+h2o", "h2o"])
 def test_what_is_recalled_does_not_depend_on_neighbours(

@@ -60,6 +60,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("name", "place"), [("llama-gqa", "together"), ("llama-gqa", "caches that move"), ("qwen2", "few places")]
 )

@@ -64,6 +64,7 @@ DETERMINISTIC: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("settings", DETERMINISTIC, ids=str)
 def test_options(model, llm, settings: dict[str, Any]) -> None:
     # What depends on the first token sees a prompt of one token, too.

@@ -94,6 +94,7 @@ def test_cpu_and_disk_placements(placement: str, shape: tuple[int, int], checkpo
     assert any("never parked" in text for text in record.warnings) == (asked["hidden"] != ON_CPU[placement]["hidden"])
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("placement", "shape"),
     [
@@ -119,6 +120,7 @@ def test_emulated_gpu_placements(placement: str, shape: tuple[int, int], checkpo
         assert record.bytes_moved["cpu->gpu"] > 0
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("policy", "placement", "gpu"),
     [

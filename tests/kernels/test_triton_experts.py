@@ -81,6 +81,7 @@ def drawn(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tens
     return x, out, chosen, shares
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("clamped", "dtype", "packing", "tokens"),
     [
@@ -120,6 +121,7 @@ def test_choices_of_nobody() -> None:
     assert (found - wanted).norm() < UNIT[torch.float32] * wanted.norm()
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_do_not_depend_on_calls_or_neighbours(dtype: torch.dtype) -> None:
     """To the bit: one expert at a time, a few tokens at once, one token alone."""

@@ -37,6 +37,7 @@ def check(packing: Packing, shape: tuple[int, int], rows: int, dtype: torch.dtyp
     assert ((found.cpu().double() - wanted).abs() <= 2 * unit * (size + onto.double().abs())).all()
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("packing", PACKINGS, ids=id_of)
 def test_products(packing: Packing) -> None:
     """Rows that end within a tile, a group, a super-block."""

@@ -11,6 +11,7 @@ from h2o_flexgen.kernels.layers import rotate_halves
 from h2o_flexgen.kernels.triton_rotate import BLOCK, rotate_cached
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize(
     ("dim", "half", "dtype"),
     [

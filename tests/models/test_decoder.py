@@ -101,6 +101,7 @@ def test_head(name: str) -> None:
     assert torch.equal(hidden, before)
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_whole_models(name: str, dtype: torch.dtype) -> None:

@@ -16,6 +16,7 @@ WINDOWED |= {"gemma2": {0, 2}, "olmo3": {0, 2}, "exaone4": {0, 2}, "cohere2": {0
 """Layers with a sliding window, by row of FAMILIES."""
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_full_cache_is_transformers_own_model(name: str) -> None:
     model = make_model(name)
