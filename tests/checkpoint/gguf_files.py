@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from tests.tiny import make_model
 
+gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)  # transformers asks for it module by module
 Kind = gguf.GGMLQuantizationType
 
 SIZES: dict[str, Any] = {"intermediate_size": 64, "hidden_size": 64}
