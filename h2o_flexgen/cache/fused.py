@@ -10,7 +10,7 @@ from torch import Tensor
 
 from h2o_flexgen.cache.lengths import NEVER, CacheLengths
 from h2o_flexgen.cache.packing import Keeping, parts_of
-from h2o_flexgen.cache.ring_slots import CacheSlots, Queries
+from h2o_flexgen.cache.ring_slots import CacheSlots, Held, Queries
 from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.errors import required
 from h2o_flexgen.kernels import triton_available
@@ -123,61 +123,53 @@ class FusedStep:
         """Whether `again` can be asked: not where steps are counted on the device."""
         return self._number is None
 
-    def again(self, asked: Queries, k: Tensor, v: Tensor) -> Tensor:
+    def again(self, asked: Queries, new: KeysValues) -> Tensor:
         """The current step again with other queries; scores and slots are restored afterwards."""
         scored, slots = self._scored, None
         saved = None if scored is None else scored.saved()
         if scored is not None:
             slots = scored.rewound(self.used)
-        out = self._step(self._lengths.step, asked, k, v, slots=slots if self._by_rows else None)
+        out = self._step(self._lengths.step, asked, new, slots=slots if self._by_rows else None)
         if scored is not None and saved is not None:
             scored.restore(saved)
         return out
 
-    def attend(
-        self, asked: Queries, k: Tensor, v: Tensor, held: Tensor | None, kept: Callable[[int, torch.dtype], KeysValues]
-    ) -> Tensor:
+    def attend(self, asked: Queries, new: KeysValues, keys: Tensor | None, held: Held) -> Tensor:
         """The step of the lengths, which the caller moves on afterwards; see `KVCache.attend`.
 
-        held: the new keys as stored, if the policy scores keys. kept: gives K and V of so many first slots.
+        keys: the new ones as stored, if the policy scores keys.
         """
         number: int | Tensor = self._lengths.step if self._number is None else self._number
         if self._by_rows:
-            return self._with_rows(number, asked, k, v, held, kept)
+            return self._with_rows(number, asked, new, keys, held)
         scored = self._scored
-        fresh = None if scored is None else scored.fresh(number, held)
-        out = self._step(number, asked, k, v, fresh=fresh)
+        fresh = None if scored is None else scored.fresh(number, keys)
+        out = self._step(number, asked, new, fresh=fresh)
         if scored is not None and self._thins:
-            length = self._lengths.length
-            scored.between_bursts(length, lambda: kept(length, asked.q.dtype), asked)
+            scored.between_bursts(self._lengths.length, held, asked)
         return out
 
-    def _step(self, number: int | Tensor, asked: Queries, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    def _step(self, number: int | Tensor, asked: Queries, new: KeysValues, **how: Any) -> Tensor:
         q, scale, how["soft_cap"], how["sink_logits"] = asked
+        k, v = new
         if self._scales is not None:
             q, k = self._scales.asked(q), self._scales.kept(k)
         q, k, v = (hadamard(x, self._block) for x in (q, k, v))
         return hadamard(self._kernel.step(number, (q, k, v), scale, **how), self._block)
 
     def _with_rows(
-        self,
-        number: int | Tensor,
-        asked: Queries,
-        k: Tensor,
-        v: Tensor,
-        held: Tensor | None,
-        kept: Callable[[int, torch.dtype], KeysValues],
+        self, number: int | Tensor, asked: Queries, new: KeysValues, keys: Tensor | None, held: Held
     ) -> Tensor:
         scored = required(self._scored, "slots in order of arrival have no scores")
-        slots, fresh = scored.take(held) if self._number is None else (scored.allocate(held), None)
+        slots, fresh = scored.take(keys) if self._number is None else (scored.allocate(keys), None)
         length, row = self._lengths.length, None
         if self._slots.needs_rows:
             # Where the kernel counts its steps, it does not know how few slots are occupied yet.
             width = length if self._number is None else self._size[2]
             row = torch.empty(*self._size[:2], width, device=self._lengths.device)
-        out = self._step(number, asked, k, v, fresh=fresh, slots=slots, probs=row)
+        out = self._step(number, asked, new, fresh=fresh, slots=slots, probs=row)
         row = None if row is None else row[..., :length]
-        self._slots.evict(row, length, lambda: kept(length, asked.q.dtype), asked)
+        self._slots.evict(row, length, held, asked)
         return out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -291,19 +292,19 @@ class KVCache:
         self._kept.advance()
         if not self._lengths.started:
             self._start(*buffers, q, table is not None, sink_logits is not None)
-        asked = Queries(q, scale, self.soft_cap, sink_logits)
+        asked, new = Queries(q, scale, self.soft_cap, sink_logits), KeysValues(k, v)
         if self.recall is not None:
-            self.recall.step(asked, KeysValues(k, v), self._lengths, self._slots, buffers)
-        held = None
+            self.recall.step(asked, new, self._lengths, self._slots, buffers)
+        keys = None
         if self._slots.scores_keys:
-            held = k if self._kept.newest is not None else self._kept.once(k)
+            keys = k if self._kept.newest is not None else self._kept.once(k)
         if self._fused is not None:
             if table is not None:
                 raise RuntimeError("this cache was started without rolling positions")
-            out = self._fused.attend(asked, k, v, held, self._held)
+            out = self._fused.attend(asked, new, keys, partial(self._held, q.dtype))
             self._last = self._fused.used
         else:
-            out = self._attend(asked, k, v, table, held)
+            out = self._attend(asked, new, table, keys)
         self._lengths.tick()
         moves = self._slots.moves()
         if moves is not None:
@@ -324,7 +325,7 @@ class KVCache:
         self._lengths.tick(-1)
         try:
             if self._fused is not None and self._fused.rereads and self._lengths.step >= 0:
-                return self._fused.again(asked, *qkv[1:])
+                return self._fused.again(asked, KeysValues(*qkv[1:]))
             return self._attend_all(asked, None).out
         finally:
             self._lengths.tick()
@@ -374,30 +375,30 @@ class KVCache:
             for row, held in enumerate(map(min, self._lengths.held, self._lengths.limits)):
                 k[row, :, held:] = v[row, :, held:] = 0
 
-    def _held(self, length: int, dtype: torch.dtype) -> KeysValues:
-        """Keys and values in the first `length` slots, (b, kv_heads, length, d)."""
-        k, v = (buffer.narrow(2, 0, length) for buffer in self.buffers)
+    def _held(self, dtype: torch.dtype) -> KeysValues:
+        """Keys and values in the slots that are occupied in this step, (b, kv_heads, length, d)."""
+        k, v = (buffer.narrow(2, 0, self._lengths.length) for buffer in self.buffers)
         return self._kept.expanded(KeysValues(k, v), dtype)
 
     def _attend(
-        self, asked: Queries, k: Tensor, v: Tensor, table: tuple[Tensor, Tensor] | None, held: Tensor | None
+        self, asked: Queries, new: KeysValues, table: tuple[Tensor, Tensor] | None, keys: Tensor | None
     ) -> Tensor:
         """A step in torch operations, on any device."""
         where = None if self.choice is None else self.choice.positions(self._slots)
-        slot = self._last = self._slots.allocate(held)
+        slot = self._last = self._slots.allocate(keys)
         self._where = arrived(where, self.last_slots, self.next_pos)
-        stored = [self._kept.stored(i, x) for i, x in enumerate((k, v)[: len(self._distinct())])]
+        stored = [self._kept.stored(i, x) for i, x in enumerate(new[: len(self._distinct())])]
         for buffer, flat, x in zip(self._distinct(), (self._flat_k, self._flat_v), stored, strict=False):
             if isinstance(slot, int):
                 buffer.select(2, slot).copy_(x)
             else:
                 flat.index_copy_(0, slot, x.reshape(len(slot), -1))
         if self.shape.newest:
-            self._kept.take(self.last_slots, KeysValues(k, v), stored)
+            self._kept.take(self.last_slots, new, stored)
         out, row = self._attend_all(asked, table)
         length = self._lengths.occupied().length
         row = None if row is None else row[..., :length]
-        self._slots.evict(row, length, lambda: self._held(length, asked.q.dtype), asked)
+        self._slots.evict(row, length, partial(self._held, asked.q.dtype), asked)
         return out
 
     def _attend_all(self, asked: Queries, table: tuple[Tensor, Tensor] | None) -> DecodeAttention:
@@ -413,12 +414,7 @@ class KVCache:
         return DecodeAttention(torch.cat([part.out for part in parts]), joined_rows([part.row for part in parts]))
 
     def _attend_rows(
-        self,
-        rows: slice | None,
-        asked: Queries,
-        width: int,
-        valid: Tensor | None,
-        table: tuple[Tensor, Tensor] | None,
+        self, rows: slice | None, asked: Queries, width: int, valid: Tensor | None, table: tuple[Tensor, Tensor] | None
     ) -> DecodeAttention:
         """Attention of some rows (None: all) over the first `width` slots."""
         k, v = (some_of(buffer, rows).narrow(2, 0, width) for buffer in self.buffers)
