@@ -202,6 +202,17 @@ def test_a_character_between_prompt_and_answer_is_the_answers(opened: Opened, na
         assert text_of(codec, row_of(ids[:cut], ids[cut:])) == "🦊 cd"
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma-chat", "opt"])
+def test_a_character_that_is_cut_leaves_those_before_it_whole(opened: Opened, name: str) -> None:
+    """A decoder with byte fallback makes U+FFFD of every byte beside those that are no text."""
+    codec = opened(name)
+    ids = codec.encode("ab 🦊🦊")
+    fox = len(ids) - len(codec.encode("ab 🦊"))
+    for cut in range(1, fox):
+        for eos in ([], codec.encode_bare("</s>")[-1:] if name == "llama" else []):
+            assert codec.decode(ids[:-cut] + eos).rstrip("\ufffd") == "ab 🦊"
+
+
 @pytest.mark.parametrize("name", ["llama", "opt", "plain-words", "plain-pieces", "cleaned"])
 @pytest.mark.parametrize("seed", range(8))
 def test_stop_strings_are_found_when_the_text_has_them(opened: Opened, name: str, seed: int) -> None:

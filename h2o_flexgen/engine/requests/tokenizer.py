@@ -216,7 +216,8 @@ class TextCodec:
         light: Any = None,
         offsets: Offsets | None = None,
     ) -> None:
-        self.encode, self.encode_bare, self.decode, self._transformed = encode, encode_bare, decode, transformed
+        self.encode, self.encode_bare, self._transformed = encode, encode_bare, transformed
+        self.decode = lambda ids: _whole_characters(decode, ids)
         self.light, self.offsets = light, offsets
         self.ends: tuple[int, ...] = ()
 
@@ -424,6 +425,17 @@ def added_text(decode: Decode, ids: list[int], cut: int, context: int = _CONTEXT
     while not whole.startswith(before):
         before = before[:-1]
     return whole[len(before) :]
+
+
+def _whole_characters(decode: Decode, ids: list[int]) -> str:
+    """`decode`, but a last character that lacks bytes leaves those before it as they are: decoders with byte fallback
+    make U+FFFD of a whole run of bytes that is no text."""
+    text = decode(ids)
+    for cut in range(1, 5) if text.endswith(_UNKNOWN) else ():  # three bytes, and an eos
+        whole = decode(ids[:-cut])
+        if not whole.endswith(_UNKNOWN):
+            return text if text.startswith(whole) else whole + _UNKNOWN
+    return text
 
 
 def _starts(cut: int, context: int) -> Iterator[int]:
