@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import select
 import socket
@@ -9,13 +10,16 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 from transformers import AutoTokenizer
 
-from h2o_flexgen.cli.serve.live import LiveRequests
+from h2o_flexgen.cli.serve.live import LiveEvent, LiveRequests
+from h2o_flexgen.cli.serve.web import _stream
+from h2o_flexgen.jobs.openai import COMPLETIONS
 from tests.jobs.files import request, write
 from tests.jobs.test_tools import HERMES, TOOLS
 from tests.programs import write_talker
@@ -166,6 +170,20 @@ def test_a_file_over_the_limit_takes_no_memory(service: Service, told: bool) -> 
     assert peak(service.pid) - before < 24 << 20
     assert not list((Path(service.data) / "files").glob(".upload-*"))
     assert service.client.models.list().data[0].id == "model"
+
+
+def test_text_that_turned_out_otherwise_is_not_sent_twice() -> None:
+    """As of bytes that became no character, behind some that were one."""
+    asked: Any = SimpleNamespace(url=COMPLETIONS, head={}, gone=False)
+    choice = {"index": 0, "text": "ab\ufffd\ufffdc", "logprobs": None, "finish_reason": "length"}
+
+    async def pieces() -> list[str]:
+        events = asyncio.Queue[LiveEvent]()
+        events.put_nowait(LiveEvent(status=200, body={"choices": [choice]}))
+        return [each async for each in _stream(asked, LiveEvent(0, {"text": "abé"}), events, usage=False)]
+
+    said = [json.loads(each.removeprefix("data: ")) for each in asyncio.run(pieces())[:-1]]
+    assert "".join(each["choices"][0]["text"] for each in said) == "abé\ufffd\ufffdc"
 
 
 def said_by(stream: Any) -> tuple[dict[str, Any], str, Any]:

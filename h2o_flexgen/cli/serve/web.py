@@ -279,7 +279,7 @@ async def _stream(
         for choice in event.body["choices"]:
             index, message = choice["index"], choice["message"] if chat else {"text": choice["text"]}
             whole = {name: text for name, text in message.items() if isinstance(text, str) and name != "role"}
-            rest = {name: text.removeprefix(told.get((index, name), "")) for name, text in whole.items()}
+            rest = {name: _beyond(told.get((index, name), ""), text) for name, text in whole.items()}
             rest = {name: text for name, text in rest.items() if text}
             if rest or choice["logprobs"] is not None or not any(each == index for each, _ in told):
                 yield piece(index, rest, choice["logprobs"])
@@ -292,6 +292,13 @@ async def _stream(
         yield "data: [DONE]\n\n"
     finally:
         asked.gone = True  # or answered, which is as well
+
+
+def _beyond(told: str, text: str) -> str:
+    """`text` from where it is another than what was told, which bytes that became no character may have changed: that
+    cannot be taken back."""
+    same = zip(told, text, strict=False)
+    return text[next((i for i, (one, other) in enumerate(same) if one != other), min(len(told), len(text))) :]
 
 
 async def _json(request: Request) -> Any:
