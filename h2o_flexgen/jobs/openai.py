@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from h2o_flexgen.config.checks import shown
@@ -18,7 +19,7 @@ from h2o_flexgen.config.prompt import Prompt
 from h2o_flexgen.config.response_format import ResponseFormat
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.sequence import RequestOutput
-from h2o_flexgen.engine.requests.tokenizer import TextCodec, added_text
+from h2o_flexgen.engine.requests.tokenizer import TextCodec, TokenText
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.folders import last_part
 from h2o_flexgen.jobs.idle import asks_nothing, known
@@ -307,11 +308,10 @@ class OpenAIFormat:
         message = self._speaker.message(asked.body["speech"], output, asked.params, name)
         content = None
         if asked.body["logprobs"] is not None:
-            texts = self._texts(output.prompt_ids, output.token_ids)
-            content = []
-            for text, (value, top) in zip(texts, _logprobs(output), strict=True):
-                likeliest = [_chat_token(self._one(token), other) for token, other in top.items()]
-                content.append({**_chat_token(text, value), "top_logprobs": likeliest})
+            every, content = [*output.prompt_ids, *output.token_ids], []
+            for place, (value, top) in enumerate(_logprobs(output), len(output.prompt_ids)):
+                likeliest = [_chat_token(self._told(every, place, token), other) for token, other in top.items()]
+                content.append({**_chat_token(self._told(every, place), value), "top_logprobs": likeliest})
         logprobs = None if content is None else {"content": content}
         reason = "tool_calls" if "tool_calls" in message and output.finish_reason == "stop" else output.finish_reason
         return {"message": message, "logprobs": logprobs, "finish_reason": reason}
@@ -328,26 +328,26 @@ class OpenAIFormat:
 
     def _logprobs(self, before: list[int], ids: list[int], known: list[Any], asked: BatchRequest) -> dict[str, Any]:
         """As the service has them for completions; None where there is no probability, as for a first token."""
-        texts, offset, offsets = self._texts(before, ids), 0, []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        top = None
-        if asked.body["logprobs"]:
-            top = [each and {self._one(token): finite(value) for token, value in each[1].items()} for each in known]
-        values = [each and finite(each[0]) for each in known]
-        return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+        every, places = [*before, *ids], range(len(before), len(before) + len(ids))
+        told = [self._told(every, place) for place in places]
+        top = [each and self._likeliest(every, place, each[1]) for place, each in zip(places, known, strict=False)]
+        return {
+            "tokens": [each.label for each in told],
+            "token_logprobs": [each and finite(each[0]) for each in known],
+            "top_logprobs": top if asked.body["logprobs"] else None,
+            "text_offset": [0, *accumulate(len(each.text) for each in told)][: len(told)],
+        }
 
-    def _texts(self, before: list[int], ids: list[int]) -> list[str]:
-        """The text that each token adds to those before it; the first ones may be special."""
-        if self.codec is None:
-            return [f"token_id:{token}" for token in ids]
-        every = [*before, *ids]
-        return [added_text(self.codec.decode, every[: i + 1], i) for i in range(len(before), len(every))]
+    def _likeliest(self, ids: list[int], place: int, top: Mapping[int, float]) -> dict[str, float | None]:
+        return {self._told(ids, place, token).label: finite(value) for token, value in top.items()}
 
-    def _one(self, token: int) -> str:
-        text = "" if self.codec is None else self.codec.decode([token])
-        return text or f"token_id:{token}"
+    def _told(self, ids: list[int], place: int, other: int | None = None) -> TokenText:
+        """The token at `place`, where special ones read as nothing; or an `other` one there."""
+        token = ids[place] if other is None else other
+        told = None if self.codec is None else self.codec.told(ids, place, token)
+        if told is None or (not told.name and other is not None):
+            return TokenText(f"token_id:{token}", f"token_id:{token}".encode())
+        return told
 
     def _text_of(self, prompt: Any) -> str:
         prompt = prompt.content if isinstance(prompt, Prompt) else prompt
@@ -495,5 +495,5 @@ def _logprobs(output: RequestOutput) -> list[tuple[float, dict[int, float]]]:
     return list(zip(values, output.top_logprobs or [{} for _ in values], strict=True))
 
 
-def _chat_token(text: str, value: float) -> dict[str, Any]:
-    return {"token": text, "logprob": finite(value), "bytes": list(text.encode(errors="replace"))}
+def _chat_token(told: TokenText, value: float) -> dict[str, Any]:
+    return {"token": told.name, "logprob": finite(value), "bytes": list(told.raw)}

@@ -16,6 +16,7 @@ from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine.requests.reader import SAMPLE_BITS, Request
 from h2o_flexgen.engine.requests.sequence import RequestOutput, Sequence
+from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import ContextLengthError, PlanError, UsageError
 from h2o_flexgen.jobs.job import Job, bounded
 from h2o_flexgen.jobs.journal import JobResults
@@ -24,6 +25,7 @@ from h2o_flexgen.jobs.plain import PlainFormat
 from h2o_flexgen.jobs.requests import Refused, RequestFormat
 from h2o_flexgen.jobs.source import LONGEST_LINE, Record, Source
 from h2o_flexgen.schedule.request import PlanRequest
+from tests.engine import tokenizer_folders as folders
 from tests.jobs.files import request, results, write
 from tests.seeds import moved
 
@@ -434,3 +436,34 @@ def test_the_formats_keep_their_word() -> None:
         openai().asked(Record(1, None))
     with pytest.raises(Refused):
         PLAIN.asked(Record(1, None))
+
+
+@pytest.mark.parametrize("made", [folders.byte_level, folders.metaspace])
+def test_tokens_that_are_no_characters_are_told_by_their_bytes(tmp_path: Path, made: Any) -> None:
+    """Which clients join; as texts they would all be the same."""
+    folder = folders.plain(made, "llama", chat_template=folders.TEMPLATE)(tmp_path / "model")
+    codec = TextCodec.open(folder)
+    assert codec is not None
+    before, text = codec.encode("The dog"), " the 🦊."
+    ids = codec.encode("The dog" + text)[len(before) :]
+    fox = codec.encode_bare("🦊")[-4:]
+    top = [{token: -0.5, fox[1]: -2.0, fox[2]: -3.0, codec.encode(" dog")[-1]: -4.0} for token in ids]
+    output = RequestOutput(0, 0, before, ids, text, "length", [-0.5] * len(ids), top)
+    form = openai(codec=codec)
+    talk = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 4}
+    lines = request("a", {"prompt": "The dog", "logprobs": 4}), request("a", talk, url="/v1/chat/completions")
+    (plain,), (chat,) = (
+        form.answer(record, form.asked(record), [[output]])["response"]["body"]["choices"]
+        for record in (Record(number, line.encode()) for number, line in enumerate(lines))
+    )
+    told, content = plain["logprobs"], chat["logprobs"]["content"]
+    assert b"".join(bytes(each["bytes"]) for each in content) == text.encode()
+    for i, token in enumerate(ids):
+        known, near = top[i], told["top_logprobs"][i]
+        assert list(near.values()) == [known[each] for each in known], "none took the place of another"
+        assert near[told["tokens"][i]] == known[token]
+        assert [each["logprob"] for each in content[i]["top_logprobs"]] == list(known.values())
+        assert content[i]["token"] == content[i]["top_logprobs"][0]["token"]
+    assert told["tokens"][-2] == "bytes:\\x8a"
+    assert content[-2]["token"] == "\\x8a"
+    assert told["text_offset"][-1] == len(text) - 1

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -16,6 +14,7 @@ from torch import Tensor
 from h2o_flexgen.config.response_format import ResponseFormat
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
+from h2o_flexgen.engine.requests.vocabularies import decoder_types, spelling
 from h2o_flexgen.errors import UsageError
 
 _KEPT = 128
@@ -25,7 +24,6 @@ _SHARED = 256 << 20
 _MOST_SPACES = 20
 """White space between two parts of JSON at most: without a bound, small models write nothing else."""
 _OBJECT = '{"type": "object"}'
-_SPACE = "\u2581"
 _CONTROL = bytes({*range(0x20)} - {*b"\r\n"})
 """Bytes that JSON must escape, and that the library allows in bounded strings."""
 
@@ -112,8 +110,10 @@ def _library() -> Any:
 def token_bytes(tokenizer: Any, size: int, spelt: bool = False) -> list[bytes]:
     """The bytes of each of `size` token ids of a `tokenizers.Tokenizer`; empty for special tokens and for those with
     control characters. With `spelt`, none is empty. UsageError for an unknown kind of decoder."""
-    decoder = str(tokenizer.decoder.__getstate__(), "utf-8") if tokenizer.decoder is not None else "{}"
-    spell = _spelling(_types_in(json.loads(decoder)))
+    spell = spelling(tokenizer)
+    if spell is None:
+        kind = "+".join(sorted(decoder_types(tokenizer)))
+        raise UsageError(f"response_format does not work with a tokenizer of the kind {kind}")
     pieces = [b""] * size
     for text, token in tokenizer.get_vocab(with_added_tokens=False).items():
         if token < size:
@@ -122,29 +122,6 @@ def token_bytes(tokenizer: Any, size: int, spelt: bool = False) -> list[bytes]:
         if token < size:
             pieces[token] = b"" if added.special and not spelt else added.content.encode()
     return pieces if spelt else [b"" if any(byte in _CONTROL for byte in piece) else piece for piece in pieces]
-
-
-def _types_in(decoder: Any) -> set[str]:
-    found = {str(decoder.get("type"))}
-    for part in decoder.get("decoders", ()):
-        found |= _types_in(part)
-    return found
-
-
-def _spelling(types: set[str]) -> Callable[[str], bytes]:
-    """A function from a token's name in the vocabulary to its bytes."""
-    if "ByteLevel" in types:
-        # Each byte is written as itself if it is visible, else as a letter from 256 on.
-        seen, hidden = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}, iter(range(256, 512))
-        table = {chr(byte if byte in seen else next(hidden)): byte for byte in range(256)}
-        # Names with other letters are texts that were added.
-        return lambda text: bytes(map(table.__getitem__, text)) if table.keys() >= set(text) else text.encode()
-    if types & {"ByteFallback", "Metaspace", "Replace"}:
-        bytes_of = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)} if "ByteFallback" in types else {}
-        return lambda text: bytes_of.get(text) or text.replace(_SPACE, " ").encode()
-    if types == {"Fuse"}:
-        return str.encode
-    raise UsageError(f"response_format does not work with a tokenizer of the kind {'+'.join(sorted(types))}")
 
 
 class Guide:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from h2o_flexgen.engine.requests.gguf_tokenizer import gguf_tokenizer
 from h2o_flexgen.engine.requests.sequence import Sequence
+from h2o_flexgen.engine.requests.vocabularies import spelling
 from h2o_flexgen.errors import ModelError, UsageError
 
 log = logging.getLogger(__name__)
@@ -196,6 +197,24 @@ _PROBES = (
 _UNKNOWN = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
 
 
+class TokenText(NamedTuple):
+    """A token in its place: the text that it adds, and its own bytes."""
+
+    text: str
+    raw: bytes
+
+    @property
+    def name(self) -> str:
+        """The text; of no whole character the bytes, as OpenAI's services have it."""
+        whole = self.raw == self.text.encode(errors="replace")
+        return self.text if whole else "".join(f"\\x{byte:02x}" for byte in self.raw)
+
+    @property
+    def label(self) -> str:
+        """The same, as completions have it."""
+        return self.name if self.name == self.text else f"bytes:{self.name}"
+
+
 class TextCodec:
     """Encodes prompts and decodes new tokens.
 
@@ -243,6 +262,18 @@ class TextCodec:
         closing = _closing(tokenizer, self.encode_bare)
         ids = (closing, getattr(tokenizer, "eos_token_id", None), *self.ends)
         return tuple(dict.fromkeys(token for token in ids if token is not None))
+
+    def told(self, ids: list[int], place: int, token: int) -> TokenText:
+        """`token` behind the first `place` of `ids`."""
+        start = max(0, place - 2 * _CONTEXT)
+        text = added_text(self.decode, [*ids[start:place], token], place - start)
+        if _UNKNOWN in self.decode([token]) and self._spell is not None:
+            return TokenText(text.rstrip(_UNKNOWN), self._spell(self.light.id_to_token(token)))
+        return TokenText(text, text.encode(errors="replace"))
+
+    @cached_property
+    def _spell(self) -> Callable[[str], bytes] | None:
+        return None if self.light is None else spelling(self.light)
 
     @classmethod
     def open(cls, folder: Path | None) -> TextCodec | None:

@@ -1,12 +1,15 @@
-"""How the byte-level vocabularies of GGUF files cut a text into words, by `tokenizer.ggml.pre`: published facts.
+"""How vocabularies spell bytes, and how the byte-level ones of GGUF files cut a text into words: published facts.
 
-The words are those that llama.cpp's llama-vocab.cpp knows, the patterns those of the tokenizer.json that each was made
-from. A vocabulary has one pattern or several, each of which cuts further what those before it left.
+The keys, of `tokenizer.ggml.pre`, are those that llama.cpp's llama-vocab.cpp knows, the patterns those of the
+tokenizer.json that each was made from. A vocabulary has one pattern or several, each of which cuts further what those
+before it left.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 
 class Vocabulary(NamedTuple):
@@ -130,3 +133,31 @@ ENDS_OF_TURNS = (
     "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
 )  # fmt: skip
 """Texts of tokens that end what a model says, in files that name no ids of such."""
+
+_SPACE = "\u2581"
+
+
+def spelling(tokenizer: Any) -> Callable[[str], bytes] | None:
+    """A function from a token's name in the vocabulary of a `tokenizers.Tokenizer` to its bytes; None for an unknown
+    kind of decoder."""
+    types = decoder_types(tokenizer)
+    if "ByteLevel" in types:
+        # Each byte is written as itself if it is visible, else as a letter from 256 on.
+        seen, hidden = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}, iter(range(256, 512))
+        table = {chr(byte if byte in seen else next(hidden)): byte for byte in range(256)}
+        # Names with other letters are texts that were added.
+        return lambda text: bytes(map(table.__getitem__, text)) if table.keys() >= set(text) else text.encode()
+    if types & {"ByteFallback", "Metaspace", "Replace"}:
+        bytes_of = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)} if "ByteFallback" in types else {}
+        return lambda text: bytes_of.get(text) or text.replace(_SPACE, " ").encode()
+    return str.encode if types == {"Fuse"} else None
+
+
+def decoder_types(tokenizer: Any) -> set[str]:
+    """The kinds of the parts of its decoder."""
+    decoder = tokenizer.decoder
+    return _types_in(json.loads(str(decoder.__getstate__(), "utf-8")) if decoder is not None else {})
+
+
+def _types_in(decoder: Any) -> set[str]:
+    return {str(decoder.get("type"))}.union(*map(_types_in, decoder.get("decoders", ())))
