@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 answers = stack.enter_context(AnswerFile(arguments.output, arguments.overwrite))
             look_up_model(arguments.engine)
             # torch takes seconds to import: --help and refusals do without it.
-            with leaving_at_once():
+            with leaving_at_once(stack):
                 from h2o_flexgen.cli.generate import generate
             outcome.code = generate(arguments, every, answers)
     return outcome.code

@@ -96,9 +96,17 @@ def stop_if_told() -> None:
 
 
 @contextlib.contextmanager
-def leaving_at_once() -> Iterator[None]:
-    """Signals end the process there and then: for imports, which swallow exceptions and leave nothing to tidy up."""
-    with _signals_call(_leave):
+def leaving_at_once(held: contextlib.ExitStack | None = None) -> Iterator[None]:
+    """Signals end the process there and then: for imports, which swallow exceptions. What is `held` is let go of."""
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        os.write(2, b"interrupted\n" if signum == signal.SIGINT else b"terminated\n")
+        if held is not None:
+            with contextlib.suppress(OSError):
+                held.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+        os._exit(EXIT_INTERRUPTED if signum == signal.SIGINT else EXIT_TERMINATED)
+
+    with _signals_call(leave):
         yield
 
 
@@ -218,11 +226,6 @@ def _raise(signum: int, frame: FrameType | None) -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     raise KeyboardInterrupt if signum == signal.SIGINT else Terminated
-
-
-def _leave(signum: int, frame: FrameType | None) -> None:
-    os.write(2, b"interrupted\n" if signum == signal.SIGINT else b"terminated\n")
-    os._exit(EXIT_INTERRUPTED if signum == signal.SIGINT else EXIT_TERMINATED)
 
 
 class _Stderr(logging.Handler):

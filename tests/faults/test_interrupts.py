@@ -189,18 +189,19 @@ def test_row_05_a_signal_that_is_swallowed_ends_the_run_all_the_same(tmp_path: P
 def test_row_05_a_signal_while_torch_is_imported(tmp_path: Path, number: signal.Signals, code: int) -> None:
     """Which takes seconds, and swallows exceptions as this stand-in for torch does."""
     marker = tmp_path / "marker"
-    wait = "try: time.sleep(20)\nexcept BaseException: pass\n"
+    wait, output = "try: time.sleep(20)\nexcept BaseException: pass\n", tmp_path / "answers.jsonl"
     (tmp_path / "torch.py").write_text(f"import pathlib, time\npathlib.Path({str(marker)!r}).touch()\n{wait}")
     path = os.pathsep.join([str(tmp_path), *sys.path])
     with subprocess.Popen(
-        [sys.executable, "-m", "h2o_flexgen.run"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": path}, preexec_fn=default_signals,
+        [sys.executable, "-m", "h2o_flexgen.run", "-o", output], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env={**os.environ, "PYTHONPATH": path}, preexec_fn=default_signals,
     ) as process:  # fmt: skip
         until(marker.exists)
         process.send_signal(number)
         out, err = process.communicate(timeout=10)
     assert (process.returncode, out) == (code, "")
     assert err == ("interrupted\n" if code == 130 else "terminated\n")
+    assert not output.exists(), "an empty answer file is in the way of the next run"
 
 
 @pytest.mark.slow
