@@ -5,7 +5,10 @@ The public names below are imported when they are first asked for, so that `impo
 
 from __future__ import annotations
 
+import signal
+import sys
 from importlib import import_module
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from h2o_flexgen.openmp import spin_briefly
@@ -22,6 +25,12 @@ if TYPE_CHECKING:
     __version__: str
 
 spin_briefly()
+
+_module, *_ = [module for flag, module in pairwise(sys.orig_argv) if flag == "-m"] or [""]
+_ours = _module.split(".")[0] == __name__ and _module.count(".") < 2 and not _module.endswith(".lm_eval")
+if (_ours or sys.argv[0].endswith("/h2o-flexgen")) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # A program, whose frame does not listen yet: Ctrl-C would show a traceback, or be lost in an import's callback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 _HOMES = {
     "LLM": "planning.llm",

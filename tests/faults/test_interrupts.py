@@ -204,6 +204,27 @@ def test_row_05_a_signal_while_torch_is_imported(tmp_path: Path, number: signal.
     assert not output.exists(), "an empty answer file is in the way of the next run"
 
 
+@pytest.mark.parametrize("module", ["h2o_flexgen", "h2o_flexgen.run", "h2o_flexgen.bench"])
+def test_row_05_ctrl_c_before_a_program_listens(tmp_path: Path, module: str) -> None:
+    """While its own modules are imported: no traceback, and no going on where the import swallows exceptions."""
+    marker, seen = tmp_path / "marker", "h2o_flexgen.config.engine"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import pathlib, sys, time\n\nclass Slow:\n    def find_spec(self, name, *_):\n"
+        f"        if name == {seen!r}:\n            pathlib.Path({str(marker)!r}).touch()\n"
+        "            try: time.sleep(20)\n            except BaseException: pass\n\n"
+        "sys.meta_path.insert(0, Slow())\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    with subprocess.Popen(
+        [sys.executable, "-m", module, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": path}, preexec_fn=default_signals,
+    ) as process:  # fmt: skip
+        until(marker.exists)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=10)
+    assert (process.returncode, out, err) == (-signal.SIGINT, "", ""), "130 for the shell"
+
+
 @pytest.mark.slow
 def test_row_05_a_whole_process_ends_too(tmp_path: Path, model: Path) -> None:
     """The same by `python -m`, with nothing patched: the interpreter's own exit must not wait for a thread."""
