@@ -100,7 +100,7 @@ def test_a_model_without_a_template(tmp_path: Path) -> None:
         marked_chat(None, "m", "Hi", (), "it")
     for name in ("plain-words", "llama"):
         codec = codec_of(folders.FOLDERS[name](tmp_path / name))
-        with pytest.raises(UsageError, match=r"m has no chat template.*chat_template.jinja.*plain text"):
+        with pytest.raises(UsageError, match=r"m has no chat template.*GGUF.*chat_template.jinja.*plain text"):
             marked_chat(codec, "m", "Hi", (), "it")
     only = folders.write(tmp_path / "only", "llama", folders.words(), tokenizer_class="PreTrainedTokenizerFast")
     settings = {"chat_template": [{"name": "rag", "template": "x"}, {"name": "code", "template": "x"}]}

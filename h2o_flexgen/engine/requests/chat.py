@@ -83,7 +83,8 @@ def chat_text(
     if not template:
         raise UsageError(
             f"{model} has no chat template",
-            "needed chat_template in its tokenizer_config.json, or a file chat_template.jinja beside that",
+            "needed tokenizer.chat_template in a GGUF file's metadata; in a folder, chat_template in "
+            "tokenizer_config.json or a file chat_template.jinja",
             "take a model that was trained on conversations, or complete plain text: generate(), run without --chat, "
             "/v1/completions",
         )
