@@ -42,6 +42,11 @@ class Table:
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
 
+    @property
+    def long(self) -> list[bool]:
+        """Of each column whether it is set as text, from left to right: one of its cells is long."""
+        return [any(len(cell) > 40 for cell in column) for column in zip(self.head, *self.rows, strict=True)]
+
 
 @dataclass(frozen=True)
 class Passage:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.pages.page import hashed
+from h2o_flexgen.pages.page import Chapter, Passage, Table, hashed, render
 from h2o_flexgen.pages.reading import Material, read
 from h2o_flexgen.pages.whole import page_of
 from h2o_flexgen.report import main
@@ -106,6 +106,14 @@ def test_a_page_begins_with_the_run_and_ends_with_its_sources() -> None:
     material.add("run.json", RUN)
     sections = [attrs["id"] for tag, attrs in Reader(page_of(material)).elements if tag == "section"]
     assert (sections[0], sections[-1]) == ("overview", "sources")
+
+
+def test_a_column_is_aligned_one_way() -> None:
+    """Values of the overview were left or right by their lengths."""
+    table = Table("The run", ["", ""], [["model", "a long text " * 5], ["load", "2 s"]])
+    page = render("t", [Chapter("overview", "Overview", [], [Passage("", [], [], [table])])])
+    cells = [attrs.get("class") for tag, attrs in Reader(page).elements if tag in ("th", "td")]
+    assert cells == [None, "long"] * 3
 
 
 PROMPT = {
