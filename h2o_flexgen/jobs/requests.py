@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from h2o_flexgen.engine.requests.sequence import RequestOutput
     from h2o_flexgen.engine.requests.tokenizer import TextCodec
 
+_FIELDS = {"sequence_bias": "logit_bias", "min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}
+"""Settings, and the fields of a body that they are of."""
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
@@ -35,6 +37,14 @@ class Refused(Exception):
     @classmethod
     def of(cls, error: UsageError, code: str = "invalid_request", param: str | None = None) -> Refused:
         return cls(str(error), code, param=param)
+
+    def by_field(self) -> Refused:
+        """The same in the words of a body: names of settings are the program's own."""
+        found = [name for name in _FIELDS if self.message.startswith(f"{name}=") or f"{name} holds" in self.message]
+        message, param = self.message, self.param or next((_FIELDS[name] for name in found), None)
+        for name, field_ in _FIELDS.items() if found else ():
+            message = message.replace(name, field_)
+        return Refused(message, self.code, status=self.status, param=param)
 
 
 def with_spans(prompt: str | list[int], spans: Any) -> PromptLike:

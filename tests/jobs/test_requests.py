@@ -140,7 +140,7 @@ REFUSED: list[tuple[str | bytes, int, str, str | None]] = [
     (a(max_tokens=True), 400, "invalid_request", "max_tokens"),
     (a(temperature=2.5), 400, "invalid_request", "temperature"),
     (a(top_p=-1), 400, "invalid_request", "top_p"),
-    (a(top_p=0, min_tokens=17), 400, "invalid_request", None),
+    (a(top_p=0, min_tokens=17), 400, "invalid_request", "min_tokens"),
     (a(n=0), 400, "invalid_request", "n"),
     (a(n=1000), 400, "invalid_request", "n"),
     (a(logprobs=6), 400, "invalid_request", "logprobs"),
@@ -467,3 +467,13 @@ def test_tokens_that_are_no_characters_are_told_by_their_bytes(tmp_path: Path, m
     assert told["tokens"][-2] == "bytes:\\x8a"
     assert content[-2]["token"] == "\\x8a"
     assert told["text_offset"][-1] == len(text) - 1
+
+
+def test_errors_name_the_fields_of_a_body() -> None:
+    for found, told, param in (
+        ("min_new_tokens=5 is larger than max_new_tokens=2", "min_tokens=5 is larger than max_tokens=2", "min_tokens"),
+        ("sequence_bias holds token id 9", "logit_bias holds token id 9", "logit_bias"),
+        ("prompt is 'min_new_tokens'", "prompt is 'min_new_tokens'", None),
+    ):
+        why = Refused(found).by_field()
+        assert (why.message, why.param) == (told, param)
