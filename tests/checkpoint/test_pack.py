@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,11 @@ from h2o_flexgen.checkpoint import pack
 from h2o_flexgen.checkpoint.pack import PackedUnit, ensure_packed
 from h2o_flexgen.checkpoint.source import DummySource
 from h2o_flexgen.memory.copies import checksum
-from h2o_flexgen.memory.disk import DirectFile
 from h2o_flexgen.memory.handle import packed_layout
 from h2o_flexgen.memory.rundir import OffloadDir
 from tests.checkpoint.models import Growth, droppable_pages, make_spec, open_tiny, read_all, weights, write_single
 from tests.checkpoint.packing import GROUPS, SPEC, contents, packed_folder, unit_files
+from tests.memory.conftest import without_direct
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -110,7 +109,7 @@ def test_memory_is_one_unit(offload: OffloadDir) -> None:
 
 
 def test_the_page_cache_stays_empty_without_direct_writes(offload: OffloadDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack, "DirectFile", partial(DirectFile, direct=False))
+    without_direct(monkeypatch)
     spec = make_spec(hidden_size=512, ffn_dim=2048, word_embed_proj_dim=512)
     units = ensure_packed(spec.weight_groups, DummySource(spec), "float16", offload)
     assert sum(droppable_pages(unit.extents[0].path) for unit in units.values()) < 100
