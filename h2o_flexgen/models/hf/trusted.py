@@ -18,6 +18,7 @@ import transformers
 
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.folders import cached, whole_file
+from h2o_flexgen.models.llama_like import DEFAULTS
 
 LOWEST, HIGHEST = (5, 20), (5, 24)
 """The releases of transformers that were swept: the first and the last."""
@@ -36,6 +37,7 @@ class Untested(ModelError):
 
 _PACKED = {
     LOWEST: {
+        *DEFAULTS,
         "afmoe",
         "apertus",
         "apertus1p5_text",
@@ -52,7 +54,6 @@ _PACKED = {
         "bitnet",
         "camembert",
         "cohere",
-        "cohere2",
         "cohere2_moe",
         "cohere2_vision",
         "cosmos3_edge",
@@ -66,22 +67,17 @@ _PACKED = {
         "deepseek_v32",
         "deepseek_vl",
         "diffllama",
-        "dots1",
         "electra",
         "ernie",
         "ernie4_5",
-        "ernie4_5_moe",
         "exaone",
-        "exaone4",
         "exaone4_5",
         "exaone_moe",
         "flex_olmo",
         "flint",
         "fuyu",
         "gemma",
-        "gemma2",
         "gemma3",
-        "gemma3_text",
         "gemma3n",
         "gemma3n_text",
         "gemma4",
@@ -90,8 +86,6 @@ _PACKED = {
         "gemma4_unified_assistant",
         "gemma4_unified_text",
         "glm",
-        "glm4",
-        "glm4_moe",
         "glm4_moe_lite",
         "glm4v",
         "glm_moe_dsa",
@@ -101,17 +95,13 @@ _PACKED = {
         "gpt2",
         "gpt_bigcode",
         "gpt_neox",
-        "gpt_oss",
-        "granite",
         "granite_swa",
-        "granitemoe",
         "granitemoe_swa",
         "granitemoeshared",
         "helium",
         "hrm_text",
         "hunyuan_v1_dense",
         "hunyuan_v1_moe",
-        "hy_v3",
         "hy_v4",
         "hyperclovax",
         "hyperclovax_vision_v2",
@@ -125,7 +115,6 @@ _PACKED = {
         "kolibri1",
         "laguna",
         "lighton_ocr",
-        "llama",
         "llama4",
         "llama4_text",
         "llava",
@@ -136,36 +125,24 @@ _PACKED = {
         "mellum",
         "mimo_v2_flash",
         "minicpm3",
-        "minimax_m2",
         "minimax_m3_vl_text",
         "ministral",
-        "ministral3",
-        "mistral",
         "mistral3",
-        "mixtral",
         "modernbert-decoder",
         "moss_transcribe_diarize",
         "nanochat",
         "nemotron",
         "olmo",
-        "olmo2",
-        "olmo3",
-        "olmoe",
         "opt",
         "ovis2",
         "paddleocr_vl",
         "persimmon",
         "phi",
-        "phi3",
         "phi4_multimodal",
         "phimoe",
         "pp_chart2table",
-        "qwen2",
         "qwen2_5_vl",
-        "qwen2_moe",
         "qwen2_vl",
-        "qwen3",
-        "qwen3_moe",
         "qwen3_vl",
         "qwen3_vl_moe",
         "roberta",
@@ -173,9 +150,7 @@ _PACKED = {
         "roc_bert",
         "sarvam_mla",
         "sarvam_moe",
-        "seed_oss",
         "shieldgemma2",
-        "smollm3",
         "smolvlm",
         "solar_open",
         "stablelm",
@@ -222,7 +197,7 @@ _PACKED = {
     },
 }
 """Types whose sequences are packed, by the first release in which they are: in those before some run otherwise, or
-not at all."""
+not at all. Families here that are like Llama are all packed."""
 SINCE = {kind: since for since, kinds in _PACKED.items() for kind in kinds}
 TRUSTED = frozenset(SINCE)
 _OWN = "attention of its own"
