@@ -33,20 +33,23 @@ MAX_TOKENS = {COMPLETIONS: 16, CHAT: 512}
 MOST_PROMPTS, MOST_SAMPLES, MOST_STOPS = 2048, 128, 4
 
 _LINE = frozenset(["custom_id", "method", "url", "body"])
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0, math.inf),
+}
 _SAMPLING = frozenset(
     [
+        *_BOUNDS,
         "max_tokens",
-        "temperature",
-        "top_p",
         "n",
         "stop",
         "seed",
-        "presence_penalty",
-        "frequency_penalty",
         "logit_bias",
         "top_k",
-        "min_p",
-        "repetition_penalty",
         "min_tokens",
         "ignore_eos",
         "stop_token_ids",
@@ -60,14 +63,6 @@ _COMMON = _SAMPLING | {"model", "stream", "spans"}
 _FIELDS = {
     COMPLETIONS: _COMMON | {"prompt", "echo", "best_of", "suffix"},
     CHAT: _COMMON | {"messages", "max_completion_tokens", "top_logprobs", *SPEECH_FIELDS},
-}
-_BOUNDS: dict[str, tuple[float, float]] = {
-    "temperature": (0, 2),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "repetition_penalty": (0, math.inf),
 }
 
 
