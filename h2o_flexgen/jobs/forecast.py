@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from h2o_flexgen.engine.batching.scheduler import SOON
+from h2o_flexgen.engine.requests.sequence import Sequence as Row
 
 LEAST = 20
 """Answers from which lengths and pace are told where nothing else is known."""
@@ -53,22 +54,6 @@ class Percentiles(NamedTuple):
 
     def to_json(self, digits: int = 3) -> dict[str, float]:
         return {name: round(value, digits) for name, value in self._asdict().items()}
-
-
-class JobRow(Protocol):
-    """What a forecast looks at of a sequence, while it waits and while it runs."""
-
-    @property
-    def prompt_tokens(self) -> int: ...
-
-    @property
-    def max_new_tokens(self) -> int: ...
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-
-    @property
-    def finished(self) -> bool: ...
 
 
 class ToCome(NamedTuple):
@@ -247,7 +232,7 @@ class Forecast:
     slots: int
     pace: Pace | None = None
     lengths: Lengths = field(default_factory=Lengths)
-    rows: dict[int, list[JobRow]] = field(default_factory=dict)
+    rows: dict[int, list[Row | ToCome]] = field(default_factory=dict)
     """Of the requests that were read and are not finished, by their lines."""
     meter: Meter = field(default_factory=Meter)
     answers: Lengths = field(default_factory=Lengths)
@@ -264,11 +249,11 @@ class Forecast:
         self.slots = max(self.slots, rows)
         self.meter.most = self.slots if self.slots > 1 else self.meter.most
 
-    def expect(self, line: int, rows: Iterable[JobRow]) -> None:
+    def expect(self, line: int, rows: Iterable[Row | ToCome]) -> None:
         """A request has been read."""
         self.rows[line] = list(rows)
 
-    def end(self, row: JobRow, left: int) -> None:
+    def end(self, row: Row | ToCome, left: int) -> None:
         """A sequence is finished, so many tokens before it had to be."""
         self.meter.pass_over(left)
         self.answers.add(len(row.token_ids), row.max_new_tokens)
