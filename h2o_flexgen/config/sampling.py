@@ -120,7 +120,7 @@ class SamplingParams:
     @property
     def usual(self) -> bool:
         """Whether no setting but those of `_USUAL` has a say in which token is chosen."""
-        names = {*_CORRECTIONS, *(SAMPLING_ONLY if self.do_sample else ())} - _USUAL
+        names = _UNUSUAL if self.do_sample else _UNUSUAL.difference(SAMPLING_ONLY)
         return all(getattr(self, name) == _DEFAULTS[name] for name in names)
 
     def check_vocabulary(self, size: int) -> None:
@@ -215,25 +215,9 @@ SamplingLike = SamplingParams | Mapping[str, Any]
 SAMPLING_ONLY = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Settings that only `do_sample` gives a meaning."""
 
-_CORRECTIONS = (
-    "min_new_tokens",
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "bad_words_ids",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "sequence_bias",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "exponential_decay_length_penalty",
-    "encoder_repetition_penalty",
-    "encoder_no_repeat_ngram_size",
-    "presence_penalty",
-    "frequency_penalty",
-    "remove_invalid_values",
-    "renormalize_logits",
-)
-"""Settings that change the logits of greedy rows too."""
+_ELSEWHERE: tuple[str, ...] = ("max_new_tokens", "do_sample", "eos_token_id", "ignore_eos", "stop_strings", "max_time")
+_ELSEWHERE += ("seed", "num_return_sequences", "logprobs", "response_format", "fold", "thinking")
+"""Settings that change no logits; all the others do, those in SAMPLING_ONLY of sampled rows alone."""
 
 _USUAL = frozenset(
     {"temperature", "top_k", "top_p", "min_p", "min_new_tokens", "repetition_penalty", "renormalize_logits"}
@@ -241,6 +225,7 @@ _USUAL = frozenset(
 """The settings that the engine samples by itself, for all rows with equal settings at once."""
 
 _DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(SamplingParams)}
+_UNUSUAL = frozenset(_DEFAULTS).difference(_USUAL, _ELSEWHERE)
 
 
 def warn_idle(names: list[str], stacklevel: int) -> None:
