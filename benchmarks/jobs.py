@@ -251,16 +251,7 @@ def kills(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     flags = ("-i", file, "--dtype", "float32")
 
     def command(tally: object, *more: object) -> list[str]:
-        return [
-            sys.executable,
-            "-c",
-            COUNTED,
-            str(folder / f"{tally}.tally"),
-            "--model",
-            "demo",
-            *FLAGS,
-            *map(str, (*flags, *more)),
-        ]
+        return [sys.executable, "-c", COUNTED, str(folder / f"{tally}.tally"), *program("batch", *flags, *more)[3:]]
 
     def tokens(tally: object) -> int:
         path = folder / f"{tally}.tally"
