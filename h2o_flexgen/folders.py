@@ -77,6 +77,15 @@ def whole_file(path: Path) -> Iterator[Path]:
             temporary.unlink()
 
 
+def sync_folder(folder: Path) -> None:
+    """The names in a folder are on the disk, and not only in the system's memory."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def last_part(name: str) -> str:
     """The last component of a path, or of a model's name on the hub."""
     return name.rstrip("/").rpartition("/")[2] or name

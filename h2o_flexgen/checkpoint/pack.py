@@ -24,6 +24,7 @@ from h2o_flexgen.checkpoint.files import CheckpointFile, strict_json
 from h2o_flexgen.checkpoint.source import WeightSource
 from h2o_flexgen.config.model.tensors import WeightGroup
 from h2o_flexgen.errors import StorageError, storage_error
+from h2o_flexgen.folders import sync_folder
 from h2o_flexgen.memory.copies import checksum
 from h2o_flexgen.memory.disk import DirectFile, host_view
 from h2o_flexgen.memory.handle import Extent, TensorSlot, UnitLayout, packed_layout, views
@@ -236,7 +237,7 @@ class _Folder:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        _sync_folder(self._path)
+        sync_folder(self._path)
 
 
 def _is_record(record: Any) -> bool:
@@ -291,11 +292,3 @@ def _write(
     finally:
         file.close()
     return digests
-
-
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -15,15 +15,6 @@ from h2o_flexgen.errors import StorageError
 CHUNK = 1 << 20
 
 
-def sync_folder(folder: Path) -> None:
-    """The names in a folder are on the disk, and not only in the system's memory."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def locked(fd: int) -> bool:
     """Whether this process has the lock of a file now; False where another one has it."""
     try:

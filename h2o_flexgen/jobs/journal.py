@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from h2o_flexgen.errors import H2OFlexGenError, LockedError, UsageError
-from h2o_flexgen.folders import Closing
-from h2o_flexgen.jobs.files import AppendedFile, locked, storage_failure, sync_folder
+from h2o_flexgen.folders import Closing, sync_folder
+from h2o_flexgen.jobs.files import AppendedFile, locked, storage_failure
 
 VERSION = 1
 SYNC_EVERY = 5.0

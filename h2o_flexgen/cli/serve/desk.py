@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.errors import LockedError, StorageError, UsageError
-from h2o_flexgen.jobs.files import locked, storage_failure, sync_folder
+from h2o_flexgen.folders import sync_folder
+from h2o_flexgen.jobs.files import locked, storage_failure
 from h2o_flexgen.jobs.openai import CHAT, COMPLETIONS
 from h2o_flexgen.jobs.source import BadLine, Source, load_json
 
