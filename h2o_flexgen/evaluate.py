@@ -24,7 +24,7 @@ from typing import Any
 from h2o_flexgen.cli.parser import Parser
 from h2o_flexgen.cli.program import add_json, look_up_model, output_file, print_error, program, write_json, write_result
 from h2o_flexgen.config.engine import EngineConfig
-from h2o_flexgen.config.flags import add_arguments, called, from_namespace, given
+from h2o_flexgen.config.flags import add_arguments, called, flags_of, from_namespace, given
 from h2o_flexgen.errors import UsageError, writing
 from h2o_flexgen.evaluation.settings import EvaluationSettings, StreamSettings, read_cases, read_text
 from h2o_flexgen.reporting.plots import check_plot, plot_quality, plot_stream, plot_suite
@@ -115,7 +115,7 @@ def _one_kind(args: Namespace, streaming: bool) -> None:
     other: type[Any] = EvaluationSettings if streaming else StreamSettings
     typed = given(other, args).keys() - STREAM_READS
     if typed:
-        flags = ", ".join(item.metadata["flags"][0] for item in dataclasses.fields(other) if item.name in typed)
+        flags = ", ".join(flags_of(item)[0] for item in dataclasses.fields(other) if item.name in typed)
         raise UsageError(
             f"{flags} {'with' if streaming else 'without'} --stream",
             "needed recall and perplexity at --ratios, or streams at one --kv-budget",
