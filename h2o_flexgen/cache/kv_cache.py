@@ -294,7 +294,7 @@ class KVCache:
             self._start(*buffers, q, table is not None, sink_logits is not None)
         asked, new = Queries(q, scale, self.soft_cap, sink_logits), KeysValues(k, v)
         if self.recall is not None:
-            self.recall.step(asked, new, self._lengths, self._slots, buffers)
+            self.recall.step(asked, new, self._lengths, self._slots, buffers, self._kept)
         keys = None
         if self._slots.scores_keys:
             keys = k if self._kept.newest is not None else self._kept.once(k)

@@ -219,6 +219,19 @@ class Keeping:
         places = torch.arange(held - count, held, dtype=torch.int32, device=newest.slots.device)
         newest.slots[rows, :, newest.count - count :] = places
 
+    def put(self, row: int, heads: Tensor, slots: Tensor, tokens: KeysValues, buffers: KeysValues) -> None:
+        """Tokens (n, head_dim) go into slots of a row, of these KV heads, (n,) each, as when they first came in; what
+        packing costs them is not kept."""
+        for i, (buffer, x) in enumerate(zip(buffers, tokens, strict=True)):
+            if self.packings is not None:
+                scaled = x if i or self.scales is None else x * self.scales.of[row][heads]
+                x = pack(scaled, self.packings[i])
+            buffer[row, heads, slots] = x
+        if self.newest is not None:
+            own = self.newest.slots[row]
+            places, which = (own[heads] == slots.unsqueeze(1)).nonzero(as_tuple=True)
+            own[heads[places], which] = -1
+
     def rows(self, width: int) -> list[slice | None]:
         """The rows whose first `width` slots are looked at at once: all, or as many as may be expanded at a time."""
         shape, some = self._shape, self._shape.batch

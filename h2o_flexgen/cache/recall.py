@@ -1,10 +1,10 @@
 """Recall: what leaves a cache waits a tier lower, and comes back when a query looks for it.
 
-All keys and values of a row are written to a shelf when they come in, by position: what is evicted is there already. An
-index of its keys, rotated, in 4 bits, lies where attention is computed. In each of the first `FIRST` steps of a row,
-and in the first of every `EVERY` later ones, before its newest query attends, the index says what each token is worth
-to that query; the best of those that are away take the slots of the least of those that are kept. How many are kept
-never changes.
+All keys and values of a row are written to a shelf when they come in, by position and as they are computed: what is
+evicted is there already, and is packed again where it comes back to a packed cache. An index of its keys, rotated, in 4
+bits, lies where attention is computed. In each of the first `FIRST` steps of a row, and in the first of every `EVERY`
+later ones, before its newest query attends, the index says what each token is worth to that query; the best of those
+that are away take the slots of the least of those that are kept. How many are kept never changes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_flexgen.cache.lengths import CacheLengths
-from h2o_flexgen.cache.packing import expand, pack
+from h2o_flexgen.cache.packing import Keeping, expand, pack
 from h2o_flexgen.cache.ring_slots import CacheSlots, Queries
 from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.config.budget import Budget
@@ -33,6 +34,8 @@ from h2o_flexgen.memory.disk import host_view
 from h2o_flexgen.memory.tiers import DiskTier, Region
 
 _WHAT = "evicted tokens"
+_Take = Callable[[int, Tensor, Tensor, Tensor], None]
+"""`_HeldSlots.take`, of the row that comes first."""
 
 
 @dataclass
@@ -224,14 +227,13 @@ class _ShelvedRow:
 
 
 class _HeldSlots(NamedTuple):
-    """What one row holds: keys and values (kv_heads, capacity, d), their scores and positions (kv_heads, capacity), and
-    the slot that the next token takes (kv_heads,)."""
+    """What one row holds: scores and positions (kv_heads, capacity), the slot that the next token takes (kv_heads,),
+    and what puts tokens of KV heads and positions into slots, (n,) each."""
 
-    k: Tensor
-    v: Tensor
     score: Tensor
     pos: Tensor
     free: Tensor
+    take: Callable[[Tensor, Tensor, Tensor], None]
 
     def slots(self, first: int, stop: int) -> Tensor:
         """Of the positions from `first` to `stop`, (kv_heads, stop - first) int64, -1 of those that are not here."""
@@ -262,6 +264,7 @@ class Recall:
         self._disk = disk
         self._rows: list[_ShelvedRow | None] = [None] * len(lengths)
         self._native: NativeRecall | None = None
+        self._by_kernel = False  # whether `_native` moves keys and values as well
         self._begun: CacheLengths | None = None  # of the steps that `_native` is for
 
     @classmethod
@@ -340,34 +343,43 @@ class Recall:
             if row is not None and row.came is not None:
                 row.came[head, position] += 1
 
-    def step(self, asked: Queries, new: KeysValues, lengths: CacheLengths, slots: CacheSlots, held: KeysValues) -> None:
+    def step(
+        self,
+        asked: Queries,
+        new: KeysValues,
+        lengths: CacheLengths,
+        slots: CacheSlots,
+        held: KeysValues,
+        keeping: Keeping,
+    ) -> None:
         """A step begins, with the tokens `new` (b, kv_heads, d): they go to the shelves, and the rows whose turn it is
-        look through what is away; what comes back goes into the slots of `held`."""
+        look through what is away; what comes back goes into the slots of `held`, as `keeping` keeps it."""
         if not isinstance(slots, ScoredSlots):
             return
         if self._begun is not lengths:
-            self._begun, self._native = lengths, self._native_of(lengths, held.k)
+            self._by_kernel = self._disk is None and keeping.packings is None
+            self._begun, self._native = lengths, self._native_of(lengths, held.k if self._by_kernel else new.k)
         before = slots.table[1].clone() if self._logs else None
-        self._recall(asked, new, lengths, slots, held)
+        self._recall(asked, new, lengths, slots, held, partial(self._put, keeping, held))
         if before is not None:
             self._log(before, slots.table[1])
 
     def _recall(
-        self, asked: Queries, new: KeysValues, lengths: CacheLengths, slots: ScoredSlots, held: KeysValues
+        self, asked: Queries, new: KeysValues, lengths: CacheLengths, slots: ScoredSlots, held: KeysValues, take: _Take
     ) -> None:
         """The step, by the kernel or in torch."""
         if self._native is not None:
-            if self._disk is not None:
+            if not self._by_kernel:
                 self._write(new, lengths)
             qkv = asked.q, *new
             found = self._native.step(lengths.step, qkv, asked.scale, asked.soft_cap, held, slots.ranking)
             self._counts.add(found)
-            if self._disk is None:
+            if self._by_kernel:
                 vectors = 2 * held.k.shape[-1] * held.k.itemsize
                 self._counts.written += vectors * found.written
                 self._counts.read += vectors * found.recalled
             elif found.recalled:
-                self._fetch(self._native.moves, held)
+                self._fetch(self._native.moves, take)
             return
         free = slots.free()
         for place, row, now in self._write(new, lengths):
@@ -377,7 +389,7 @@ class Recall:
             if looks(taken, self._every):
                 first = 0 if lengths.window is None else max(0, now + 1 - lengths.window)
                 worth = _worth(row.index[:, first : now + 1], asked.q[place], asked)
-                own = _HeldSlots(held.k[place], held.v[place], slots.score[place], slots.table[1][place], free[place])
+                own = _HeldSlots(slots.score[place], slots.table[1][place], free[place], partial(take, place))
                 kept, moved = self._look(row, worth, own, first, now)
                 rated = is_rated(taken, self._every, self.rates)
                 rating = _rating(worth.mean(1), kept) if rated else (0.0, 0.0)
@@ -392,20 +404,22 @@ class Recall:
                 found.append((place, row, now))
         return found
 
-    def _fetch(self, moves: Tensor, held: KeysValues) -> None:
+    def _fetch(self, moves: Tensor, take: _Take) -> None:
         """What the kernel wants back, `NativeRecall.moves`, goes from the shelves into its slots."""
         for place, row in enumerate(self._rows):
             heads, order = (moves[place, ..., 0] >= 0).nonzero(as_tuple=True)
             if row is not None and len(heads):
                 slots, positions = moves[place, heads, order].long().unbind(1)
-                self._take(row, heads, positions, KeysValues(held.k[place], held.v[place]), slots)
+                take(place, heads, positions, slots)
 
-    def _take(self, row: _ShelvedRow, heads: Tensor, positions: Tensor, held: KeysValues, slots: Tensor) -> None:
-        """Tokens of these KV heads and positions, (n,) each, go from the shelf into slots of `held`, (kv_heads,
-        capacity, d)."""
-        found, nbytes = row.shelf.read(heads, positions)
-        held.k[heads, slots], held.v[heads, slots] = found
-        self._counts.read += nbytes
+    def _put(
+        self, keeping: Keeping, held: KeysValues, place: int, heads: Tensor, positions: Tensor, slots: Tensor
+    ) -> None:
+        """Tokens of a row of these KV heads and positions, (n,) each, go from its shelf into slots of `held`."""
+        if (row := self._rows[place]) is not None:
+            found, nbytes = row.shelf.read(heads, positions)
+            keeping.put(place, heads, slots, found, held)
+            self._counts.read += nbytes
 
     def _native_of(self, lengths: CacheLengths, like: Tensor) -> NativeRecall | None:
         """For steps of these lengths and a cache as `like`; None where no kernel takes that."""
@@ -415,7 +429,8 @@ class Recall:
         for row, now, before in zip(self._rows, lengths.next_pos, lengths.before, strict=True):
             if row is not None:
                 how = row.recent, row.most, now - lengths.step, before
-            shelved.append(None if row is None else ShelvedKeys(row.shelf.held, row.index, *how))
+                shelf = row.shelf.held if self._by_kernel else None
+            shelved.append(None if row is None else ShelvedKeys(shelf, row.index, *how))
         block = index_packing(like.shape[-1]).block
         numbers = {"first": FIRST, "every": self._every, "rates": self.rates, "near": NEAR, "block": block}
         return NativeRecall(shelved, window=lengths.window, **numbers)
@@ -435,7 +450,7 @@ class Recall:
         positions, gone = back[heads, places], leaving[heads, places]
         if len(heads):
             targets = slot[heads, gone]
-            self._take(row, heads, positions + first, KeysValues(own.k, own.v), targets)
+            own.take(heads, positions + first, targets)
             own.pos[heads, targets] = (positions + first).int()
             # Nothing of this goes before the next look: it has the best score of what leaves.
             best = own.score.new_zeros(len(own.score)).scatter_reduce_(0, heads, own.score[heads, targets], "amax")

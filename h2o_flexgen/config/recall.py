@@ -112,7 +112,6 @@ def check_recall(spec: ModelSpec, tier: str | None) -> None:
         return
     layers = [layer for layer in range(spec.num_layers) if spec.attends(layer)]
     kinds = {
-        f"the caches of {spec.name} are of {spec.cache_bits} bits": spec.cache_bits != 16,
         f"the keys of {spec.name} are its values as well": any(spec.heads_of(layer).joint for layer in layers),
         f"layers of {spec.name} attend by chunks": spec.arch.chunked,
         f"layers of {spec.name} read the caches of others": any(spec.source_of(layer) != layer for layer in layers),
@@ -123,8 +122,8 @@ def check_recall(spec: ModelSpec, tier: str | None) -> None:
         if given:
             raise UsageError(
                 f"--recall {tier} is given, and {found}",
-                "needed caches of 16 bits for each layer, with keys and values of their own",
-                "leave --recall out" if spec.cache_bits == 16 else "leave --cache-bits or --kv-bytes out",
+                "needed a cache for each layer, with keys and values of its own",
+                "leave --recall out",
             )
 
 

@@ -149,14 +149,15 @@ class NativeRecall:
         ranking: Ranking,
     ) -> Recalled:
         """Before the tokens of step `number` attend: q (b, heads, dim), k and v (b, kv_heads, dim), which go to
-        shelves. What comes back goes into the slots of `held` (b, kv_heads, capacity, dim) and `ranking`. MemoryError
-        where a few KiB are not to be had."""
-        task, (q, k, v) = self._task, (self._fit(x, held.k) for x in qkv)
-        rows, task.kv_heads, task.capacity, task.dim = held.k.shape
-        task.group, task.bf16 = q.shape[1] // task.kv_heads, held.k.dtype is torch.bfloat16
+        shelves. What comes back goes into the slots of `held` (b, kv_heads, capacity, dim), unless these are packed,
+        and `ranking`. MemoryError where a few KiB are not to be had."""
+        like = qkv[1] if held.k.dtype is torch.uint8 else held.k
+        task, (q, k, v) = self._task, (self._fit(x, like) for x in qkv)
+        rows, task.kv_heads, task.capacity, _ = held.k.shape
+        task.dim, task.group, task.bf16 = k.shape[-1], q.shape[1] // task.kv_heads, like.dtype is torch.bfloat16
         if rows != len(self._rows) or not (held.k.is_contiguous() and held.v.is_contiguous()):
             raise ValueError(f"caches of {tuple(held.k.shape)}: needed {len(self._rows)} rows, contiguous")
-        size = held.k.itemsize
+        size = like.itemsize
         for vectors, x in ((task.q, q), (task.new_k, k), (task.new_v, v)):
             vectors.at, vectors.row, vectors.head = x.data_ptr(), x.stride(0) * size, x.stride(1) * size
         task.k, task.v, task.score = held.k.data_ptr(), held.v.data_ptr(), ranking.score.data_ptr()

@@ -195,7 +195,7 @@ def shelved_layers(request: PlanRequest) -> dict[int, int]:
     """The layers that choose by score, and the bytes that recall writes of a token of each; none without recall."""
     tier, spec = request.eviction.recall, request.spec
     scored = (layer for layer, budget in enumerate(request.budgets) if budget.scored and request.slots[layer])
-    token = spec.kv_bytes_per_token_and_layer
+    token = spec.computed_kv_bytes
     return {} if tier is None else {layer: shelf_bytes(tier, token(request.dtype, layer)) for layer in scored}
 
 

@@ -12,6 +12,7 @@ import torch
 from h2o_flexgen.cache import make_policy
 from h2o_flexgen.cache.recall import DiskShelves, Recall, RecallCounts
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.model.packing import CacheBits
 from h2o_flexgen.config.model.tensors import PAGE
 from h2o_flexgen.config.recall import RATED, is_rated, looks
 from h2o_flexgen.kernels.ranks import NativeRecall
@@ -20,6 +21,7 @@ from h2o_flexgen.memory.rundir import OffloadDir
 from h2o_flexgen.memory.tiers import DiskTier, Tier
 from tests.cache.conftest import by_torch
 from tests.cache.harness import CLOSE, CacheRun, OracleRun, make_stream
+from tests.oracles.packed import rounding
 from tests.oracles.policies import RecallOracle
 
 pytestmark = pytest.mark.turns
@@ -44,8 +46,16 @@ def shelves(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DiskShel
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "d", "window", "sinks", "rates"),
-    [(2, 1, 4, None, 4, 1), (1, 3, 8, None, 0, 8), (1, 2, 64, 24, 2, 1), (1, 2, 96, 24, 1, 8), (1, 1, 136, None, 1, 1)],
+    ("kv_heads", "group", "d", "window", "sinks", "rates", "bits"),
+    [
+        (2, 1, 4, None, 4, 1, 16),
+        (1, 3, 8, None, 0, 8, 16),
+        (1, 2, 64, 24, 2, 1, 16),
+        (1, 2, 96, 24, 1, 8, 16),
+        (1, 1, 136, None, 1, 1, 16),
+        (2, 2, 16, None, 1, 1, (4, 3)),
+        (1, 2, 64, 24, 2, 8, 8),
+    ],
 )
 def test_recall_equals_the_oracle(
     kernel: str,
@@ -55,10 +65,11 @@ def test_recall_equals_the_oracle(
     window: int | None,
     sinks: int,
     rates: int,
+    bits: CacheBits,
     shelves: DiskShelves | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The longest row has a file of its own on disk."""
+    """The longest row has a file of its own on disk. Shelves hold 16 bits of what caches pack."""
     monkeypatch.setattr(Recall, "rates", rates)
     if kernel == "torch":
         monkeypatch.setattr(NativeRecall, "serves", lambda like: False)
@@ -70,9 +81,9 @@ def test_recall_equals_the_oracle(
     budgets[1] = EvictionConfig().resolve(9, steps).within(window)
     counts = RecallCounts()
     recall = Recall([stream.prompt + steps for stream in streams], 4, counts, logs=True, disk=shelves)
-    run = CacheRun(streams, budgets, make_policy(config), window=window, recall=recall)
+    run = CacheRun(streams, budgets, make_policy(config), window=window, recall=recall, bits=bits)
     oracles = [
-        OracleRun(stream, budget, RecallOracle, layer=0, row_id=row, seed=0, window=window)
+        OracleRun(stream, budget, rounding(RecallOracle, bits), layer=0, row_id=row, seed=0, window=window)
         for row, (stream, budget) in enumerate(zip(streams, budgets, strict=True))
     ]
     compared = 0

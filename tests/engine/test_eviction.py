@@ -123,6 +123,7 @@ class OftenRecalling(RecallOracle):
 
 
 NEW_OF_EACH = (5, 9, 7, 9, 9, 6, 8)
+PACKED = {"cache_bits": (8, 4), "cache_newest": 9}
 RECALLING = PolicyRow("h2o", OftenRecalling, {"budget": 14, "sinks": 2, "recall": "cpu", "recall_every": 2})
 
 
@@ -145,9 +146,9 @@ def test_recall_equals_the_oracle(
 
 @pytest.mark.turns
 @pytest.mark.parametrize("tier", ["cpu", "disk"])
-@pytest.mark.parametrize("name", ["snapkv+h2o", "h2o"])
+@pytest.mark.parametrize(("name", "packed"), [("snapkv+h2o", {}), ("h2o", {}), ("h2o", PACKED)])
 def test_what_is_recalled_does_not_depend_on_neighbours(
-    name: str, tier: RecallTier, checkpoint, tmp_path: Path
+    name: str, packed: dict[str, Any], tier: RecallTier, checkpoint, tmp_path: Path
 ) -> None:
     """More rows than places, so that they come and go, prompts that begin alike; the record has what was planned."""
     _, folder = checkpoint("llama-gqa")
@@ -155,13 +156,13 @@ def test_what_is_recalled_does_not_depend_on_neighbours(
     prompts = [*prompts, *(prompts[0][:20] + prompt for prompt in prompts[1:])]
     eviction, found = EvictionConfig(name, budget=14, sinks=2, recall="cpu", recall_every=2), []
     if tier == "disk":
-        with Engine(folder, eviction=eviction, dtype="float32") as llm:
+        with Engine(folder, eviction=eviction, dtype="float32", **packed) as llm:
             outputs = llm.generate(prompts, [SamplingParams(new, ignore_eos=True) for new in NEW_OF_EACH])
             found.append([output.token_ids for output in outputs])
         eviction = replace(eviction, recall="disk")
     for place in ({"gpu_batch_size": 3}, {"gpu_batch_size": 1}, {"gpu_batch_size": 2, "num_gpu_batches": 2}):
         alone, gpu = place["gpu_batch_size"] == 1, "1GiB" if len(place) == 2 else None
-        engine = {"dtype": "float32", "policy": place, "share_prefixes": not alone, "emulate_gpu": gpu}
+        engine = {"dtype": "float32", "policy": place, "share_prefixes": not alone, "emulate_gpu": gpu, **packed}
         with Engine(folder, eviction=eviction, offload_dir=str(tmp_path), **engine) as llm:
             outputs = llm.generate(prompts, [SamplingParams(new, ignore_eos=True) for new in NEW_OF_EACH])
             record, spec, plan = llm.last_record, llm.model.spec, llm.last_plan
@@ -190,7 +191,6 @@ def test_what_is_recalled_does_not_depend_on_neighbours(
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("llama-gqa", {"cache_bits": 4}, "and the caches of .* are of 4 bits. .* leave --cache-bits"),
         ("llama-gqa", {"policy": {"cache": {"disk": 1.0}}}, "with caches on disk. needed them on cpu"),
         (
             "llama-gqa",

@@ -78,6 +78,7 @@ def rounding(
             return [[x / s for x, s in zip(key, self.by, strict=True)] for key in held]
 
         def step(self, queries: Sequence[Vector], key: Vector, value: Vector) -> list[list[float]]:
+            self.raw = key, value
             if not newest:
                 key, value = self.scaled([key])[0], rounded([value], each[1])[0]
             self.round([p for p in self.keys if self.recent <= p <= self.length - newest])

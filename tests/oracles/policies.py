@@ -409,6 +409,8 @@ class RecallOracle(H2OOracle):
 
     same_number_ties = True
     every = 4
+    raw: tuple[Vector, Vector] | None = None
+    """The step's key and value, where a cache of few bits holds others."""
 
     def prompt(
         self, queries: Sequence[Sequence[Vector]], keys: Sequence[Vector], values: Sequence[Vector]
@@ -419,7 +421,8 @@ class RecallOracle(H2OOracle):
         return super().prompt(queries, keys, values)
 
     def step(self, queries: Sequence[Vector], key: Vector, value: Vector) -> list[list[float]]:
-        self.shelf[self.length] = key, rounded([key], 4)[0], value
+        own, its = self.raw or (key, value)
+        self.shelf[self.length] = own, rounded([own], 4)[0], its
         if (self.taken < 16 or self.taken % self.every == 0) and self.budget.scored:
             self.look(queries, self.length)
         self.taken += 1
@@ -445,9 +448,13 @@ class RecallOracle(H2OOracle):
         for back, gone in swaps:
             del self.keys[gone], self.values[gone], self.scores[gone]
             self.keys[back], self.values[back], self.scores[back] = self.shelf[back][0], self.shelf[back][2], best
+        self.round([back for back, _ in swaps])
         mean = {p: sum(each[p] for each in paid) / len(paid) for p in seen}
         held = [mean[p] for p in seen if p in self.keys or p == now]
         self.looked.append((len(swaps), sum(held), sum(sorted(mean.values())[-len(held) :])))
+
+    def round(self, positions: Sequence[int]) -> None:
+        """What comes back is kept as it came, but in a cache of few bits."""
 
     def _close(
         self,

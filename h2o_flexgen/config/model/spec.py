@@ -291,15 +291,16 @@ class ModelSpec:
         value = 0 if heads.joint else key if packings is None else packings[1].nbytes
         return heads.keys * (key + value)
 
-    def computed_kv_bytes(self, dtype: str) -> int:
-        """As much, of keys and values as they are computed, before a cache packs them."""
-        return 2 * self.num_kv_heads * self.head_dim * dtype_bytes(dtype)
+    def computed_kv_bytes(self, dtype: str, layer: int | None = None) -> int:
+        """As much, of keys and values as they are computed, before a cache packs them: of a layer, or at most."""
+        heads = LayerHeads(self.num_heads, self.num_kv_heads, self.head_dim) if layer is None else self.heads_of(layer)
+        return 2 * heads.keys * heads.dim * dtype_bytes(dtype)
 
     def attended_kv_bytes(self, dtype: str, layer: int = 0) -> int:
         """Bytes of a token in a layer's cache of `dtype` that takes as long to attend to: of a packed one, half-way
         between what is read of it and what is computed with. Kernels have to take the codes apart."""
-        heads, kept = self.heads_of(layer), self.kv_bytes_per_token_and_layer(dtype, layer)
-        computed = kept if self.cache_packings is None else 2 * heads.keys * heads.dim * dtype_bytes(dtype)
+        kept = self.kv_bytes_per_token_and_layer(dtype, layer)
+        computed = kept if self.cache_packings is None else self.computed_kv_bytes(dtype, layer)
         return (kept + computed) // 2
 
     @property

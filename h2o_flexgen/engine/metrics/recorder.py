@@ -304,7 +304,7 @@ def _recall(request: PlanRequest, metrics: RunMetrics) -> dict[str, Any] | None:
     for row, times in metrics.lengths.items():
         for layer, window in enumerate(spec.windows):
             budget, heads = row.budget_in(layer, window), spec.heads_of(layer).keys
-            token = shelf_bytes(asked.recall, spec.kv_bytes_per_token_and_layer(request.dtype, layer))
+            token = shelf_bytes(asked.recall, spec.computed_kv_bytes(request.dtype, layer))
             moved = partial(shelved_tokens, budget, window, row.prompt, row.new, asked.recall_every)
             tokens = *moved(Reading(asked.recall, heads, request.recalled)), moved(Reading(asked.recall, heads, 1.0))[1]
             for way, count in zip(planned, tokens, strict=True):
