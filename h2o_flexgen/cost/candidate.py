@@ -49,6 +49,12 @@ class Candidate(PlacedPolicy):
         request = replace(self.request, spec=replace(self.request.spec, num_layers=few))
         return Candidate(request, self.policy, request.place(self.policy))
 
+    @cached_property
+    def moved(self) -> float:
+        """Bytes over all links, per sequence of a block."""
+        sequences = min(self.policy.block_size, self.request.workload.num_sequences)
+        return sum(self._model.moves.bytes_moved().values()) / sequences
+
     @property
     def ticks(self) -> int:
         """How much work it was to find out `seconds`."""

@@ -81,7 +81,7 @@ def runner_up_text(result: SearchResult) -> str | None:
     other = result.runner_up
     if other is None:
         return None
-    why = "within 1 % fewer GPU batches, equal blocks and smaller ones are taken"
+    why = "within 1 % fewer bytes moved, fewer GPU batches, equal blocks and smaller ones are taken"
     if other.moves and not result.best.moves:
         why = "within 5 % what moves nothing is taken"
     faster = f"; faster, and {why}" if other.seconds < result.best.seconds else ""

@@ -26,9 +26,10 @@ from h2o_flexgen.schedule.request import PlanRequest
 from h2o_flexgen.units import GIB, MIB, format_bytes, size_at_least
 
 GOOD_ENOUGH = 1.01
-"""Among candidates this close to the best, which no prediction can tell apart: first the fewest GPU batches per block,
-then blocks that divide the work evenly, then the smallest block, which starts sooner and leaves more memory free. Of
-bits of weights the most."""
+"""Among candidates this close to the best, which no prediction can tell apart, that move up to MORE_BYTES times the
+fewest bytes: first the fewest GPU batches per block, then blocks that divide the work evenly, then the smallest block,
+which starts sooner and leaves more memory free. Of bits of weights the most."""
+MORE_BYTES = 1.1
 RESIDENT = 1.05
 """A plan that moves nothing wins over plans that are faster by less: a prediction errs most in what links do."""
 PERPLEXITY: Mapping[int, float | None] = {16: 0.0, 8: 0.004, 4: 0.128}
@@ -235,7 +236,8 @@ class _PlanSearch:
         resident = [each for each in self._found.values() if not each.moves and each.seconds <= RESIDENT * fastest]
         among = resident or list(self._found.values())
         close = [each for each in among if each.seconds <= GOOD_ENOUGH * min(other.seconds for other in among)]
-        return min(close, key=_plainness)
+        fewest = min(each.moved for each in close)
+        return min((each for each in close if each.moved <= MORE_BYTES * fewest), key=_plainness)
 
     def _farther(self, best: Candidate) -> Candidate:
         """`best`, or its block with weights read further ahead than `_try` had reason to look at."""
