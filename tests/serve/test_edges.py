@@ -8,6 +8,7 @@ import select
 import socket
 import struct
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,7 +183,9 @@ def test_text_that_turned_out_otherwise_is_not_sent_twice() -> None:
         events.put_nowait(LiveEvent(status=200, body={"choices": [choice]}))
         return [each async for each in _stream(asked, LiveEvent(0, {"text": "abé"}), events, usage=False)]
 
-    said = [json.loads(each.removeprefix("data: ")) for each in asyncio.run(pieces())[:-1]]
+    with ThreadPoolExecutor(1) as pool:  # in this thread the browser's loop may run
+        lines = pool.submit(lambda: asyncio.run(pieces())).result()
+    said = [json.loads(each.removeprefix("data: ")) for each in lines[:-1]]
     assert "".join(each["choices"][0]["text"] for each in said) == "abé\ufffd\ufffdc"
 
 
