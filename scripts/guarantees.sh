@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All of tests/engine/test_guarantees.py: with one thread and with two, on kernels of AVX2 and on the processor's best,
-# whose tokens must be the same. Each of the four takes seven minutes of one core. Where AVX2 is the best, AVX-512 is
+# whose tokens must be the same. Each of the four takes seven to ten minutes of one core. Where AVX2 is the best, AVX-512 is
 # emulated if simde is there, in its place. Arguments go to pytest: ./scripts/guarantees.sh -k llama
 set -euo pipefail
 cd "$(dirname "$0")/.."
