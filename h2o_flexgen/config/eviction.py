@@ -84,6 +84,9 @@ class EvictionConfig(KeptAsJson):
     """Of the random policy."""
     token_bytes: tuple[int, int, int] = (1, 1, 0)
     """Of a token in all caches, and in 16 bits, and those beside all tokens: what makes tokens of a share of bytes."""
+    window_bytes: tuple[tuple[int, int, int], ...] = ()
+    """Of each window that layers have, the narrowest first: the tokens that one of these layers holds at most, and the
+    bytes of a token in them all, and in 16 bits."""
 
     def __post_init__(self) -> None:
         if self.name == AUTO:
@@ -94,7 +97,8 @@ class EvictionConfig(KeptAsJson):
         object.__setattr__(self, "ratio", share(self.ratio, "--hh-ratio"))
         if self.bytes is not None:
             object.__setattr__(self, "bytes", share(self.bytes, "--kv-bytes"))
-        object.__setattr__(self, "token_bytes", tuple(self.token_bytes))  # as JSON has pairs
+        object.__setattr__(self, "token_bytes", tuple(self.token_bytes))  # as JSON has lists
+        object.__setattr__(self, "window_bytes", tuple(map(tuple, self.window_bytes)))
         if self.recent_ratio is not None:
             object.__setattr__(self, "recent_ratio", share(self.recent_ratio, "--recent-ratio"))
         for name, label, minimum in (("budget", "--kv-budget", 1), ("recent", "--recent", 0), ("sinks", "--sinks", 0)):
@@ -196,18 +200,32 @@ class EvictionConfig(KeptAsJson):
         length = whole(prompt_len, "the prompt length", 1) + whole(gen_len, "the generation length", 0)
         asked = self.budget if self.budget is not None else exact_ceiling(self.ratio, length)
         if self.bytes is not None:
-            kept, plain, beside = self.token_bytes
-            asked = math.floor((Decimal(repr(self.bytes)) * length * plain - beside) / kept)
-            if asked < 1:
-                raise UsageError(
-                    f"--kv-bytes {self.bytes!r} of a sequence of {length} tokens is less than one",
-                    f"needed at least {(kept + beside) / plain / length:.4f}",
-                    "raise it, lower --cache-newest, or give the budget in tokens",
-                )
+            asked = self._tokens_of_bytes(self.bytes, length)
         if asked >= length:
             return self._whole(prompt_len, gen_len)
         self._require_room(asked, f"{asked} of {length} tokens", self._sinks_of(prompt_len))
         return self._marked(self._divided(asked, prompt_len, gen_len), prompt_len, gen_len, spans)
+
+    def _tokens_of_bytes(self, share: float, length: int) -> int:
+        """The most tokens that every layer may hold, or all within its window, for `share` of the full cache's bytes.
+
+        Raises UsageError where that is none.
+        """
+        kept, plain, beside = self.token_bytes
+        full = length * plain - sum(max(0, length - most) * each for most, _, each in self.window_bytes)
+        room = Decimal(repr(share)) * full - beside
+        asked = math.floor(room / kept)
+        if asked < 1:
+            raise UsageError(
+                f"--kv-bytes {share!r} of a sequence of {length} tokens is less than one",
+                f"needed at least {(kept + beside) / full:.4f}",
+                "raise it, lower --cache-newest, or give the budget in tokens",
+            )
+        for most, each, _ in self.window_bytes:
+            if asked > most:  # which these layers do not take: others may
+                room, kept = room - most * each, kept - each
+                asked = math.floor(room / kept) if kept else length
+        return asked
 
     def _marked(
         self, budget: Budget, prompt_len: int, gen_len: int, spans: Sequence[Range], window: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, replace
 from pathlib import PurePath
 
@@ -39,11 +40,22 @@ def counted_in_bytes(eviction: EvictionConfig, spec: ModelSpec) -> EvictionConfi
     eviction = _with_far_layers(eviction, spec)
     if eviction.bytes is None:
         return eviction
-    layers, plain = [layer for layer in range(spec.num_layers) if spec.attends(layer)], spec.with_cache_bits(16)
-    kept, whole = (sum(each.kv_bytes_per_token_and_layer("bfloat16", i) for i in layers) for each in (spec, plain))
-    scaled = layers if scales_keys(spec.cache_bits, spec.cache_rotation) else []
+    plain = spec.with_cache_bits(16)
+    own = [layer for layer in range(spec.num_layers) if spec.attends(layer) and spec.source_of(layer) == layer]
+
+    def token(layers: Sequence[int]) -> tuple[int, int]:
+        """Bytes of a token in the caches of `layers`, and in 16 bits."""
+        kept, whole = (
+            sum(each.kv_bytes_per_token_and_layer("bfloat16", layer) for layer in layers) for each in (spec, plain)
+        )
+        return kept, whole
+
+    kept, whole = token(own)
+    scaled = own if scales_keys(spec.cache_bits, spec.cache_rotation) else []
     beside = spec.cache_newest * whole + sum(2 * spec.heads_of(i).keys * spec.heads_of(i).dim for i in scaled)
-    return replace(eviction, token_bytes=(kept, whole, beside)) if layers else eviction
+    narrow = sorted({window for layer in own if (window := spec.windows[layer]) is not None})
+    windows = ((window - 1, *token([layer for layer in own if spec.windows[layer] == window])) for window in narrow)
+    return replace(eviction, token_bytes=(kept, whole, beside), window_bytes=tuple(windows)) if own else eviction
 
 
 def _with_far_layers(eviction: EvictionConfig, spec: ModelSpec) -> EvictionConfig:

@@ -324,3 +324,22 @@ def test_auto_is_a_policy_and_a_split() -> None:
     assert EvictionConfig("auto", ratio=0.2, budget_split="uniform").how_layers_share == "uniform"
     assert EvictionConfig("auto").resolve(10, 5).full
     assert EvictionConfig.from_json(auto.to_json()) == auto
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.45, 0.9])
+@pytest.mark.parametrize("name", ["h2o", "auto"])
+def test_a_share_of_bytes_is_one_of_caches_that_windows_bound(name: str, share: float) -> None:
+    """Of what the full cache holds: a layer with a window no more than that, whatever the sequence's length."""
+    spec = spec_from_config(config_of("gemma3", sliding_window=96).to_dict(), "tiny")
+    packed = spec.with_cache_bits(4)
+    config, lengths = counted_in_bytes(EvictionConfig(name, bytes=share), packed), (500, 140)
+    kept, plain = (each.kv_bytes_per_token_and_layer("bfloat16") for each in (packed, spec))
+    scales = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+    full = plain * sum(640 if window is None else window - 1 for window in spec.windows)
+    held = kept * sum(each.total for each in config.by_layer(spec.windows, *lengths))
+    assert len(set(spec.windows)) == 2
+    if config.resolve(*lengths).full:
+        assert share * full >= kept * full // plain + scales
+    else:
+        assert share * full - kept * len(spec.windows) < held + scales <= share * full
+    assert EvictionConfig.from_json(json.loads(json.dumps(config.to_json()))) == config

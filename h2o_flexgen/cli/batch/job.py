@@ -181,7 +181,7 @@ def job_identity(
     """All that results depend on: a job goes on only with the same. `begun`: that of the job to go on with."""
     engine = arguments.engine
     eviction = dataclasses.asdict(engine.eviction)
-    del eviction["token_bytes"]  # which follow from the model and its bits
+    del eviction["token_bytes"], eviction["window_bytes"]  # which follow from the model and its bits
     if eviction["bytes"] is None:
         del eviction["bytes"]
     return {
