@@ -9,16 +9,16 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
 import pytest
-import xgrammar
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from h2o_flexgen.config.response_format import ResponseFormat
-from h2o_flexgen.engine.requests.grammars import Grammars
+from h2o_flexgen.engine.requests.grammars import Grammars, Guide
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import UsageError
 
@@ -51,23 +51,57 @@ def grammars() -> Iterator[Grammars]:
     made.close()
 
 
+def guide_of(grammars: Grammars, form: ResponseFormat) -> Guide:
+    row: Any = SimpleNamespace(grammar=grammars.of(form, "it"), eos=frozenset([END]))
+    return Guide(row, END + 1)
+
+
 def random_text(grammars: Grammars, form: ResponseFormat, seed: int) -> str | None:
     """What a model that draws evenly among all allowed bytes writes; None where it does not come to an end."""
-    draw = random.Random(seed)
-    matcher = xgrammar.GrammarMatcher(grammars.of(form, "it").compiled.result(), override_stop_tokens=END)
-    mask, written = xgrammar.allocate_token_bitmask(1, END + 1), bytearray()
+    draw, guide, written = random.Random(seed), guide_of(grammars, form), bytearray()
     while len(written) < MOST_BYTES:
-        matcher.fill_next_token_bitmask(mask)
-        bits = mask.numpy()[0]
+        bits = guide.mask.numpy()[0]
         allowed = [token for token in range(END + 1) if bits[token // 32] >> token % 32 & 1]
         # What closes a text comes often enough for some to be closed.
         closing = [token for token in allowed if token in CLOSING]
         token = draw.choice(closing if closing and draw.random() < 0.3 else allowed)
-        assert matcher.accept_token(token)
+        guide.take(token)
+        assert not guide.error
         if token == END:
-            return written.decode(errors="replace")  # as tokenizers do: the library lets halves of surrogates pass
+            return written.decode()
         written.append(token)
     return None
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string"},
+        {"type": "string", "maxLength": 1},
+        {"type": "string", "pattern": "^.$"},
+        {"type": "string", "pattern": "^[^a]$"},
+        {"type": "string", "pattern": "^\\W$"},
+    ],
+    ids=str,
+)
+def test_characters_are_utf8(grammars: Grammars, schema: Any) -> None:
+    """Neither a half of a surrogate pair, nor a longer form than needed, nor what is beyond Unicode: decoders make
+    several characters of each."""
+
+    def follows(data: bytes) -> bool:
+        guide = guide_of(grammars, ResponseFormat.of_schema(schema))
+        for byte in b'"' + data + b'"':
+            in_mask = bool(guide.mask[0, byte // 32] >> byte % 32 & 1)
+            assert guide.tries(byte) == in_mask
+            if not in_mask:
+                return False
+            guide.take(byte)
+        return True
+
+    for number in (0x80, 0x7FF, 0x800, 0xFFF, 0x1000, 0xD7FF, 0xE000, 0xFFFF, 0x10000, 0x3FFFF, 0x40000, 0x10FFFF):
+        assert follows(chr(number).encode()), hex(number)
+    for broken in ("c080", "c1bf", "e09fbf", "eda080", "edbfbf", "f08fbfbf", "f4908080", "f5808080", "ff", "80"):
+        assert not follows(bytes.fromhex(broken)), broken
 
 
 def names() -> st.SearchStrategy[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -26,14 +28,20 @@ _MOST_SPACES = 20
 _OBJECT = '{"type": "object"}'
 _CONTROL = bytes({*range(0x20)} - {*b"\r\n"})
 """Bytes that JSON must escape, and that the library allows in bounded strings."""
+_AFTER = {0xE0: range(0x80, 0xA0), 0xED: range(0xA0, 0xC0), 0xF0: range(0x80, 0x90), 0xF4: range(0x90, 0xC0)}
+"""First bytes of characters, and the second ones that make no UTF-8 of them: halves of surrogate pairs, numbers beyond
+Unicode, longer forms than needed. The library allows all of these."""
+_NO_TEXT = re.compile(b"[\xc0\xc1\xf5-\xff]|\xe0[\x80-\x9f]|\xed[\xa0-\xbf]|\xf0[\x80-\x8f]|\xf4[\x90-\xbf]")
+"""In one token all that is no UTF-8."""
 
 
 class Grammar(NamedTuple):
     """A form, compiled for a vocabulary: `compiled` is a future of xgrammar's CompiledGrammar; `beside` makes masks, in
-    order, on a thread."""
+    order, on a thread; `cuts`: by tokens that end within a character, the mask of those that may follow."""
 
     compiled: Future[Any]
     beside: ThreadPoolExecutor
+    cuts: Mapping[int, Tensor]
 
 
 class Grammars:
@@ -44,6 +52,7 @@ class Grammars:
         self._made: OrderedDict[ResponseFormat, Grammar] = OrderedDict()
         self._pools: list[ThreadPoolExecutor] = []
         self._pieces: dict[bool, list[bytes]] = {}
+        self._cuts: dict[int, Tensor] = {}
         self._compilers: dict[bool, Any] = {}
 
     def of(self, form: ResponseFormat, where: str) -> Grammar:
@@ -66,8 +75,9 @@ class Grammars:
         spelt = form.tags is not None
         if spelt not in self._pieces:
             self._pieces[spelt] = token_bytes(self._codec.light, self._size, spelt)
+            self._cuts = cuts(self._pieces[spelt])
         compiled = self._pools[0].submit(lambda: self._compiler(spelt).compile_grammar(parsed))
-        grammar = self._made[form] = Grammar(compiled, self._pools[1])
+        grammar = self._made[form] = Grammar(compiled, self._pools[1], self._cuts)
         if len(self._made) > _KEPT:
             self._made.popitem(last=False)
         return grammar
@@ -109,7 +119,7 @@ def _library() -> Any:
 
 def token_bytes(tokenizer: Any, size: int, spelt: bool = False) -> list[bytes]:
     """The bytes of each of `size` token ids of a `tokenizers.Tokenizer`; empty for special tokens and for those with
-    control characters. With `spelt`, none is empty. UsageError for an unknown kind of decoder."""
+    control characters or bytes that are no text. With `spelt`, none is empty. UsageError for an unknown decoder."""
     spell = spelling(tokenizer)
     if spell is None:
         kind = "+".join(sorted(decoder_types(tokenizer)))
@@ -121,7 +131,21 @@ def token_bytes(tokenizer: Any, size: int, spelt: bool = False) -> list[bytes]:
     for token, added in tokenizer.get_added_tokens_decoder().items():
         if token < size:
             pieces[token] = b"" if added.special and not spelt else added.content.encode()
-    return pieces if spelt else [b"" if any(byte in _CONTROL for byte in piece) else piece for piece in pieces]
+    if spelt:
+        return pieces
+    return [b"" if _NO_TEXT.search(piece) or any(byte in _CONTROL for byte in piece) else piece for piece in pieces]
+
+
+def cuts(pieces: SequenceOf[bytes]) -> dict[int, Tensor]:
+    """By those of the tokens `pieces` that end with the first byte of a character, where not all second ones make text
+    of it: the mask of tokens that may follow, a bit each (1, vocab / 32) int32."""
+    found = dict[int, Tensor]()
+    for first, barred in _AFTER.items():
+        allowed = np.ones(-(-len(pieces) // 32) * 32, dtype=np.bool_)
+        allowed[[token for token, piece in enumerate(pieces) if piece and piece[0] in barred]] = False
+        mask = torch.from_numpy(np.packbits(allowed, bitorder="little").view(np.int32)).unsqueeze(0)
+        found |= {token: mask for token, piece in enumerate(pieces) if piece and piece[-1] == first}
+    return found
 
 
 class Guide:
@@ -139,7 +163,8 @@ class Guide:
             compiled, override_stop_tokens=eos or None, terminate_without_stop_token=not eos
         )
         self.ends_by_itself, self._error = not eos, ""
-        self._mask = library.allocate_token_bitmask(1, vocab_size)
+        self._mask, self._cuts = library.allocate_token_bitmask(1, vocab_size), row.grammar.cuts
+        self._cut: Tensor | None = None
         self._filled = False
         self._tried: int | None = None
         self._following: Future[None] | None = None
@@ -177,11 +202,14 @@ class Guide:
             self._error = f"its grammar does not go on with token {token}"
 
     def _accepts(self, token: int) -> bool:
+        if self._cut is not None and not self._cut[0, token // 32] >> token % 32 & 1:
+            return False
         try:
             accepted = bool(self._matcher.accept_token(token))
         except RuntimeError as error:  # one row's, not its neighbours'
             accepted, self._error = False, f"its grammar failed at token {token}: {error}"
-        self._filled = self._filled and not accepted
+        if accepted:
+            self._filled, self._cut = False, self._cuts.get(token)
         return accepted
 
     def _fill(self) -> None:
@@ -189,6 +217,8 @@ class Guide:
             return
         try:
             self._matcher.fill_next_token_bitmask(self._mask)
+            if self._cut is not None:
+                self._mask &= self._cut
             self._filled = True
         except RuntimeError as error:
             self._error = f"its grammar failed: {error}"
