@@ -19,8 +19,8 @@ from h2o_flexgen.config.prompt import Prompt
 from h2o_flexgen.config.response_format import ResponseFormat
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.sequence import RequestOutput
-from h2o_flexgen.engine.requests.tokenizer import TextCodec, TokenText
-from h2o_flexgen.errors import UsageError
+from h2o_flexgen.engine.requests.tokenizer import TextCodec, TokenText, stop_in
+from h2o_flexgen.errors import UsageError, required
 from h2o_flexgen.folders import last_part
 from h2o_flexgen.jobs.idle import asks_nothing, known
 from h2o_flexgen.jobs.reasoning import SPEECH_FIELDS, Speaker
@@ -145,14 +145,19 @@ class OpenAIFormat:
         """Texts of an unfinished answer that its end will not change, by field; none where the end says what it is."""
         if asked.scores or asked.body.get("echo") or asked.body["logprobs"] is not None or output.text is None:
             return {}
-        ends = asked.params.stop_strings
         if asked.body["url"] == COMPLETIONS:
-            return {"text": sure_text(output.text, ends)}
+            return {"text": self._sure(output.text, output, asked.params)}
         if asked.body["speech"].form is not None or not self._speaker.in_order:
             return {}
         said = self._speaker.message(asked.body["speech"], output, asked.params, "")
-        ends = (*ends, *self._speaker.marks)
-        return {name: sure_text(text, ends) for name, text in said.items() if name != "role" and text}
+        told, marks = {name: text for name, text in said.items() if name != "role" and text}, self._speaker.marks
+        return {name: self._sure(text, output, asked.params, marks) for name, text in told.items()}
+
+    def _sure(self, text: str, output: RequestOutput, params: SamplingParams, marks: Sequence[str] = ()) -> str:
+        """What an unfinished answer's `text`, or a part of it, has already, whatever comes next."""
+        codec = required(self.codec, "a text comes from one")
+        cut = stop_in(text, codec.decode, output.prompt_ids, output.token_ids, params)
+        return sure_text(text if cut is None else text[: cut[0]], marks, params.stop_strings)
 
     def refusal(self, record: Record, why: Refused) -> dict[str, Any]:
         """A line of another status, its error in all three places."""
@@ -274,7 +279,7 @@ class OpenAIFormat:
         try:
             return SamplingParams.from_kwargs(**given)
         except UsageError as error:
-            raise Refused.of(error) from None
+            raise Refused.of(error, param="response_format" if "schema" in error.found else None) from None
 
     def _ends(self, fields: _Body) -> dict[str, Any]:
         """What ends a sequence: tokens that the request names do even where it ignores the model's own."""

@@ -13,7 +13,7 @@ from h2o_flexgen.config.fold import Thinking
 from h2o_flexgen.config.response_format import ResponseFormat
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.sequence import RequestOutput
-from h2o_flexgen.engine.requests.tokenizer import TextCodec
+from h2o_flexgen.engine.requests.tokenizer import TextCodec, stop_in
 from h2o_flexgen.jobs.requests import Refused
 from h2o_flexgen.jobs.tools import TOOL_FIELDS, CallStyle, Tools, calls_of, speaks_of_tools, style_of, with_texts
 
@@ -270,8 +270,8 @@ class Speaker:
             return said
         if special:
             text = shown_text(self._codec, self._marks, text)
-            for stop in params.stop_strings:
-                text = text.partition(stop)[0]
+            cut = stop_in(text, self._codec.decode, output.prompt_ids, output.token_ids, params)
+            text = text if cut is None else text[: cut[0]]
         said["content"] = (text.strip() if calls else text) or None
         if parts.reasoning is not None and speech.shown:
             said |= {"reasoning": parts.reasoning, "reasoning_content": parts.reasoning}

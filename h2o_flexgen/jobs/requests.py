@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from h2o_flexgen.config.prompt import Prompt
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _FIELDS = {"sequence_bias": "logit_bias", "min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}
 """Settings, and the fields of a body that they are of."""
+_SETTINGS = frozenset(item.name for item in fields(SamplingParams)) - _FIELDS.keys()
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
@@ -41,7 +42,9 @@ class Refused(Exception):
     def by_field(self) -> Refused:
         """The same in the words of a body: names of settings are the program's own."""
         found = [name for name in _FIELDS if self.message.startswith(f"{name}=") or f"{name} holds" in self.message]
-        message, param = self.message, self.param or next((_FIELDS[name] for name in found), None)
+        first = self.message.partition(" ")[0].partition("=")[0]
+        own = first if first in _SETTINGS else None
+        message, param = self.message, self.param or next((_FIELDS[name] for name in found), own)
         for name, field_ in _FIELDS.items() if found else ():
             message = message.replace(name, field_)
         return Refused(message, self.code, status=self.status, param=param)
@@ -115,13 +118,11 @@ def logprobs_json(output: RequestOutput) -> dict[str, Any]:
     return found
 
 
-def sure_text(text: str, ends: Sequence[str]) -> str:
-    """What will be in a text whatever comes next: nothing of one of `ends` that may have begun, and no half of a
-    character."""
-    end = len(text.rstrip("\ufffd"))
-    for each in ends:
-        found = text.find(each)
-        end = min(end, found) if found >= 0 else end
+def sure_text(text: str, ends: Sequence[str], stops: Sequence[str]) -> str:
+    """What will be in a text whatever comes next: nothing of one of `ends` or `stops` that may have begun, none of
+    `ends` (whole `stops` are the caller's to cut), and no half of a character."""
+    end = min([len(text.rstrip("\ufffd")), *(text.find(each) for each in ends if each in text)])
+    for each in (*ends, *stops):
         begun = (count for count in range(1, min(len(each), len(text) + 1)) if text.endswith(each[:count]))
         end = min(end, len(text) - max(begun, default=0))
     return text[:end]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.requests.sequence import Hooks, Sequence
+from h2o_flexgen.engine.requests.tokenizer import text_of
 from h2o_flexgen.engine.sampling import processors, sampler
 from h2o_flexgen.engine.sampling.processors import Chooser, Group, Library
 from h2o_flexgen.engine.sampling.sampler import Sampler
@@ -362,6 +364,17 @@ class TestStopStrings:
                 sampler.step([sequence], torch.nn.functional.one_hot(torch.tensor([token]), 30).float())
         assert sequence.token_ids == [1, 5, 3, 4]
         assert (sequence.finish_reason, sequence.stop_string) == ("stop", "cd")
+
+    def test_they_do_not_count_before_the_fewest_new_tokens(self) -> None:
+        """As vLLM's min_tokens has it, and unlike transformers' min_new_tokens."""
+        sequence = row(stop_strings=("cd", "z"), min_new_tokens=3)
+        sampler = Sampler(self.decode)
+        for token in (3, 4, 3, 4, 6):
+            if not sequence.finished:
+                sampler.step([sequence], torch.nn.functional.one_hot(torch.tensor([token]), 30).float())
+        assert sequence.token_ids == [3, 4, 3, 4]
+        codec: Any = SimpleNamespace(decode=self.decode)
+        assert (sequence.finish_reason, text_of(codec, sequence)) == ("stop", "cd")
 
     def test_a_stop_string_that_reaches_over_tokens_before_the_answer_does_not_count(self) -> None:
         sequence = row([EOS, 3], stop_strings=("cd",))

@@ -241,6 +241,27 @@ def test_stop_strings_are_found_when_the_text_has_them(opened: Opened, name: str
     raise AssertionError("the stop string was taken from the text")
 
 
+@pytest.mark.parametrize("name", ["llama", "opt", "plain-words"])
+def test_stop_strings_count_after_the_fewest_new_tokens_only(opened: Opened, name: str) -> None:
+    """Against every place in the text: a string counts if it ends after them, whenever it began."""
+    codec = opened(name)
+    ids = codec.encode_bare("The dog 🦊 saw the dog 🦊 and the dog 🦊 ran") + codec.encode_bare("🦊 the dog")
+    prompt, new, stops = ids[:2], ids[2:], ["dog", "🦊", "the d"]
+    for fewest in range(len(new)):
+        early = len(continuation(codec.decode, prompt, new[:fewest]).rstrip("\ufffd"))
+        for n in range(1, len(new) + 1):
+            row = row_of(prompt, new[:n], *stops)
+            row.params = row.params.with_kwargs(min_new_tokens=fewest, max_new_tokens=len(new))
+            whole = continuation(codec.decode, prompt, new[:n])
+            every = ((i, stop) for i in range(len(whole)) for stop in stops if whole.startswith(stop, i))
+            first = min(((i, stop) for i, stop in every if i + len(stop) > early), default=None) if n > fewest else None
+            row.stop_string = find_stop(codec.decode, row)
+            assert row.stop_string == (first and first[1]), (fewest, n, whole)
+            if first is not None:
+                assert text_of(codec, row) == whole[: first[0]]
+                break
+
+
 def test_a_stop_string_costs_a_tail_only(opened: Opened) -> None:
     """Of 4,000 tokens, a third of them bytes of characters, a step decodes some dozens."""
     codec, lengths = opened("llama"), []

@@ -99,6 +99,10 @@ def a(name: str | None = "a", **body: Any) -> str:
     return request(name, {"model": "model", **BODY, **body})
 
 
+def form_of(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
 REFUSED: list[tuple[str | bytes, int, str, str | None]] = [
     ("{", 400, "invalid_json_line", None),
     ("[]", 400, "invalid_json_line", None),
@@ -120,8 +124,9 @@ REFUSED: list[tuple[str | bytes, int, str, str | None]] = [
     (a(model=3), 400, "invalid_request", "model"),
     (a(promt="x"), 400, "unsupported_field", "promt"),
     (a(tools=[{"type": "function"}]), 400, "unsupported_field", "tools"),
-    (a(response_format={"type": "xml"}), 400, "invalid_request", None),
-    (a(response_format={"type": "json_schema", "json_schema": {"schema": {"not": {}}}}), 400, "invalid_request", None),
+    (a(response_format={"type": "xml"}), 400, "invalid_request", "response_format"),
+    (a(response_format=form_of({"not": {}})), 400, "invalid_request", "response_format"),
+    (a(repetition_penalty=0), 400, "invalid_request", "repetition_penalty"),
     (a(spans=[{"start": 3, "end": 3, "name": "a"}]), 400, "invalid_request", "spans"),
     (a(prompt=["a", "b"], spans=[{"start": 0, "end": 1, "name": "a"}]), 400, "invalid_request", "spans"),
     (a(stream=True), 400, "invalid_request", "stream"),

@@ -157,17 +157,20 @@ def test_models_and_single_requests(service: Service, talker: Path) -> None:
         {"n": 2},
         {"n": 2, "temperature": 0},
         {"stop": ["a", "e", "x", " "]},
+        {"stop": ["a", "e", "x", " "], "extra_body": {"min_tokens": 6}},
         {"extra_body": {"enable_thinking": True}},
         {"logprobs": True, "top_logprobs": 1},
     ):
         whole: Any = client.chat.completions.create(**usual, **settings)
         pieces: Any = list(client.chat.completions.create(**usual, **settings, stream=True))
+        more: dict[str, Any] = settings.get("extra_body", {})
+        assert whole.usage.completion_tokens > more.get("min_tokens", 0)
         for choice in whole.choices:
             mine = [p.choices[0] for p in pieces if p.choices[0].index == choice.index]
             assert "".join(each.delta.content or "" for each in mine) == (choice.message.content or "")
             thought = "".join(getattr(each.delta, "reasoning_content", None) or "" for each in mine)
             assert thought == (getattr(choice.message, "reasoning_content", None) or "")
-            assert bool(thought) == ("extra_body" in settings)
+            assert bool(thought) == ("enable_thinking" in more)
             assert mine[-1].finish_reason == choice.finish_reason
             told = [token.token for each in mine for token in (each.logprobs.content if each.logprobs else ())]
             assert told == [token.token for token in (choice.logprobs.content if choice.logprobs else ())]

@@ -7,9 +7,11 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from importlib.util import find_spec
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.gguf_tokenizer import gguf_tokenizer
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.requests.vocabularies import spelling
@@ -420,7 +422,8 @@ def text_of(codec: TextCodec | None, row: Sequence) -> str | None:
     if codec is None:
         return None
     text = _new_text(codec.decode, row)
-    return text if row.stop_string is None else text.split(row.stop_string, 1)[0]
+    cut = None if row.stop_string is None else stop_in(text, codec.decode, row.given_ids, row.token_ids, row.params)
+    return text if cut is None else text[: cut[0]]
 
 
 def find_stop(decode: Decode, row: Sequence) -> str | None:
@@ -428,6 +431,8 @@ def find_stop(decode: Decode, row: Sequence) -> str | None:
 
     Called for every token, so that only a tail is decoded at first; a character takes four tokens at most.
     """
+    if len(row.token_ids) <= row.params.min_new_tokens:
+        return None
     stops = row.params.stop_strings
     longest = max(map(len, stops), default=0)
     tail = min(len(row.token_ids), 4 * longest + 8)
@@ -436,9 +441,21 @@ def find_stop(decode: Decode, row: Sequence) -> str | None:
     text = added_text(decode, ids, len(ids) - tail)
     if not any(stop in text for stop in stops):
         return None
-    text = _new_text(decode, row)
-    found = [stop for stop in stops if stop in text]
-    return min(found, key=text.index, default=None)
+    found = stop_in(_new_text(decode, row), decode, row.given_ids, row.token_ids, row.params)
+    return None if found is None else found[1]
+
+
+def stop_in(
+    text: str, decode: Decode, prompt: list[int], new: list[int], params: SamplingParams
+) -> tuple[int, str] | None:
+    """The place in `text`, which the answer `new` ends with, of the first stop string, and that string; None without
+    one. One that is complete within the first `min_new_tokens` does not count."""
+    late, fewest = len(text), params.min_new_tokens if params.stop_strings else 0
+    if fewest:
+        early, whole = (added_text(decode, [*prompt, *ids], len(prompt), len(prompt)) for ids in (new[:fewest], new))
+        late = len(whole) - len(early.rstrip(_UNKNOWN))
+    found = ((text.find(stop, max(0, len(text) - late - len(stop) + 1)), stop) for stop in params.stop_strings)
+    return min((each for each in found if each[0] >= 0), key=itemgetter(0), default=None)
 
 
 def added_text(decode: Decode, ids: list[int], cut: int, context: int = _CONTEXT) -> str:
