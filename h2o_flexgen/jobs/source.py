@@ -59,7 +59,7 @@ class Source:
         """`columns`: those that are read of Parquet, that of prompts first. `shard` (i, n): of every n requests in a
         row only the i-th."""
         if not path.is_file():
-            raise UsageError(f"--input-file {path} is not a file", "needed a file of requests, which can be read again")
+            raise UsageError(f"{path} is not a file", "needed a file of requests, which can be read again")
         self.path, self._columns, self._shard = path, columns, shard
         self.format = _guessed(path, columns[:1]) if format == "auto" else format
         if self.format == "parquet":
@@ -154,7 +154,7 @@ class Source:
         try:
             return self.path.open("rb")
         except OSError as error:
-            raise UsageError(f"--input-file {self.path}: {error.strerror}", "needed a readable file") from None
+            raise UsageError(f"{self.path}: {error.strerror}", "needed a readable file") from None
 
 
 def load_json(data: bytes | None) -> Any:
@@ -235,7 +235,7 @@ def _identity(fd: int) -> tuple[int, int]:
 
 def _require_unchanged(fd: int, before: tuple[int, int], path: Path) -> None:
     if _identity(fd) != before:
-        raise UsageError(f"--input-file {path} was written to while its requests were run", "needed a file that stays")
+        raise UsageError(f"{path} was written to while its requests were run", "needed a file that stays")
 
 
 def _parquet() -> Any:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.errors import LockedError, StorageError, UsageError
-from h2o_flexgen.folders import sync_folder
+from h2o_flexgen.folders import sync_folder, whole_file
 from h2o_flexgen.jobs.files import locked, storage_failure
 from h2o_flexgen.jobs.openai import CHAT, COMPLETIONS
 from h2o_flexgen.jobs.source import BadLine, Source, load_json
@@ -375,12 +375,10 @@ class Desk:
         self._save(self._batch_folder / f"{batch['id']}.json", batch)
 
     def _save(self, path: Path, value: Entry) -> None:
-        part = path.with_suffix(".part")
-        with part.open("w", encoding="utf-8") as file:
+        with whole_file(path) as part, part.open("w", encoding="utf-8") as file:
             json.dump(value, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
         sync_folder(path.parent)
 
     def _locked(self) -> int:
@@ -393,7 +391,7 @@ class Desk:
     def _load(self) -> None:
         """What is there; what a kill left half done is removed."""
         for folder, entries in ((self.file_folder, self.files), (self._batch_folder, self.batches)):
-            for path in folder.glob("*.part"):
+            for path in folder.glob("*.tmp"):
                 path.unlink()
             for path in sorted(folder.glob("*.json")):
                 try:
@@ -475,4 +473,4 @@ def _pairs(metadata: Any) -> dict[str, str] | None:
 
 def named_file(error: UsageError, path: Path, name: str) -> str:
     """The message of an error, with the name that a client has for a file in the place of its path."""
-    return str(error).replace(f"--input-file {path}", name).replace(str(path), name)
+    return str(error).replace(str(path), name)
