@@ -62,6 +62,11 @@ def format_rate(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:.3g} GB/s"
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """So many of a thing: "1 request", "2,000 requests"; `many` is its plural, where that is not `one` with an s."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
 def format_speed(tokens_per_second: float | None, what: str = "tokens") -> str:
     """A throughput of `what`: "1,024 tokens/s", "8.31 tokens/s"; "-" for None."""
     if tokens_per_second is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -23,6 +24,8 @@ from h2o_flexgen.errors import H2OFlexGenError, PlanError, UsageError, is_out_of
 
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_UNREACHABLE = (errno.EACCES, errno.ENAMETOOLONG)
+"""What asking whether a file is there may raise: a folder before it may not be entered, or its name is too long."""
 
 
 _arrived: list[int] = []
@@ -71,6 +74,11 @@ def exit_on_errors() -> Iterator[ProgramExit]:
         except BrokenPipeError:
             # The reader of stdout went away (`| head`): not an error of ours, and nothing more can be said there.
             outcome.code = 0
+        except OSError as error:
+            if error.errno not in _UNREACHABLE:
+                raise
+            found = f"{os.fsdecode(error.filename or 'a file')}: {error.strerror}"
+            outcome.code = _failed(UsageError(found, "needed a path that can be reached"), outcome)
         finally:
             _arrived.clear()
             _let_go_of_stdout()

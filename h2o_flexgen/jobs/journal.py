@@ -366,7 +366,7 @@ def _regular(path: Path, flag: str) -> Path:
     if not real.parent.is_dir():
         needed = "needed a file that can be written"
         raise UsageError(f"{flag} {path}: the folder {real.parent} is not there", needed, "make the folder first")
-    if real.exists() and not real.is_file():
+    if str(path) == "-" or (real.exists() and not real.is_file()):
         raise UsageError(f"{flag} {path} is not a file", "needed one on a disk, which a job can go on with")
     return real
 

@@ -17,14 +17,14 @@ from h2o_flexgen.jobs.job import GivenRequests, Job, bounded, opened, under_way
 from h2o_flexgen.jobs.requests import Refused, RequestFormat
 from h2o_flexgen.jobs.source import Record, Source
 from h2o_flexgen.planning.llm import LLM
-from h2o_flexgen.units import format_bytes
+from h2o_flexgen.units import counted, format_bytes
 
 
 def outlook_text(found: Mapping[str, Any]) -> str:
     """`Outlook.to_json` for people."""
     new, seconds = found["new_tokens"], found["seconds"]
     lines = [
-        f"{found['requests']:,} requests, {found['prompt_tokens']:,} prompt tokens, "
+        f"{counted(found['requests'], 'request')}, {counted(found['prompt_tokens'], 'prompt token')}, "
         f"{new['low']:,.0f} to {new['high']:,.0f} new ones"
     ]
     if seconds is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.reports.record import RunRecord
-from h2o_flexgen.units import GIB, format_bytes, format_rate, format_seconds, format_speed
+from h2o_flexgen.units import GIB, counted, format_bytes, format_rate, format_seconds, format_speed
 
 _WIDTH = 12
 ARITHMETIC = "arithmetic"  # the resource of a roofline that is counted in FLOPs, all others in bytes
@@ -28,8 +28,8 @@ def aligned(lines: Iterable[tuple[str, str]]) -> str:
 
 def block_text(policy: Mapping[str, Any]) -> str:
     """The shape of a block: "4 GPU batches of 32 sequences"."""
-    batches = _count(policy["num_gpu_batches"], "GPU batch", "GPU batches")
-    return f"{batches} of {_count(policy['gpu_batch_size'], 'sequence')}"
+    batches = counted(policy["num_gpu_batches"], "GPU batch", "GPU batches")
+    return f"{batches} of {counted(policy['gpu_batch_size'], 'sequence')}"
 
 
 def shares_text(policy: Mapping[str, Any]) -> str:
@@ -72,8 +72,8 @@ def report_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "recall", _recall(record.recall)
     yield "block", block_text(policy)
     yield "placement", shares_text(policy)
-    work = f"{_count(record.sequences, 'sequence')}, {_count(record.prompt_tokens, 'prompt token')}"
-    yield "work", f"{work}, {record.generated_tokens} generated"
+    work = f"{counted(record.sequences, 'sequence')}, {counted(record.prompt_tokens, 'prompt token')}"
+    yield "work", f"{work}, {record.generated_tokens:,} generated"
     yield "load", format_seconds(record.load_s)
     yield "prefill", f"{format_seconds(record.prefill_s)}, {format_speed(record.prefill_throughput)}"
     yield "decode", f"{format_seconds(record.decode_s)}, {format_speed(record.decode_throughput)}"
@@ -108,7 +108,7 @@ def _recall(recall: Mapping[str, Any]) -> str:
         moved.append(f"{nbytes} {what} {recall['tier']} ({format_bytes(planned[way])} planned)")
     rate = recall["hit_rate"]
     hits = "" if rate is None else f", {rate:.1%} of the attention that as many tokens can have at most"
-    return f"{_count(recall['recalled'], 'token')} came back{hits}; {', '.join(moved)}"
+    return f"{counted(recall['recalled'], 'token')} came back{hits}; {', '.join(moved)}"
 
 
 def _predicted(record: RunRecord) -> str:
@@ -119,7 +119,7 @@ def _predicted(record: RunRecord) -> str:
     expected, measured = record.predicted["gen_throughput"], record.gen_throughput
     work = tuple(record.predicted[name] for name in ("prompt_tokens", "generated_tokens"))
     if work != (record.prompt_tokens, record.generated_tokens):
-        text += f", of {work[0]} prompt tokens and {work[1]} new ones"
+        text += f", of {work[0]:,} prompt tokens and {work[1]:,} new ones"
     if not expected or not measured:
         return text
     more = measured / expected - 1
@@ -159,10 +159,6 @@ def _peaks(peaks: dict[str, int | None]) -> str:
     tiers = [f"{tier} tier {format_bytes(nbytes)}" for tier, nbytes in peaks.items() if nbytes and tier != "rss"]
     whole = peaks.get("rss")
     return ", ".join([*tiers, f"process {format_bytes(whole)}"] if whole else tiers) or "not measured"
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _scaled(value: float, unit: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -144,6 +145,28 @@ def test_exit_codes_of_other_ends(capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setenv("H2O_FLEXGEN_DEBUG", "1")
     with pytest.raises(PlanError):
         ends(PlanError("shown with its traceback"))
+
+
+@pytest.mark.parametrize("names", [["x" * 300], ["closed", "a"]], ids=["too long", "in a closed folder"])
+def test_files_that_cannot_be_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even whether they are there, which pathlib then raises; any other failure of a file is a bug of ours."""
+    path = tmp_path.joinpath(*names)
+    code = errno.ENAMETOOLONG if len(names) == 1 else errno.EACCES
+
+    def refused(*_: object, **__: object) -> os.stat_result:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(os, "stat", refused)
+    found = code_of(lambda: int(path.exists()))
+    monkeypatch.undo()
+    assert found == 2
+    assert capsys.readouterr().err == f"error: {path}: {os.strerror(code)}\n  needed a path that can be reached\n"
+    code = errno.EIO
+    monkeypatch.setattr(os, "stat", refused)
+    with pytest.raises(OSError, match="Input/output"):
+        code_of(lambda: int(path.exists()))
 
 
 def test_handlers_and_warnings_are_put_back() -> None:

@@ -57,7 +57,7 @@ def test_the_report_line_by_line() -> None:
         "55 to 60 heavy, 55 to 60 recent",
         "block       1 GPU batch of 64 sequences",
         "placement   weights 20% gpu, 80% cpu; cache 100% cpu; hidden 100% gpu",
-        "work        64 sequences, 32768 prompt tokens, 2048 generated",
+        "work        64 sequences, 32,768 prompt tokens, 2,048 generated",
         "load        61 s",
         "prefill     40 s, 819 tokens/s",
         "decode      6 min 00 s, 5.51 tokens/s",
@@ -87,8 +87,8 @@ def test_what_was_predicted_beside_what_was_measured() -> None:
     assert "moved       disk->cpu: 0 B" in lines
     other = dataclasses.replace(record, predicted={**predicted, "gen_throughput": 4.0, "generated_tokens": 4096})
     assert (
-        "predicted   4 tokens/s generated: prefill 50 s, decode 4 min 30 s, of 32768 prompt tokens and 4096 new ones; "
-        "measured is 28% more"
+        "predicted   4 tokens/s generated: prefill 50 s, decode 4 min 30 s, of 32,768 prompt tokens and 4,096 new "
+        "ones; measured is 28% more"
     ) in run_report(other).splitlines()
     assert RunRecord.from_json(json.loads(record.to_line())) == record
 

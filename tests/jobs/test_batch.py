@@ -194,6 +194,9 @@ def test_files_of_requests_are_never_written_over(tmp_path: Path, model: Path, b
         assert (ran.code, "is the file of requests" in ran.err) == (2, True), ran.err
     assert file.read_bytes() == before
     assert not (tmp_path / "out").exists()
+    for path, words in (("-", "--output - is not a file"), ("x" * 300, "File name too long")):
+        ran = batch("-i", file, "-o", path, "--model", model)
+        assert (ran.code, words in ran.err) == (2, True), ran.err
 
 
 def test_what_failed_is_told_and_run_again(tmp_path: Path, model: Path, batch: Batch) -> None:

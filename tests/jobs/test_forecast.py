@@ -232,5 +232,8 @@ def test_what_a_plan_says(
     assert results(out, "line") == results(plain, "line"), "a sample changes no answer"
     assert ran.record["forecast"].keys() == {"first", "half", "measured"}
     assert "expected: " in ran.err
+    one = batch("--plan", write(tmp_path / "one.jsonl", lines[0]), *flags)
+    assert one.out.startswith("1 request, 6 prompt tokens, ")
+    assert batch("--plan", tmp_path, *flags).err.startswith(f"error: {tmp_path} is not a file\n")
     for arguments in (("-i", path), ("-o", out), (), ("--plan", path, "-i", path), ("--plan", path, "--sample", -1)):
         assert batch(*arguments, *flags).code == 2

@@ -41,7 +41,7 @@ from h2o_flexgen.jobs.plain import PlainFormat
 from h2o_flexgen.jobs.requests import RequestFormat
 from h2o_flexgen.jobs.source import Record, Scan, Source
 from h2o_flexgen.planning.llm import LLM
-from h2o_flexgen.units import format_speed
+from h2o_flexgen.units import counted, format_speed
 
 EXIT_RESUMABLE = 75
 _OF_RECORD = ("model", "dtype", "device", "weights", "quantization", "eviction", "policy", "peak_bytes", "warnings")
@@ -234,13 +234,13 @@ def _report(
         speed = "" if rate is None else f", {format_speed(rate, 'new tokens')}"
         before = f", {summary.before:,} before" if summary.before else ""
         told = "" if forecast.first is None else f", expected at first {seconds_text(forecast.first)}"
-        write_result(f"{done:,} requests in {summary.seconds:,.1f} s{told}{speed}{before}\n")
+        write_result(f"{counted(done, 'request')} in {summary.seconds:,.1f} s{told}{speed}{before}\n")
         if stored.prompts:
             write_result(f"prefixes: {stored.found:,} of {stored.tokens:,} prompt tokens were found in the store\n")
     if summary.first_failure is not None:
         print_error(f"the first that failed: {summary.first_failure}")
     if failed:
-        print_error(f"{failed:,} of {summary.requests:,} requests failed; --retry-failed runs them again")
+        print_error(f"{failed:,} of {counted(summary.requests, 'request')} failed; --retry-failed runs them again")
     kept = {name: ran[name] for name in _OF_RECORD if name in ran}
     found = {"prefixes": dataclasses.asdict(stored)} if stored.prompts else {}
     found |= {"forecast": forecast.to_json(summary.seconds)} if forecast.first is not None else {}
