@@ -313,6 +313,24 @@ INLINE f512 spread_eight(__m256 eight, i512 which) {
     return F2(_mm256_permutevar8x32_ps(eight, which.a), _mm256_permutevar8x32_ps(eight, which.b));
 }
 
+/* Of 8 rows of four numbers of 32 bits, `apart` bytes apart, the columns. Halves that are loaded into their places take no
+   instruction that moves them between lanes. */
+INLINE void four_columns(const void *rows, int64_t apart, __m256i column[4]) {
+    __m256i row[4], pair[4];
+    UNROLL for (int i = 0; i < 4; i++) {
+        const uint8_t *at = (const uint8_t *)rows + i * apart;
+        row[i] = _mm256_loadu2_m128i((const __m128i *)(at + 4 * apart), (const __m128i *)at);
+    }
+    UNROLL for (int i = 0; i < 2; i++) {
+        pair[i] = _mm256_unpacklo_epi32(row[2 * i], row[2 * i + 1]);
+        pair[2 + i] = _mm256_unpackhi_epi32(row[2 * i], row[2 * i + 1]);
+    }
+    UNROLL for (int i = 0; i < 2; i++) {
+        column[2 * i] = _mm256_unpacklo_epi64(pair[2 * i], pair[2 * i + 1]);
+        column[2 * i + 1] = _mm256_unpackhi_epi64(pair[2 * i], pair[2 * i + 1]);
+    }
+}
+
 /* ---- codes of 4 bits */
 INLINE f512 nibbles_of(i512 words) { return _mm512_cvtepi32_ps(_v_and(words, v_set1_i(15))); }
 /* Of 32 codes in 16 bytes those of the first and of the last 8 bytes, in their order. */

@@ -21,6 +21,21 @@ enum { TERMS = 1 };
 #endif
 
 /* 16 x 16 numbers of 32 bits: columns become rows. */
+#if !IS_WIDE
+INLINE void load_columns(const void *rows, int64_t apart, __m512i r[LANES]) {
+    UNROLL for (int c = 0; c < 4; c++)
+        UNROLL for (int half = 0; half < 2; half++) {
+            __m256i column[4];
+            four_columns((const uint8_t *)rows + 8 * half * apart + 16 * c, apart, column);
+            UNROLL for (int i = 0; i < 4; i++) memcpy((__m256i *)(r + 4 * c + i) + half, column + i, sizeof *column);
+        }
+}
+INLINE void transpose(__m512i r[LANES]) {
+    __m512i from[LANES];
+    memcpy(from, r, sizeof from);
+    load_columns(from, sizeof *from, r);
+}
+#else
 INLINE void transpose(__m512i r[LANES]) {
     __m512i t[LANES];
     for (int i = 0; i < 8; i++) {
@@ -41,6 +56,12 @@ INLINE void transpose(__m512i r[LANES]) {
         r[4 + c] = _mm512_shuffle_i32x4(odd, odd2, 0x88), r[12 + c] = _mm512_shuffle_i32x4(odd, odd2, 0xdd);
     }
 }
+/* The same of 64 bytes of each of 16 rows that lie `apart` bytes apart. */
+INLINE void load_columns(const void *rows, int64_t apart, __m512i r[LANES]) {
+    UNROLL for (int i = 0; i < LANES; i++) r[i] = _mm512_loadu_si512((const uint8_t *)rows + i * apart);
+    transpose(r);
+}
+#endif
 
 /* 16 rows of n numbers, an even count, as (number, row) terms; pairs of numbers lie `apart` terms apart. */
 INLINE void pack_rows(const bf16 *const rows[LANES], int64_t n, int64_t apart, term *packed) {

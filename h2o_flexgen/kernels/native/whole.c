@@ -27,6 +27,7 @@ enum {
     HEIGHT = IS_WIDE ? 3 : 4,     /* rows of a tile: as many vectors of whole sums and of scaled ones as fit */
     MOST_ROWS = 512,            /* whose sums are kept at a time */
     LINE = 64,
+    STEP = COLS * 4, /* bytes of four inputs of a panel */
 };
 
 /* ---- x */
@@ -124,24 +125,30 @@ typedef struct {
     float *groups, *sums; /* room: (LANES, 2, groups) and (MOST_ROWS, COLS) */
 } Panel;
 
-/* Numbers of a group to all its spans. */
-INLINE void put(const Whole *all, int64_t group, __m512 numbers, float *to) {
-    for (int64_t s = group * all->each; s < least((group + 1) * all->each, all->spans); s++)
-        _mm512_store_ps(to + s * COLS, numbers);
+/* Numbers of a group to all its spans, `each` of a group. */
+INLINE void put(int64_t each, int64_t spans, int64_t group, __m512 numbers, float *to) {
+    const int64_t end = least((group + 1) * each, spans);
+    for (int64_t s = group * each; s < end; s++) _mm512_store_ps(to + s * COLS, numbers);
 }
 
 /* bfloat16 numbers of 16 outputs from `out` on, `groups` each, times `step`, two groups a lane. */
 static void turn_pairs(const Whole *all, const bf16 *from, int64_t out, int64_t groups, __m512 step, float *to) {
-    for (int64_t group = 0; group < groups; group += 2 * LANES) {
-        const __mmask32 mask = groups - group < 32 ? (1u << (groups - group)) - 1 : ~0u;
+    const int64_t each = all->each, spans = all->spans, most_groups = 2 * LANES, count = least(most_groups, groups);
+    const int64_t left = all->p.outs - out;
+    for (int64_t group = 0; group < groups; group += count) {
         __m512i r[LANES];
-        for (int64_t i = 0; i < LANES; i++)
-            r[i] = _mm512_maskz_loadu_epi16(mask, from + least(out + i, all->p.outs - 1) * groups + group);
-        transpose(r);
-        for (int64_t i = 0; i < LANES && group + 2 * i < groups; i++) {
-            put(all, group + 2 * i, _mm512_mul_ps(step, even_halves(r[i])), to);
-            if (group + 2 * i + 1 == groups) break;
-            put(all, group + 2 * i + 1, _mm512_mul_ps(step, odd_halves(r[i])), to);
+        group = least(group, groups - count); /* some twice, so that none are left over */
+        if (left >= LANES && count == most_groups) {
+            load_columns(from + out * groups + group, groups * (int64_t)sizeof *from, r);
+        } else {
+            const __mmask32 mask = count < most_groups ? (1u << count) - 1 : ~0u;
+            for (int64_t i = 0; i < LANES; i++)
+                r[i] = _mm512_maskz_loadu_epi16(mask, from + (out + least(i, left - 1)) * groups + group);
+            transpose(r);
+        }
+        for (int64_t i = 0; 2 * i < count; i++) {
+            put(each, spans, group + 2 * i, _mm512_mul_ps(step, even_halves(r[i])), to);
+            if (2 * i + 1 < count) put(each, spans, group + 2 * i + 1, _mm512_mul_ps(step, odd_halves(r[i])), to);
         }
     }
 }
@@ -160,7 +167,7 @@ static void turn_any(const Whole *all, int64_t out, int64_t groups, __m512 step,
             transpose(r);
             for (int64_t i = 0; i < least(LANES, groups - group); i++) {
                 const __m512 v = _mm512_castsi512_ps(r[i]);
-                put(all, group + i, lows ? v : _mm512_mul_ps(v, step), lows ? low : scale);
+                put(all->each, all->spans, group + i, lows ? v : _mm512_mul_ps(v, step), lows ? low : scale);
             }
         }
 }
@@ -183,41 +190,64 @@ static void take_scales(const Whole *all, int64_t out, const Panel *panel) {
     }
 }
 
-/* Of 16 rows `apart` bytes apart, the last one in place of those beyond `rows`, 64 bytes that a mask leaves. */
-INLINE void load_rows(const uint8_t *from, int64_t apart, int64_t rows, __mmask64 mask, __m512i r[LANES]) {
-    if (rows >= LANES && mask == ~0ull) {
-        UNROLL for (int i = 0; i < LANES; i++) r[i] = _mm512_loadu_si512(from + i * apart);
-        return;
+/* Codes of a row are 64 bytes, of 16 outputs that lie `apart` bytes apart: to a panel at `to`. Of 4 bits even inputs go first. */
+#if IS_WIDE
+INLINE void turn_codes(const void *from, int64_t apart, uint8_t *to, const int nibbles, const int tabled, __m512i table) {
+    const int steps = nibbles ? 8 : 4;
+    __m512i r[LANES];
+    load_columns(from, apart, r);
+    UNROLL for (int i = 0; i < LANES; i++) {
+        uint8_t *even = to + (i / 4 * steps + i % 4) * STEP;
+        if (nibbles) {
+            _mm512_store_si512(even, whole_levels(r[i], tabled, table));
+            _mm512_store_si512(even + 4 * STEP, whole_levels(_mm512_srli_epi16(r[i], 4), tabled, table));
+        } else {
+            _mm512_store_si512(even, whole_bytes(r[i]));
+        }
     }
-    for (int64_t i = 0; i < LANES; i++) r[i] = _mm512_maskz_loadu_epi8(mask, from + most(0, least(i, rows - 1)) * apart);
 }
+#else
+INLINE void store_eight(void *to, __m256i codes, const int nibbles, const int tabled, __m512i table) {
+    const __m512i both = joined_i(codes, codes);
+    _mm256_store_si256(to, (nibbles ? whole_levels(both, tabled, table) : whole_bytes(both)).a);
+}
+INLINE void turn_codes(const void *from, int64_t apart, uint8_t *to, const int nibbles, const int tabled, __m512i table) {
+    const int steps = nibbles ? 8 : 4;
+    UNROLL for (int i = 0; i < 8; i++) {
+        const int half = i % 2, four = i / 2;
+        __m256i column[4];
+        four_columns((const uint8_t *)from + 8 * half * apart + 16 * four, apart, column);
+        UNROLL for (int s = 0; s < 4; s++) {
+            uint8_t *even = to + (four * steps + s) * STEP + 32 * half;
+            store_eight(even, column[s], nibbles, tabled, table);
+            if (nibbles) store_eight(even + 4 * STEP, _mm256_srli_epi16(column[s], 4), nibbles, tabled, table);
+        }
+    }
+}
+#endif
 
 /* Inputs [in, end) of outputs from `out` on. Half as many bytes from `ahead` on are asked for. */
 INLINE void take_codes(const Whole *all, int64_t out, int64_t in, int64_t end, uint8_t *to, const uint8_t *ahead,
                        const int nibbles, const int tabled) {
-    enum { STEP = COLS * 4 };
     const __m512i table = whole_table(all->p.packed);
-    const int inputs = nibbles ? 128 : 64, steps = nibbles ? 8 : 4;
+    const int inputs = nibbles ? 128 : 64;
     const int64_t row_bytes = nibbles ? all->p.ins / 2 : all->p.ins;
     for (; in < end; in += inputs, to += inputs * COLS)
         for (int64_t col = 0; col < COLS; col += LANES, ahead += LANES / 2 * LINE) {
-            const int64_t at = in / inputs * 64, left = row_bytes - at;
-            __m512i r[LANES];
+            const int64_t at = in / inputs * 64, left = row_bytes - at, rows = all->p.outs - out - col;
             const uint8_t *from = all->p.packed->codes + least(out + col, all->p.outs - 1) * row_bytes + at;
             const uint8_t *then = col + LANES < COLS ? from + LANES * row_bytes : from - col * row_bytes + LINE;
-            load_rows(from, row_bytes, all->p.outs - out - col, left >= 64 ? ~0ull : (1ull << left) - 1, r);
             for (int i = 0; i < LANES; i++) _mm_prefetch((const char *)then + i * row_bytes, _MM_HINT_T0);
             for (int i = 0; i < LANES / 2; i++) _mm_prefetch((const char *)ahead + i * LINE, _MM_HINT_T1);
-            transpose(r);
-            UNROLL for (int i = 0; i < LANES; i++) {
-                uint8_t *even = to + col * 4 + (i / 4 * steps + i % 4) * STEP;
-                if (nibbles) {
-                    _mm512_store_si512(even, whole_levels(r[i], tabled, table));
-                    _mm512_store_si512(even + 4 * STEP, whole_levels(_mm512_srli_epi16(r[i], 4), tabled, table));
-                } else {
-                    _mm512_store_si512(even, whole_bytes(r[i]));
-                }
+            if (rows >= LANES && left >= LINE) {
+                turn_codes(from, row_bytes, to + col * 4, nibbles, tabled, table);
+                continue;
             }
+            __m512i some[LANES]; /* the last row stands in for those beyond it */
+            for (int64_t i = 0; i < LANES; i++)
+                some[i] = _mm512_maskz_loadu_epi8(left >= LINE ? ~0ull : (1ull << left) - 1,
+                                                  from + most(0, least(i, rows - 1)) * row_bytes);
+            turn_codes(some, LINE, to + col * 4, nibbles, tabled, table);
         }
 }
 
