@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
-from h2o_flexgen.config.reports.quality import QualityReport, QualityRow, RecallTally, StreamReport
+from h2o_flexgen.config.reports.quality import Point, QualityReport, StreamReport, panels
 from h2o_flexgen.pages.page import Chapter, Figure, Passage, Table
 from h2o_flexgen.pages.reading import Json, Material, model_name
 from h2o_flexgen.units import format_bytes, format_seconds
@@ -30,25 +28,6 @@ def section(material: Material) -> Chapter | None:
 
 
 def _quality(report: QualityReport) -> Passage:
-    tallies = report.rows[0].recall if report.rows else ()
-    figures = list[Figure]()
-
-    def draw(title: str, name: str, kind: str, value: Callable[[QualityRow], float | None]) -> None:
-        points = [(row.policy, row.ratio, y) for row in report.rows if (y := value(row)) is not None]
-        figures.extend(_against_budget(title, points, {"name": name, **_FORMS[kind]}))
-
-    for place, tally in enumerate(tallies):
-
-        def shown(row: QualityRow, place: int = place) -> float | None:
-            return row.recall[place].shown if place < len(row.recall) else None
-
-        def later(row: QualityRow, place: int = place) -> float | None:
-            return row.recall[place].later if place < len(row.recall) else None
-
-        kind = tally.kind or "recall"
-        draw(f"{kind}: asked in the prompt, {_asked(tally)} answers", "right answers", "share", shown)
-        draw(f"{kind}: asked after eviction, {tally.later_cases} answers", "right answers", "share", later)
-    draw("perplexity of held-out text", "perplexity", "perplexity", lambda row: row.perplexity)
     head = ["policy", "budget", "right answers", "perplexity", "KV cache", "seconds"]
     rows = []
     for row in report.rows:
@@ -59,24 +38,23 @@ def _quality(report: QualityReport) -> Passage:
         f"{report.model} in {report.dtype} on {report.device}, {report.date[:10]}: {report.recall_file}; "
         f"{report.text_file}, {report.windows} windows of {report.context} + {report.continuation} tokens."
     )
+    figures = [_against_budget(panel) for panel in panels(report.points())]
     return Passage(f"{report.model}: quality against budget", [text], figures, [Table("All rows", head, rows)])
 
 
 def _suite(title: str, rows: list[Json]) -> Passage:
     """A figure for each task and metric, and all figures with their intervals as a table, increases only there."""
-    figures = list[Figure]()
-    shown = [row for row in rows if row["kind"] != "increase"]
-    for task, metric in dict.fromkeys((row["task"], row["metric"]) for row in shown):
-        here = [row for row in shown if (row["task"], row["metric"]) == (task, metric)]
-        form = _FORMS.get(here[0]["kind"], {"free": True})
-        points = [(row["policy"], row["budget"], row["value"]) for row in here]
-        figures += _against_budget(f"{task}: {metric}", points, {"name": metric, **form})
+    points = [
+        Point(f"{row['task']}: {row['metric']}", row["metric"], *(row[name] for name in Point._fields[2:]))
+        for row in rows
+        if row["kind"] != "increase"
+    ]
     head = ["task", "metric", "policy", "budget", "value", "95 % interval", "n"]
     cells = [
         [row["task"], row["metric"], row["policy"], f"{row['budget']:.0%}", *_value(row), str(row.get("n", "-"))]
         for row in rows
     ]
-    return Passage(title, [], figures, [Table("All figures", head, cells)])
+    return Passage(title, [], [_against_budget(panel) for panel in panels(points)], [Table("All figures", head, cells)])
 
 
 def _value(row: Json) -> list[str]:
@@ -85,25 +63,22 @@ def _value(row: Json) -> list[str]:
     return [form(row["value"]), f"{form(row['low'])} to {form(row['high'])}"]
 
 
-def _asked(tally: RecallTally) -> int:
-    return tally.long_cases or tally.cases
-
-
-def _against_budget(title: str, points: list[tuple[str, float, float]], y: Json) -> Iterator[Figure]:
-    """A line per policy through (policy, budget, value), the full cache's as a dashed level; nothing without points."""
+def _against_budget(points: list[Point]) -> Figure:
+    """A line per policy, the full cache's as a dashed level."""
+    title, measure, kind = points[0][:3]
     of_policy: dict[str, list[list[float]]] = {}
-    for policy, budget, value in points:
-        of_policy.setdefault(policy, []).append([budget, value])
+    for point in points:
+        of_policy.setdefault(point.policy, []).append([point.budget, point.value])
     full = of_policy.pop("full", None)
     lines: list[Json] = [{"name": policy, "points": sorted(each)} for policy, each in of_policy.items()]
     if full:
         ends = (min((budget for each in of_policy.values() for budget, _ in each), default=0.1), 1.0)
         level = [[end, full[0][1]] for end in ends]
         lines.append({"name": "full cache", "points": level, "dashed": True, "plain": True, "colour": 7})
-    if lines:
-        label = f"{title}, against the budget: {', '.join(line['name'] for line in lines)}."
-        x = {"name": "KV budget, share of the sequence", "log": True, "form": "percent"}
-        yield Figure("lines", title, label, {"x": x, "y": y, "lines": lines}, height=22)
+    label = f"{title}, against the budget: {', '.join(line['name'] for line in lines)}."
+    x = {"name": "KV budget, share of the sequence", "log": True, "form": "percent"}
+    y = {"name": measure, **_FORMS.get(kind, {"free": True})}
+    return Figure("lines", title, label, {"x": x, "y": y, "lines": lines}, height=22)
 
 
 def _stream(report: StreamReport) -> Passage:

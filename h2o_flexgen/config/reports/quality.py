@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist, fmean, stdev
 from typing import Any, Literal, NamedTuple
@@ -111,6 +111,32 @@ class Report(KeptAsJson):
     device: str
 
 
+FigureKind = Literal["mean", "share", "perplexity", "increase"]
+"""How a figure follows from its values: their mean; the share of those that are 1; exp of the mean; the same minus 1 of
+the differences from the full cache's."""
+
+
+class Point(NamedTuple):
+    """A figure as it is drawn, in the panel of its title, with the ends of its interval."""
+
+    title: str
+    measure: str
+    kind: FigureKind
+    policy: str
+    budget: float
+    value: float
+    low: float
+    high: float
+
+
+def panels(points: Iterable[Point]) -> list[list[Point]]:
+    """The points of each title."""
+    found = dict[str, list[Point]]()
+    for point in points:
+        found.setdefault(point.title, []).append(point)
+    return list(found.values())
+
+
 @dataclass(frozen=True, kw_only=True)
 class QualityReport(Report):
     """Rows measured on one model, one set of recall questions and one text."""
@@ -123,6 +149,18 @@ class QualityReport(Report):
     """Tokens scored after each context, one at a time, with eviction active."""
     windows: int
     rows: tuple[QualityRow, ...]
+
+    def points(self) -> Iterator[Point]:
+        """Right answers of each kind of question, asked in the prompt and after eviction, and the perplexity."""
+        for row in self.rows:
+            for tally in row.recall:
+                in_prompt = f"in the prompt, {tally.long_cases or tally.cases} answers", tally.shown
+                for when, right in (in_prompt, (f"after eviction, {tally.later_cases} answers", tally.later)):
+                    if right is not None:
+                        title = f"{tally.kind or 'recall'}: asked {when}"
+                        yield Point(title, "right answers", "share", row.policy, row.ratio, *[right] * 3)
+            title = "perplexity of held-out text"
+            yield Point(title, "perplexity", "perplexity", row.policy, row.ratio, *[row.perplexity] * 3)
 
 
 @dataclass(frozen=True)
@@ -234,9 +272,6 @@ class StreamReport(Report):
         return perplexity_of(sum(inside) / len(inside)) if inside else None
 
 
-FigureKind = Literal["mean", "share", "perplexity", "increase"]
-"""How a figure follows from its values: their mean; the share of those that are 1; exp of the mean; the same minus 1 of
-the differences from the full cache's."""
 _Z = NormalDist().inv_cdf(0.975)
 
 
