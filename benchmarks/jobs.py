@@ -1,7 +1,6 @@
 """What a job costs beside `run` on the same prompts, what a kill costs it, and how its memory grows with its file.
 
-    python -m benchmarks.jobs throughput --requests 2000 --output results/local/jobs.jsonl
-    python -m benchmarks.jobs memory --requests 50000
+    python -m benchmarks.jobs memory --requests 50000 --output results/local/jobs.jsonl
     python -m benchmarks.jobs kills --requests 2000 --kills 20
     python -m benchmarks.jobs ray --requests 2000 --repetitions 1
     python -m benchmarks.jobs serve --requests 2000
@@ -70,7 +69,7 @@ QUESTIONS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.jobs", allow_abbrev=False)
-    parser.add_argument("what", choices=("throughput", "memory", "kills", "ray", "serve", "ranges"))
+    parser.add_argument("what", choices=("memory", "kills", "ray", "serve", "ranges"))
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--model", default="demo")
     parser.add_argument(
@@ -83,8 +82,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="append the record here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        measures = {"throughput": throughput, "memory": memory, "kills": kills, "ray": actors, "serve": served}
-        measures["ranges"] = ranges
+        measures = {"memory": memory, "kills": kills, "ray": actors, "serve": served, "ranges": ranges}
         found = measures[args.what](Path(folder), args)
     command = ["python", "-m", "benchmarks.jobs", *sys.argv[1:]]
     print_record({"what": args.what, **facts(command), **found}, args.output)
@@ -154,29 +152,6 @@ def plain(path: Path, count: int, words: int) -> None:
 
 def program(name: str, *flags: object, model: str = "demo") -> list[str]:
     return [sys.executable, "-m", f"h2o_flexgen.{name}", "--model", model, *FLAGS, *map(str, flags)]
-
-
-def throughput(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of whole processes, `run` and `batch` in turn, and of what lies between loading and the last answer."""
-    file = folder / "in.jsonl"
-    plain(file, args.requests, args.words)
-    commands = {
-        "run": program("run", "--prompts", file, "--gen-len", args.gen_len, model=args.model),
-        "batch": program("batch", "-i", file, "--gen-len", args.gen_len, model=args.model),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in commands}
-    tokens: dict[str, int] = {}
-    for number in range(args.repetitions):
-        for name, command in commands.items():
-            started = time.perf_counter()
-            done = subprocess.run(
-                [*command, "-o", str(folder / f"{name}{number}.jsonl")], stdout=subprocess.PIPE, check=True, text=True
-            )
-            seconds[name].append(round(time.perf_counter() - started, 3))
-            tokens[name] = json.loads(done.stdout.splitlines()[-1])["generated_tokens"]
-    ratio = statistics.median(seconds["run"]) / statistics.median(seconds["batch"])
-    work = {"model": Path(args.model).name, "requests": args.requests, "gen_len": args.gen_len}
-    return {**work, "seconds": seconds, "tokens": tokens, "ratio": ratio}
 
 
 def memory(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
