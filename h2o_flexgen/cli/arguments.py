@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from h2o_flexgen.cli.parser import Parser, at_least_one, misspelt
 from h2o_flexgen.cli.program import add_json, output_file
 from h2o_flexgen.cli.prompts import GivenPrompt, as_conversations, checked_text, demo_prompts, read_prompts, stop_texts
 from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.flags import add_arguments, as_typed, called, from_namespace, given
+from h2o_flexgen.config.flags import add_arguments, called, from_namespace, given, option
 from h2o_flexgen.config.hardware.profile import HardwareProfile, PlanningConfig, find_profile
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.response_format import ResponseFormat
@@ -44,6 +44,12 @@ REFUSED = {
 }
 
 
+def _prompt_len(text: str) -> int:
+    if any(character.isalpha() for character in text):
+        raise argparse.ArgumentTypeError(f"{text!r}: needed a number of tokens; a prompt is given with --prompt TEXT")
+    return at_least_one(text)
+
+
 @dataclass(frozen=True)
 class RunArguments:
     """All of a command line, checked. `notes` are sentences for the user."""
@@ -52,22 +58,57 @@ class RunArguments:
     sampling: SamplingParams
     hardware: HardwareProfile | None
     calibrate: bool | None
-    prompts: tuple[str, ...]
-    prompts_file: Path | None
-    prompt_len: int | None
-    num_prompts: int | None
-    chat: bool
-    system: str | None
-    skip: bool
-    output: Path | None
-    overwrite: bool
-    log_file: Path | None
-    trace_file: Path | None
-    report_file: Path | None
-    scores_file: Path | None
-    quiet: bool
     json: bool | None
     notes: tuple[str, ...]
+    prompts: Sequence[str] = option(
+        (), "--prompt", parse=str, action="append", metavar="TEXT", help="a prompt; may be given several times"
+    )
+    prompts_file: Path | None = option(
+        None,
+        "--prompts",
+        metavar="FILE",
+        help='text, a prompt per line, or .jsonl with {"prompt": "..." or [token ids]} or {"messages": [...]} '
+        "per line; - for stdin",
+    )
+    chat: bool = option(False, help="each prompt is a user message, for the model's chat template")
+    system: str | None = option(None, metavar="TEXT", help="with --chat: a system message before each prompt")
+    prompt_len: int | None = option(
+        None, "--prompt-len", "--input-len", "-p", parse=_prompt_len, help="random prompts of N tokens instead"
+    )
+    num_prompts: int | None = option(
+        None,
+        parse=at_least_one,
+        help="number of random prompts (default: one block), or only the first N given prompts",
+    )
+    stop: Sequence[str] = option(
+        (), parse=str, action="append", metavar="TEXT", help="ends a sequence; may be given several times"
+    )
+    json_schema: str | None = option(
+        None, metavar="FILE", help="answers are JSON as the JSON schema in FILE describes it"
+    )
+    output: Path | None = option(
+        None,
+        "--output",
+        "--output-file",
+        "-o",
+        metavar="FILE",
+        help="answers as JSONL; - for stdout (default: text there)",
+    )
+    on_error: Literal["fail", "skip"] = option(
+        "fail",
+        choices=("fail", "skip"),
+        help="a prompt that cannot be run (too long, a line that is not JSON) ends the program before any work "
+        "(default), or has an error for its answer while the others are run (exit code 3)",
+    )
+    overwrite: bool = option(False, help="replace existing files of --output, --trace and so on")
+    log_file: Path | None = option(None, metavar="FILE", help="append figures in FlexGen's five-line log format")
+    no_log: bool = option(False, help="no log file, whatever --log-file says")
+    trace_file: Path | None = option(None, "--trace", metavar="FILE", help="a timeline for ui.perfetto.dev")
+    report_file: Path | None = option(None, "--report", metavar="FILE", help="an HTML page of the run")
+    scores_file: Path | None = option(
+        None, "--record-scores", metavar="FILE", help="scores of the prompts' tokens, for h2o-flexgen report"
+    )
+    quiet: bool = option(False, "--quiet", "-q", help="no progress, no report")
 
 
 def parse_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> RunArguments:
@@ -80,10 +121,11 @@ def parse_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str
 def given_prompts(arguments: RunArguments) -> list[GivenPrompt] | None:
     """The prompts that the user gave, None where random ones are wanted."""
     prompts: list[GivenPrompt]
+    skip = arguments.on_error == "skip"
     if arguments.prompts:
         prompts = list(map(GivenPrompt, arguments.prompts))
     elif arguments.prompts_file is not None:
-        prompts = read_prompts(arguments.prompts_file, skip=arguments.skip)
+        prompts = read_prompts(arguments.prompts_file, skip=skip)
     elif arguments.prompt_len is None and arguments.engine.model == "demo" and arguments.engine.weights == "checkpoint":
         prompts = list(map(GivenPrompt, demo_prompts()))
     elif arguments.chat:
@@ -96,43 +138,36 @@ def given_prompts(arguments: RunArguments) -> list[GivenPrompt] | None:
     prompts = prompts[: arguments.num_prompts]
     if not arguments.chat:
         return prompts
-    talks = as_conversations([each.prompt for each in prompts], arguments.system, skip=arguments.skip)
+    talks = as_conversations([each.prompt for each in prompts], arguments.system, skip=skip)
     return [GivenPrompt(talk, each.settings) for talk, each in zip(talks, prompts, strict=True)]
 
 
 def _checked(args: argparse.Namespace, notes: list[str]) -> RunArguments:
     refuse_known(args)
-    engine = engine_of(args, notes)
-    said: dict[str, Any] = {"stop_strings": stop_texts(args.stop)}
-    said["response_format"] = None if args.json_schema is None else _form(args.json_schema)
+    engine, typed = engine_of(args, notes), given(RunArguments, args)
+    said: dict[str, Any] = {"stop_strings": stop_texts(typed.get("stop", ()))}
+    said["response_format"] = _form(typed["json_schema"]) if "json_schema" in typed else None
     sampling = from_namespace(SamplingParams, args, defaults=said)
-    if sum((bool(args.prompt), args.prompts is not None, args.prompt_len is not None)) > 1:
+    if len(typed.keys() & {"prompts", "prompts_file", "prompt_len"}) > 1:
         raise UsageError("--prompt, --prompts and --prompt-len are given together", "needed one of them")
-    if args.chat and args.prompt_len is not None:
+    if typed.keys() >= {"chat", "prompt_len"}:
         raise UsageError("--chat and --prompt-len are given together", "random tokens are not a conversation")
-    if args.system is not None and not args.chat:
-        raise UsageError("--system is given without --chat", "a system message belongs to a conversation")
-    if args.overwrite and args.output is args.trace is args.report is args.record_scores is None:
+    if "system" in typed:
+        if "chat" not in typed:
+            raise UsageError("--system is given without --chat", "a system message belongs to a conversation")
+        checked_text(typed["system"], "--system")
+    written = {"--trace": "trace_file", "--report": "report_file", "--record-scores": "scores_file"}
+    overwrite = "overwrite" in typed
+    if overwrite and not typed.keys() & {"output", *written.values()}:
         needed = "needed --output FILE, --trace FILE, --report FILE or --record-scores FILE"
         raise UsageError("--overwrite is given without --output", needed)
     planning = from_namespace(PlanningConfig, args)
-    made: dict[str, Any] = {
-        "engine": engine,
-        "sampling": sampling,
-        "hardware": None if planning.hardware is None else find_profile(planning.hardware),
-        "calibrate": planning.calibrate,
-        "prompts": tuple(checked_text(text, "--prompt") for text in args.prompt),
-        "prompts_file": None if args.prompts is None else Path(args.prompts),
-        "system": None if args.system is None else checked_text(args.system, "--system"),
-        "skip": args.on_error == "skip",
-        "output": None if args.output is None else Path(args.output),
-        "log_file": None if args.no_log else output_file("--log-file", args.log_file, keep=False),
-        "trace_file": output_file("--trace", args.trace, keep=not args.overwrite),
-        "report_file": output_file("--report", args.report, keep=not args.overwrite),
-        "scores_file": output_file("--record-scores", args.record_scores, keep=not args.overwrite),
-        "notes": tuple(notes),
-    }
-    return RunArguments(**{**as_typed(RunArguments, args), **made})
+    typed["prompts"] = tuple(checked_text(text, "--prompt") for text in typed.get("prompts", ()))
+    typed["log_file"] = None if "no_log" in typed else output_file("--log-file", typed.get("log_file"), keep=False)
+    for flag, name in written.items():
+        typed[name] = output_file(flag, typed.get(name), keep=not overwrite)
+    hardware = None if planning.hardware is None else find_profile(planning.hardware)
+    return RunArguments(engine, sampling, hardware, planning.calibrate, args.json, tuple(notes), **typed)
 
 
 def _form(path: str) -> ResponseFormat:
@@ -263,7 +298,7 @@ def _run_parser() -> Parser:
         "Exit codes: 0 all well, 2 flags or prompts, 3 some sequences failed, 4 model or checkpoint, 5 does not fit, "
         "6 disk, 130 or 143 interrupted.",
     )
-    _add_work(parser)
+    add_json(add_arguments(parser, RunArguments, title="work", bare=True))
     add_engine(parser)
     return parser
 
@@ -277,59 +312,6 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser, PlanningConfig, title="rates for plans and predictions")
     add_arguments(parser, SamplingParams, title="sampling, and the end of a sequence")
     _add_known(parser)
-
-
-def _add_work(parser: argparse.ArgumentParser) -> None:
-    """Prompts in, answers and figures out."""
-    work = parser.add_argument_group("work")
-    work.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given several times"
-    )
-    work.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help='text, a prompt per line, or .jsonl with {"prompt": "..." or [token ids]} or {"messages": [...]} '
-        "per line; - for stdin",
-    )
-    work.add_argument(
-        "--chat", action="store_true", help="each prompt is a user message, for the model's chat template"
-    )
-    work.add_argument("--system", metavar="TEXT", help="with --chat: a system message before each prompt")
-    work.add_argument(
-        "--prompt-len", "--input-len", "-p", type=_prompt_len, metavar="N", help="random prompts of N tokens instead"
-    )
-    work.add_argument(
-        "--num-prompts",
-        type=at_least_one,
-        metavar="N",
-        help="number of random prompts (default: one block), or only the first N given prompts",
-    )
-    work.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="ends a sequence; may be given several times"
-    )
-    work.add_argument("--json-schema", metavar="FILE", help="answers are JSON as the JSON schema in FILE describes it")
-    work.add_argument(
-        "--output",
-        "--output-file",
-        "-o",
-        metavar="FILE",
-        help="answers as JSONL; - for stdout (default: text there)",
-    )
-    work.add_argument(
-        "--on-error",
-        choices=("fail", "skip"),
-        default="fail",
-        help="a prompt that cannot be run (too long, a line that is not JSON) ends the program before any work "
-        "(default), or has an error for its answer while the others are run (exit code 3)",
-    )
-    work.add_argument("--overwrite", action="store_true", help="replace existing files of --output, --trace and so on")
-    add_json(work)
-    work.add_argument("--log-file", metavar="FILE", help="append figures in FlexGen's five-line log format")
-    work.add_argument("--no-log", action="store_true", help="no log file, whatever --log-file says")
-    work.add_argument("--trace", metavar="FILE", help="a timeline for ui.perfetto.dev")
-    work.add_argument("--report", metavar="FILE", help="an HTML page of the run")
-    work.add_argument("--record-scores", metavar="FILE", help="scores of the prompts' tokens, for h2o-flexgen report")
-    work.add_argument("--quiet", "-q", action="store_true", help="no progress, no report")
 
 
 def _add_known(parser: argparse.ArgumentParser) -> None:
@@ -386,9 +368,3 @@ class _Refuse(argparse.Action):
 def _is_false(value: str | None) -> bool:
     """Whether a switch was typed with a word for no."""
     return value is not None and value.lower() in ("0", "false", "no", "off")
-
-
-def _prompt_len(text: str) -> int:
-    if any(character.isalpha() for character in text):
-        raise argparse.ArgumentTypeError(f"{text!r}: needed a number of tokens; a prompt is given with --prompt TEXT")
-    return at_least_one(text)

@@ -64,8 +64,7 @@ def generate(arguments: RunArguments, every: list[GivenPrompt] | None, answers: 
 
         llm.on_plan = on_plan
         failed = 0
-        on_error = "skip" if arguments.skip else "fail"
-        for output in llm.stream(prompts, params, on_error=on_error) if prompts else ():
+        for output in llm.stream(prompts, params, on_error=arguments.on_error) if prompts else ():
             progress.finished()
             if output.error is not None:
                 failed += 1
@@ -102,7 +101,7 @@ def _work(
             try:
                 prompts.append(marked_chat(codec, name, prompt, prompt.spans, f"prompt {index}", prompt.arguments))
             except UsageError as error:
-                if not arguments.skip:
+                if arguments.on_error == "fail":
                     raise
                 prompts.append(error)
         return prompts, arguments.sampling

@@ -14,7 +14,7 @@ from h2o_flexgen.cli.parser import Parser
 from h2o_flexgen.cli.program import add_json, output_file
 from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.flags import add_arguments, called, from_namespace
+from h2o_flexgen.config.flags import add_arguments, called, from_namespace, given, option
 from h2o_flexgen.config.hardware.profile import HardwareProfile, find_profile, kept_profile, profile_names
 from h2o_flexgen.config.model.known import known_config, model_folder, only_gguf, read_config, unknown_model
 from h2o_flexgen.config.model.modules import ModuleSpec
@@ -44,11 +44,17 @@ class SearchArguments:
     """All of a command line, checked."""
 
     request: PlanRequest
-    solver: str
-    output: Path | None
-    simulate: Path | None
-    quiet: bool
     json: bool | None
+    hardware: str | None = option(
+        None,
+        metavar="NAME|FILE",
+        help=f"{', '.join(profile_names())}, or a file that calibrate wrote (default: this machine as calibrated)",
+    )
+    output: Path | None = option(None, "--output", "-o", metavar="FILE", help="the policy, for run --policy FILE")
+    simulate: Path | None = option(None, metavar="FILE", help="a timeline of the simulated run, for ui.perfetto.dev")
+    overwrite: bool = option(False, help="replace an existing --output or --simulate FILE")
+    solver: str = option(SOLVERS[0], choices=SOLVERS, help="solver of the linear programs (default: highs)")
+    quiet: bool = option(False, "--quiet", "-q", help="print the JSON object alone")
 
 
 def parse_search(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> SearchArguments:
@@ -58,17 +64,14 @@ def parse_search(argv: Sequence[str] | None = None, environ: Mapping[str, str] =
 
 
 def _checked(args: argparse.Namespace) -> SearchArguments:
-    if args.overwrite and args.output is None and args.simulate is None:
+    typed = given(SearchArguments, args)
+    overwrite = "overwrite" in typed
+    if overwrite and not typed.keys() & {"output", "simulate"}:
         raise UsageError("--overwrite is given without --output", "needed --output FILE or --simulate FILE")
-    return SearchArguments(
-        request=_request(args),
-        solver=args.solver,
-        output=output_file("--output", args.output, keep=not args.overwrite),
-        simulate=output_file("--simulate", args.simulate, keep=not args.overwrite),
-        quiet=args.quiet,
-        # --quiet asks for nothing but the JSON object.
-        json=True if args.json is None and args.quiet else args.json,
-    )
+    for name in ("output", "simulate"):
+        typed[name] = output_file(f"--{name}", typed.get(name), keep=not overwrite)
+    # --quiet asks for nothing but the JSON object.
+    return SearchArguments(_request(args), True if args.json is None and "quiet" in typed else args.json, **typed)
 
 
 def search_parser() -> Parser:
@@ -79,20 +82,7 @@ def search_parser() -> Parser:
         epilog="Every flag can be set in the environment, as for run. Exit codes: 0 all well, 2 flags, 4 model, "
         "5 nothing fits the caps.",
     )
-    work = parser.add_argument_group("machine and results")
-    work.add_argument(
-        "--hardware",
-        metavar="NAME|FILE",
-        help=f"{', '.join(profile_names())}, or a file that calibrate wrote (default: this machine as calibrated)",
-    )
-    work.add_argument("--output", "-o", metavar="FILE", help="the policy, for run --policy FILE")
-    work.add_argument("--simulate", metavar="FILE", help="a timeline of the simulated run, for ui.perfetto.dev")
-    work.add_argument("--overwrite", action="store_true", help="replace an existing --output or --simulate FILE")
-    work.add_argument(
-        "--solver", choices=SOLVERS, default=SOLVERS[0], help="solver of the linear programs (default: highs)"
-    )
-    work.add_argument("--quiet", "-q", action="store_true", help="print the JSON object alone")
-    add_json(work)
+    add_json(add_arguments(parser, SearchArguments, title="machine and results", bare=True))
     add_arguments(parser, Workload, title="work", exclude={"num_sequences"}, defaults=_LENGTHS)
     count = "how many prompts (default: no end of them)"
     parser.add_argument("--num-prompts", type=int, default=argparse.SUPPRESS, metavar="N", help=count)
@@ -108,7 +98,7 @@ def search_parser() -> Parser:
 def _request(args: argparse.Namespace) -> PlanRequest:
     eviction = eviction_of(args)
     engine = replace(from_namespace(EngineConfig, args), eviction=eviction)
-    named = None if args.hardware is None else find_profile(args.hardware)
+    named = find_profile(args.hardware) if hasattr(args, "hardware") else None
     stored = engine.caching(_spec(engine.model, engine.model_impl))
     spec = engine.kept(stored)
     profile = named or kept_profile(spec, engine.dtype, engine.device)

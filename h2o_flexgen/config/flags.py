@@ -28,16 +28,17 @@ def option(
     parse: Callable[[str], Any] | None = None,
     show: Callable[[Any], str] | None = None,
     unset: str = "none",
+    **how: Any,
 ) -> Any:
     """A field of a dataclass that is also a flag; where `default` is a function, a call of it, and MISSING for none.
 
     `names` are the flag and its aliases: without any it is called as the field. `parse` and `show` turn text into the
     value and back where the field's type does not say how (bool, int, float, str, a Literal, or several texts with
-    commas between); `unset` is how `--help` prints a default of None.
+    commas between); `unset` is how `--help` prints a default of None. `how` is for argparse, of what it knows more.
     """
     given = {"default_factory": default} if callable(default) else {"default": default}
-    how = {"names": names, "help": help, "metavar": metavar, "parse": parse, "show": show, "unset": unset}
-    return dataclasses.field(**given, metadata=how)
+    kept = {"names": names, "help": help, "metavar": metavar, "parse": parse, "show": show, "unset": unset, "how": how}
+    return dataclasses.field(**given, metadata=kept)
 
 
 def flags_of(item: dataclasses.Field[Any]) -> Sequence[str]:
@@ -80,11 +81,13 @@ def add_arguments(
     exclude: Collection[str] = (),
     defaults: Mapping[str, Any] | None = None,
     title: str | None = None,
-) -> None:
+    bare: bool = False,
+) -> argparse._ArgumentGroup:
     """Give `parser` a group, called `title`, with a flag for every field of the dataclass `cls` that has one.
 
     Fields in `exclude` get none. `defaults` replace those of the fields, in `--help` too: pass the same to
-    `from_namespace`. A flag that is not typed leaves no trace in the namespace, so that `given` can tell.
+    `from_namespace`. A flag that is not typed leaves no trace in the namespace, so that `given` can tell. `bare`:
+    switches take no value and have no --no-x, and `--help` names the defaults that the fields' own texts name.
     """
     group = parser.add_argument_group(title or cls.__name__)
     for item in _flagged(cls):
@@ -93,12 +96,15 @@ def add_arguments(
         default = (defaults or {}).get(item.name, item.default)
         required = default is dataclasses.MISSING
         note = "required" if required else f"default: {item.show(default)}"
-        text = f"{item.help} ({note})".replace("%", "%%")
+        text = (item.help if bare else f"{item.help} ({note})").replace("%", "%%")
         common: dict[str, Any] = {"dest": item.dest, "default": argparse.SUPPRESS, "required": required, "help": text}
-        if item.type is bool:
-            group.add_argument(*item.names, f"--no-{item.names[0][2:]}", action=Switch, metavar="BOOL", **common)
+        if item.type is not bool:
+            group.add_argument(*item.names, type=_converter(item), metavar=item.metavar, **item.how, **common)
+        elif bare:
+            group.add_argument(*item.names, action="store_true", **common)
         else:
-            group.add_argument(*item.names, type=_converter(item), metavar=item.metavar, **common)
+            group.add_argument(*item.names, f"--no-{item.names[0][2:]}", action=Switch, metavar="BOOL", **common)
+    return group
 
 
 def from_namespace(cls: type[T], namespace: argparse.Namespace, *, defaults: Mapping[str, Any] | None = None) -> T:
@@ -120,12 +126,6 @@ def from_namespace(cls: type[T], namespace: argparse.Namespace, *, defaults: Map
 def given(cls: type[Any], namespace: argparse.Namespace) -> dict[str, Any]:
     """The fields of `cls` whose flags were typed, and their values."""
     return {item.name: getattr(namespace, item.dest) for item in _flagged(cls) if hasattr(namespace, item.dest)}
-
-
-def as_typed(cls: type[Any], namespace: argparse.Namespace) -> dict[str, Any]:
-    """The values of flags that are called like fields of the dataclass `cls`, as they were parsed."""
-    names = [item.name for item in dataclasses.fields(cls)]
-    return {name: getattr(namespace, name) for name in names if hasattr(namespace, name)}
 
 
 def _in_flags(cls: type[Any], message: str) -> str:
@@ -161,6 +161,7 @@ class _Flagged(NamedTuple):
     parse: Callable[[str], Any]
     show_value: Callable[[Any], str] | None
     unset: str
+    how: Mapping[str, Any]
 
     @property
     def dest(self) -> str:
@@ -206,6 +207,7 @@ def _read(cls: type[Any]) -> Iterator[_Flagged]:
             parse=meta["parse"] or usual,
             show_value=meta["show"] or (with_commas if origin is tuple else None),
             unset=meta["unset"],
+            how=meta["how"],
         )
 
 

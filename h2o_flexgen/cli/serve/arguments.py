@@ -8,36 +8,64 @@ import ipaddress
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 
 from h2o_flexgen.cli.arguments import add_engine
 from h2o_flexgen.cli.batch.arguments import BatchArguments, job_arguments
 from h2o_flexgen.cli.parser import Parser, misspelt
-from h2o_flexgen.config.flags import called
+from h2o_flexgen.config.flags import add_arguments, called, given, option
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.folders import expanded, last_part
 from h2o_flexgen.units import parse_bytes
 
 NEEDED = ("starlette", "uvicorn", "python_multipart")
 MOST_BYTES = "8GiB"
+_DATA = "~/.local/share/h2o_flexgen/serve"
+
+
+def _port(text: str) -> int:
+    if not (text.isdecimal() and int(text) < 1 << 16):
+        raise argparse.ArgumentTypeError(f"{text!r}: needed a port from 0, for any that is free, to 65535")
+    return int(text)
+
+
+_KEY = "H2O_FLEXGEN_API_KEY"
+_OF_BATCH = {"served_model_name", "sample", "at_risk", "quiet"}
+"""Fields of BatchArguments whose flags there are here, too."""
 
 
 @dataclass(frozen=True)
 class ServeArguments:
     """All of a command line, checked. `jobs`: what a batch is run with, but for its files, and `more_models` are run
-    with, too; `by_model`: batches of the model that is loaded go first; `max_file`: bytes that an uploaded file may
-    have."""
+    with, too."""
 
     jobs: BatchArguments
-    more_models: tuple[str, ...]
-    by_model: bool
-    host: str
-    port: int
-    data_dir: Path
     api_key: str | None = field(repr=False)
-    max_file: int
+    host: str = option("127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)")
+    port: int = option(8000, parse=_port, metavar="PORT", help="port to listen on; 0: any free one (default: 8000)")
+    data_dir: Path = option(
+        lambda: expanded(_DATA), parse=expanded, metavar="DIR", help=f"folder for files and batches (default: {_DATA})"
+    )
+    max_file: int = option(
+        parse_bytes(MOST_BYTES),
+        parse=parse_bytes,
+        metavar="SIZE",
+        help=f"largest file that may be uploaded (default: {MOST_BYTES})",
+    )
+    more_models: Sequence[str] = option(
+        (),
+        parse=str,
+        nargs="+",
+        metavar="MODEL",
+        help="other models for batches and requests; one is loaded at a time, when its turn comes",
+    )
+    queue: str = option(
+        "arrival",
+        choices=("arrival", "model"),
+        help="order of batches: by arrival, or batches of the loaded model first (default: arrival)",
+    )
 
     @cached_property
     def models(self) -> dict[str, BatchArguments]:
@@ -69,22 +97,14 @@ def parse_serve(argv: Sequence[str] | None = None, environ: Mapping[str, str] = 
         key = (args.api_key or "").strip() or None
         if key is not None and not (key.isascii() and key.isprintable()):
             raise UsageError("the key is not of printable ASCII characters", "needed what a header can carry")
-        if key is None and not _is_loopback(args.host):
+        made = ServeArguments(job_arguments(args, misspelt(parser, environ)), key, **given(ServeArguments, args))
+        if key is None and not _is_loopback(made.host):
             raise UsageError(
-                f"--host {args.host} can be reached from other machines, and there is no key",
+                f"--host {made.host} can be reached from other machines, and there is no key",
                 "needed a key for all who ask",
                 f"set {_KEY}, or leave --host at 127.0.0.1",
             )
-        return ServeArguments(
-            jobs=job_arguments(args, misspelt(parser, environ)),
-            more_models=tuple(args.more_models),
-            by_model=args.queue == "model",
-            host=args.host,
-            port=args.port,
-            data_dir=expanded(args.data_dir),
-            api_key=key,
-            max_file=parse_bytes(args.max_file),
-        )
+        return made
 
 
 def require_libraries() -> None:
@@ -93,9 +113,6 @@ def require_libraries() -> None:
     if missing:
         found = f"serve needs {', '.join(missing)}, which is not installed"
         raise UsageError(found, change="pip install 'h2o_flexgen[serve]'")
-
-
-_KEY = "H2O_FLEXGEN_API_KEY"
 
 
 def _one_name(name: str) -> UsageError:
@@ -111,12 +128,6 @@ def _is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in found)
 
 
-def _port(text: str) -> int:
-    if not (text.isdecimal() and int(text) < 1 << 16):
-        raise argparse.ArgumentTypeError(f"{text!r}: needed a port from 0, for any that is free, to 65535")
-    return int(text)
-
-
 def _serve_parser() -> Parser:
     """The parser of `python -m h2o_flexgen.serve`."""
     parser = Parser(
@@ -127,52 +138,9 @@ def _serve_parser() -> Parser:
         epilog="Every flag can be set in the environment, as for run. Exit codes: 0 stopped by SIGINT or SIGTERM, 2 "
         "flags, 4 model or checkpoint, 6 disk, 7 another process serves this folder.",
     )
-    work = parser.add_argument_group("work")
-    work.add_argument(
-        "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)"
-    )
-    work.add_argument(
-        "--port", type=_port, default=8000, metavar="PORT", help="port to listen on; 0: any free one (default: 8000)"
-    )
-    work.add_argument(
-        "--data-dir",
-        default="~/.local/share/h2o_flexgen/serve",
-        metavar="DIR",
-        help="folder for files and batches (default: %(default)s)",
-    )
+    work = add_arguments(parser, ServeArguments, title="work", bare=True)
     work.add_argument("--api-key", metavar="KEY", help=f"key of all clients; process lists show it, not {_KEY}")
-    work.add_argument(
-        "--max-file",
-        default=MOST_BYTES,
-        metavar="SIZE",
-        help=f"largest file that may be uploaded (default: {MOST_BYTES})",
-    )
-    work.add_argument(
-        "--served-model-name", nargs="+", default=(), metavar="NAME", help="other names for the model in requests"
-    )
-    work.add_argument(
-        "--more-models",
-        nargs="+",
-        default=(),
-        metavar="MODEL",
-        help="other models for batches and requests; one is loaded at a time, when its turn comes",
-    )
-    work.add_argument(
-        "--queue",
-        choices=("arrival", "model"),
-        default="arrival",
-        help="order of batches: by arrival, or batches of the loaded model first (default: arrival)",
-    )
-    work.add_argument(
-        "--sample",
-        type=int,
-        default=0,
-        metavar="N",
-        help="run N requests of each batch first, as for batch (default: 0)",
-    )
-    work.add_argument(
-        "--at-risk", type=float, metavar="SHARE", help="share of requests under way at once, as for batch"
-    )
-    work.add_argument("--quiet", "-q", action="store_true", help="no notes on stderr")
+    others = {item.name for item in fields(BatchArguments)} - _OF_BATCH
+    add_arguments(parser, BatchArguments, title="batches and notes", exclude=others, bare=True)
     add_engine(parser)
     return parser

@@ -108,7 +108,7 @@ class Worker:
     """Runs batches, one after the other, and single requests, by the model that is loaded. Of the engine's thread."""
 
     def __init__(self, arguments: ServeArguments, desk: Desk) -> None:
-        self._models, self._by_model, self._desk = arguments.models, arguments.by_model, desk
+        self._models, self._by_model, self._desk = arguments.models, arguments.queue == "model", desk
         self._looked, self._quiet = 0.0, arguments.jobs.quiet
         self._batch: Entry | None = None
         self._takes: dict[str, tuple[str, Percentiles]] = {}
