@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.section import ONE, Section, module_command, run, serve, tiny_model, warm_up
-from h2o_flexgen.baselines.process import RunFailed
+from benchmarks.gpu.section import ONE, Section, module_command, run, serve, timed, tiny_model
 from h2o_flexgen.baselines.store import Record
 from h2o_flexgen.config.eviction import EvictionConfig
 
@@ -102,12 +101,8 @@ def one(work: dict[str, Any]) -> Record:
     hardware = HardwareProfile.load(Path(work["profile"]))
     with LLM(**setting.engine, hardware=hardware) as llm:
         prompts = random_prompts(setting.sequences, setting.prompt_len, llm.model.spec.vocab_size, 0)
-        warm_up(llm, prompts, setting.gen_len)
-        llm.generate(prompts, max_new_tokens=setting.gen_len, ignore_eos=True)
-        record = llm.last_record
-    if record is None:
-        raise RunFailed("the run left no record")
-    return record.to_json()
+        record, _, _ = timed(llm, prompts, setting.gen_len)
+    return dict(record.to_json())
 
 
 def measure(section: Section) -> None:

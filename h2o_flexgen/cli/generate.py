@@ -16,7 +16,6 @@ from h2o_flexgen.cli.planning import let_calibrate, plan_text
 from h2o_flexgen.cli.program import print_error, write_json
 from h2o_flexgen.cli.progress import RunProgress
 from h2o_flexgen.cli.prompts import GivenPrompt, Messages, PromptLike, random_prompts
-from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.hardware.profile import misfits
 from h2o_flexgen.config.prompt import Prompt
 from h2o_flexgen.config.reports.record import RunRecord, eviction_entry
@@ -46,7 +45,7 @@ def generate(arguments: RunArguments, every: list[GivenPrompt] | None, answers: 
         print_error(f"note: {note}")
     given = None if every is None else [each.prompt for each in every]
     with ExitStack() as stack:
-        llm = stack.enter_context(LLM(**engine_settings(arguments.engine), hardware=arguments.hardware))
+        llm = stack.enter_context(LLM(**vars(arguments.engine), hardware=arguments.hardware))
         prompts, sampling = _work(arguments, given, llm)
         params: SamplingParams | list[SamplingParams] = sampling
         if any(each.settings for each in every or ()):
@@ -81,11 +80,6 @@ def generate(arguments: RunArguments, every: list[GivenPrompt] | None, answers: 
             print_error(f"{failed} of {len(prompts) * sampling.num_return_sequences} sequences ended in an error")
         _report(llm, llm.last_record or _nothing_done(llm), arguments)
     return EXIT_SOME_FAILED if failed else 0
-
-
-def engine_settings(engine: EngineConfig) -> dict[str, Any]:
-    """The settings of `LLM` by name."""
-    return {name: getattr(engine, name) for name in engine.__dataclass_fields__}
 
 
 def _work(

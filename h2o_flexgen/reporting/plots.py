@@ -66,7 +66,8 @@ def _plot(points: Iterable[Point], path: Path, title: str = "") -> None:
             handles.setdefault(label, handle)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5, frameon=False)
     figure.suptitle(title, fontsize=13)
-    _save(figure, path)
+    with writing(path):
+        figure.savefig(path, dpi=120)
 
 
 def _panel(axes: Any, points: Sequence[Point], policies: Sequence[str]) -> None:
@@ -102,11 +103,6 @@ def _panel(axes: Any, points: Sequence[Point], policies: Sequence[str]) -> None:
     axes.set_xlabel("KV budget, share of prompt and generated tokens")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _save(figure: Any, path: Path) -> None:
-    with writing(path):
-        figure.savefig(path, dpi=120)
 
 
 def _log_if_wide(axes: Any, values: list[float]) -> None:
@@ -154,4 +150,5 @@ def plot_stream(report: StreamReport, path: Path) -> None:
     )
     times = f"{report.length / report.context:g} times its context"
     figure.suptitle(f"{report.model} ({report.dtype}): {report.streams} streams of {times}", fontsize=12)
-    _save(figure, path)
+    with writing(path):
+        figure.savefig(path, dpi=120)

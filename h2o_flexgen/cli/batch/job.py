@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import h2o_flexgen
 from h2o_flexgen.cache.prefix_store import StoreCounts
 from h2o_flexgen.cli.batch.arguments import BatchArguments
-from h2o_flexgen.cli.generate import EXIT_SOME_FAILED, engine_settings
+from h2o_flexgen.cli.generate import EXIT_SOME_FAILED
 from h2o_flexgen.cli.planning import let_calibrate, plan_text
 from h2o_flexgen.cli.program import ProgramExit, print_error, write_json, write_result
 from h2o_flexgen.cli.progress import JobProgress
@@ -63,7 +63,7 @@ def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
         if arguments.resume and not results.resumed:
             raise UsageError(f"--resume: no job was begun with --output {arguments.output}", "leave --resume out")
         scan = source.scan()
-        llm = stack.enter_context(LLM(**engine_settings(arguments.engine), hardware=arguments.hardware))
+        llm = stack.enter_context(LLM(**vars(arguments.engine), hardware=arguments.hardware))
         begun = (results.header or {}).get("job")
         identity = job_identity(arguments, llm, source, scan, begun)
         if arguments.strict:
@@ -100,7 +100,7 @@ def _plan_only(arguments: BatchArguments) -> int:
     """Prints what the job would take, and its JSON. Nothing is written."""
     source = Source(arguments.input, arguments.format, columns=_columns(arguments), shard=arguments.shard)
     scan = source.scan()
-    with LLM(**engine_settings(arguments.engine), hardware=arguments.hardware) as llm:
+    with LLM(**vars(arguments.engine), hardware=arguments.hardware) as llm:
         let_calibrate(llm, arguments.calibrate, arguments.quiet)
         form = request_format(arguments, llm.model, source.format, scan.doubled, {})
         found = outlook(llm, source, form, scan.requests, arguments.at_risk, arguments.sample).to_json()
@@ -321,7 +321,7 @@ class JobActor:
         engine = arguments.engine
         if engine.cpu_mem is None and memory < 1:
             engine = replace(engine, cpu_mem=int(memory * cpu_limit().nbytes))
-        self._llm = LLM(**engine_settings(engine), hardware=arguments.hardware)
+        self._llm = LLM(**vars(engine), hardware=arguments.hardware)
         self._format = request_format(arguments, self._llm.model, kind, doubled, header)
 
     def __call__(self, batch: Any) -> Any:

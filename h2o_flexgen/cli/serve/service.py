@@ -22,7 +22,6 @@ import uvicorn
 
 from h2o_flexgen.cli.batch.arguments import BatchArguments
 from h2o_flexgen.cli.batch.job import job_identity, request_format
-from h2o_flexgen.cli.generate import engine_settings
 from h2o_flexgen.cli.planning import let_calibrate
 from h2o_flexgen.cli.program import print_error, stop_if_told
 from h2o_flexgen.cli.serve.arguments import ServeArguments
@@ -147,7 +146,7 @@ class Worker:
             return self._llm
         self.close()
         jobs = self._models[model]
-        llm = LLM(**engine_settings(jobs.engine), hardware=jobs.hardware)
+        llm = LLM(**vars(jobs.engine), hardware=jobs.hardware)
         self._llm, self._loaded = llm, model
         form = _form(jobs, llm, model)
         llm.on_progress, llm.late = self._look, self.live
