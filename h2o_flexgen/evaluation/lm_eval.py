@@ -93,13 +93,16 @@ class H2OFlexGenLM(TemplateLM):
         return [*opening, *ids]
 
     def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str] | None, list[int], list[int]]], **kwargs: Any
+        self,
+        requests: list[tuple[tuple[str, str] | None, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
     ) -> list[tuple[float, bool]]:
         pairs = [self._cut(context, continuation) for _, context, continuation in requests]
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
         # Long ones first; those of one context next to each other, as they share its computation.
         order = sorted(range(len(pairs)), key=lambda i: (-len(pairs[i][0]), pairs[i]))
-        for some in tqdm([order[i : i + SCORED] for i in range(0, len(order), SCORED)], disable=_quiet(kwargs)):
+        for some in tqdm([order[i : i + SCORED] for i in range(0, len(order), SCORED)], disable=disable_tqdm):
             for i, score in zip(some, self.llm.score([pairs[i] for i in some]), strict=True):
                 if score.error is not None:
                     raise RuntimeError(f"request {i}: {score.error}")
@@ -191,7 +194,3 @@ def _sampling(asked: dict[str, Any]) -> SamplingParams:
         settings["temperature"] = asked.get("temperature", 1.0)
     stops = tuple(stop for stop in asked.get("until", ()) if stop)
     return SamplingParams.from_kwargs(max_new_tokens=asked["max_gen_toks"], stop_strings=stops, **settings)
-
-
-def _quiet(kwargs: dict[str, Any]) -> bool:
-    return bool(kwargs.get("disable_tqdm"))

@@ -9,10 +9,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.prompt import Prompt, Span, TokenSpan
 from h2o_flexgen.config.reports.quality import AnswerPair, QualityReport, QualityRow, RecallTally, SideBySide
 from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.sequence import Score
+from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import H2OFlexGenError, UsageError
 from h2o_flexgen.evaluation.settings import (
     RECALL_FILE,
@@ -32,6 +34,29 @@ HALF = math.log(0.5)
 
 Window = tuple[list[int], list[int]]
 """Token ids: a context, and the continuation that is scored after it."""
+
+
+class AskedCase(NamedTuple):
+    """A context, what follows it, and how many of its last tokens are the answer."""
+
+    context: list[int]
+    continuation: list[int]
+    answer: int
+    spans: tuple[TokenSpan, ...] = ()
+    """Of the context; the one that is asked for has the name ASKED."""
+
+    @property
+    def prompt(self) -> list[int] | Prompt:
+        """The context, with its spans."""
+        spans = [Span(span.start, span.stop, span.name, span.keep) for span in self.spans]
+        return Prompt(self.context, spans) if spans else self.context
+
+    def right(self, score: Score) -> bool:
+        """Whether all tokens of the answer have more than half of the probability; not where they were not scored."""
+        return score.error is None and all(logprob > HALF for logprob in score.token_logprobs[-self.answer :])
+
+
+ASKED = "asked"
 
 
 class Windows(NamedTuple):
@@ -54,11 +79,16 @@ def record_of(llm: LLM) -> RunRecord:
     return llm.last_record
 
 
+def codec_of(llm: LLM, purpose: str) -> TextCodec:
+    """The model's. UsageError where it has none, with the `purpose` that needs one."""
+    if llm.model.codec is None:
+        raise UsageError(f"{llm.config.model} has no tokenizer", f"needed one {purpose}")
+    return llm.model.codec
+
+
 def encoded(llm: LLM, text: str) -> tuple[list[int], list[int]]:
     """The tokens that every piece of `text` starts with (BOS, if the tokenizer adds one), and the tokens after it."""
-    if llm.model.codec is None:
-        raise UsageError(f"{llm.config.model} has no tokenizer", "needed one to score text")
-    ids = llm.model.codec.encode(text)
+    ids = codec_of(llm, "to score text").encode(text)
     count = int(ids[:1] == [llm.model.spec.bos_token_id])
     return ids[:count], ids[count:]
 
@@ -123,20 +153,20 @@ def recall(llm: LLM, cases: Sequence[Question]) -> tuple[RecallTally, ...]:
 
     `llm.last_record` is that of the first pass. UsageError where the model has no tokenizer.
     """
-    lengths = [_answer_tokens(llm, case) for case in cases]
-    later = _asked_later(llm, cases, lengths)
-    asked = _asked_in_prompt(llm, cases, lengths)
+    asked = [asked_case(llm, case, case.question_at) for case in cases]
+    later = _asked_later(llm, cases, asked)
+    shown = _asked_in_prompt(llm, cases, asked)
     tallies = []
     for kind in dict.fromkeys(case.kind for case in cases):
         mine = [index for index, case in enumerate(cases) if case.kind == kind]
-        long = [index for index in mine if lengths[index] > 1]
+        long = [index for index in mine if asked[index].answer > 1]
         split = [index for index in mine if index in later]
         tallies.append(
             RecallTally(
                 kind,
-                sum(asked[index] for index in mine),
+                sum(shown[index] for index in mine),
                 len(mine),
-                sum(asked[index] for index in long),
+                sum(shown[index] for index in long),
                 len(long),
                 sum(later[index] for index in split),
                 len(split),
@@ -151,40 +181,28 @@ def answered(text: str, answer: str) -> bool:
     return text.startswith(answer) and not text[len(answer) :][:1].isalnum()
 
 
-def _asked_in_prompt(llm: LLM, cases: Sequence[Question], lengths: Sequence[int]) -> list[bool]:
+def _asked_in_prompt(llm: LLM, cases: Sequence[Question], asked: Sequence[AskedCase]) -> list[bool]:
     """Generates greedily after every prompt and compares."""
-    params = [SamplingParams(max_new_tokens=length + SPARE_TOKENS) for length in lengths]
+    params = [SamplingParams(max_new_tokens=each.answer + SPARE_TOKENS) for each in asked]
     outputs = llm.generate([case.prompt for case in cases], params)
     return [answered(output.text or "", case.answer) for output, case in zip(outputs, cases, strict=True)]
 
 
-def _asked_later(llm: LLM, cases: Sequence[Question], lengths: Sequence[int]) -> dict[int, bool]:
-    """By index of the case: the passage is prefilled and pruned, question and answer are decoded as given.
-
-    An answer that could not be scored is not right.
-    """
+def _asked_later(llm: LLM, cases: Sequence[Question], asked: Sequence[AskedCase]) -> dict[int, bool]:
+    """By index of the case: the passage is prefilled and pruned, question and answer are decoded as given."""
     split = [index for index, case in enumerate(cases) if case.question_at is not None]
-    pairs = [(cases[index].prompt[: cases[index].question_at], _rest(cases[index])) for index in split]
-    scores = llm.score(pairs)
-    return {
-        index: score.error is None and all(logprob > HALF for logprob in score.token_logprobs[-lengths[index] :])
-        for index, score in zip(split, scores, strict=True)
-    }
+    scores = llm.score([(asked[index].context, asked[index].continuation) for index in split])
+    return {index: asked[index].right(score) for index, score in zip(split, scores, strict=True)}
 
 
-def _rest(case: Question) -> str:
-    return case.prompt[case.question_at :] + _space(case) + case.answer
-
-
-def _space(case: Question) -> str:
-    return "" if case.prompt[-1].isspace() else " "
-
-
-def _answer_tokens(llm: LLM, case: Question) -> int:
-    if llm.model.codec is None:
-        raise UsageError(f"{llm.config.model} has no tokenizer", "needed one to ask questions in words")
-    encode = llm.model.codec.encode
-    return max(1, len(encode(case.prompt + _space(case) + case.answer)) - len(encode(case.prompt)))
+def asked_case(llm: LLM, case: Question, at: int | None) -> AskedCase:
+    """A question and its answer in tokens, after the first `at` characters of its prompt (None: all) as the context."""
+    codec = codec_of(llm, "to ask questions in words")
+    at = len(case.prompt) if at is None else at
+    text = case.prompt + ("" if case.prompt[-1].isspace() else " ") + case.answer
+    before, asked, ids = codec.encode(case.prompt[:at]), codec.encode(case.prompt), codec.encode(text)
+    rest = ids[len(before) :] if ids[: len(before)] == before else codec.encode_bare(text[at:])
+    return AskedCase(before, rest, max(1, len(ids) - len(asked)))
 
 
 def evaluate(

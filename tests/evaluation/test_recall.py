@@ -73,9 +73,9 @@ def test_kinds_are_counted_apart_and_asked_later(tiny: str, files: tuple[str, st
 
 def test_a_certain_answer_is_right_later(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the answer's tokens count, not those of the question before it."""
-    seen: list[tuple[str, str]] = []
+    seen: list[tuple[list[int], list[int]]] = []
 
-    def score(pairs: list[tuple[str, str]]) -> list[Score]:
+    def score(pairs: list[tuple[list[int], list[int]]]) -> list[Score]:
         seen.extend(pairs)
         return [Score(0.0, False, [-9.0, -9.0, -0.6, -0.1]), Score(0.0, False, [-0.1, -0.1, -0.1, -0.8])]
 
@@ -83,7 +83,7 @@ def test_a_certain_answer_is_right_later(tiny: str, monkeypatch: pytest.MonkeyPa
     with LLM(tiny) as llm:
         monkeypatch.setattr(llm, "score", score)
         (tally,) = recall(llm, [case, case])
-    assert seen == [("w4 w5 w6", " w7 w8 w9 w10")] * 2
+    assert seen == [([2, 4, 5, 6], [7, 8, 9, 10])] * 2, "BOS and w4 w5 w6, then w7 w8 w9 w10"
     assert (tally.later_right, tally.later_cases) == (1, 2)
 
 

@@ -7,17 +7,18 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.cache.eviction.ceiling import CEILING
+from h2o_flexgen.cache.eviction.ceiling import CEILING, Foresight
 from h2o_flexgen.config.checks import known_keys, share
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.reports.quality import SuiteRecord, interval
 from h2o_flexgen.config.reports.record import utc_now
 from h2o_flexgen.errors import StorageError, UsageError, writing
+from h2o_flexgen.evaluation.quality import evicting
 from h2o_flexgen.evaluation.suites.tasks import Figures, Measured, SuiteTask, ceiling, make
 from h2o_flexgen.planning.llm import LLM
 
@@ -154,12 +155,17 @@ def run_suite(
             wanted += cells.values()
             missing = [name for name in names if cells[name] not in file.found]
             if missing:
-                with _Cell(model, policy, budget, settings) as cell:
+                known = {"suite": suite.name, "model": Path(model).name, "policy": policy.label, "budget": budget}
+                with (
+                    ceiling() if policy.name == CEILING else nullcontext() as foresight,
+                    evicting(model, settings, policy.at(budget)) as llm,
+                ):
                     for name in missing:
                         if name not in cases:
-                            cases[name] = make(suite.tasks[name], cell.llm)
+                            cases[name] = make(suite.tasks[name], llm)
+                        cell = {**known, "task": name, "cell": cells[name]}
                         try:
-                            records = cell.measure(suite.name, name, cells[name], cases[name], full.get(name, {}))
+                            records = _measured(cell, cases[name], llm, foresight, full.get(name, {}))
                         except UsageError as error:
                             on_skip(f"{name}: {policy.label} at {budget:g}: {error}")
                             continue
@@ -177,53 +183,28 @@ def run_suite(
     return [record for cell in wanted for record in file.found.get(cell, ())]
 
 
-class _Cell:
-    """An engine with one policy at one budget."""
-
-    def __init__(self, model: str, policy: SuitePolicy, budget: float, settings: Mapping[str, Any]) -> None:
-        self._model, self._policy, self._budget, self._settings = model, policy, budget, settings
-        self._stack = ExitStack()
-
-    def __enter__(self) -> _Cell:
-        try:
-            self._foresight = self._stack.enter_context(ceiling()) if self._policy.name == CEILING else None
-            eviction = replace(self._policy.at(self._budget), seed=self._settings.get("seed", 0))
-            self.llm = self._stack.enter_context(LLM(self._model, **{**self._settings, "eviction": eviction}))
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def measure(
-        self, suite: str, name: str, cell: str, measured: Measured, full: Mapping[str, Figures]
-    ) -> list[SuiteRecord]:
-        """The records of one task."""
-        started = time.perf_counter()
-        figures = measured.run(self.llm, self._foresight, full)
-        seconds = round(time.perf_counter() - started, 2)
-        return [
-            SuiteRecord(
-                suite=suite,
-                model=Path(self._model).name,
-                policy=self._policy.label,
-                budget=self._budget,
-                task=name,
-                metric=found.metric,
-                kind=found.kind,
-                **interval(found.kind, found.values)._asdict(),
-                n=len(found.values),
-                values=tuple(round(value, 6) for value in found.values),
-                cell=cell,
-                seconds=seconds,
-                answers=found.answers,
-                date=utc_now(),
-                dtype=self.llm.model.dtype,
-            )
-            for found in figures
-        ]
+def _measured(
+    cell: Mapping[str, Any], task: Measured, llm: LLM, foresight: Foresight | None, full: Mapping[str, Figures]
+) -> list[SuiteRecord]:
+    """The records of one task; `cell`: what is known of them beforehand."""
+    started = time.perf_counter()
+    figures = task.run(llm, foresight, full)
+    seconds = round(time.perf_counter() - started, 2)
+    return [
+        SuiteRecord(
+            **cell,
+            metric=found.metric,
+            kind=found.kind,
+            **interval(found.kind, found.values)._asdict(),
+            n=len(found.values),
+            values=tuple(round(value, 6) for value in found.values),
+            seconds=seconds,
+            answers=found.answers,
+            date=utc_now(),
+            dtype=llm.model.dtype,
+        )
+        for found in figures
+    ]
 
 
 def _cell(model: str, policy: SuitePolicy, budget: float, task: SuiteTask, settings: Mapping[str, Any]) -> str:

@@ -8,19 +8,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from h2o_flexgen.cache.eviction import EVICTION_POLICIES
 from h2o_flexgen.cache.eviction.ceiling import CEILING, CeilingPolicy, Foresight
 from h2o_flexgen.config.checks import KeptAsJson, whole
-from h2o_flexgen.config.prompt import Prompt, Span, TokenSpan, token_spans
+from h2o_flexgen.config.prompt import Prompt, Span, token_spans
 from h2o_flexgen.config.reports.quality import FigureKind
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.splits import SPLITS, Split
 from h2o_flexgen.engine.requests.chat import offsets_of
 from h2o_flexgen.engine.requests.sequence import Score
 from h2o_flexgen.errors import H2OFlexGenError, UsageError
-from h2o_flexgen.evaluation.quality import HALF, Window, cut_windows
+from h2o_flexgen.evaluation.quality import ASKED, AskedCase, Window, asked_case, codec_of, cut_windows
 from h2o_flexgen.evaluation.quality import whole as unbroken
 from h2o_flexgen.evaluation.settings import (
     RECALL_FILE,
@@ -107,25 +107,6 @@ class Figures(NamedTuple):
     answers: tuple[tuple[int, ...], ...] = ()
 
 
-class AskedCase(NamedTuple):
-    """A context, what follows it, and how many of its last tokens are the answer."""
-
-    context: list[int]
-    continuation: list[int]
-    answer: int
-    spans: tuple[TokenSpan, ...] = ()
-    """Of the context; the one that is asked for has the name ASKED."""
-
-    @property
-    def prompt(self) -> list[int] | Prompt:
-        """The context, with its spans."""
-        spans = [Span(span.start, span.stop, span.name, span.keep) for span in self.spans]
-        return Prompt(self.context, spans) if spans else self.context
-
-
-ASKED = "asked"
-
-
 class Measured(NamedTuple):
     """A task whose cases are made, for one model."""
 
@@ -153,13 +134,10 @@ class Measured(NamedTuple):
                 pairs = zip(nll, full["perplexity"].values, strict=True)
                 figures.append(Figures("perplexity beside full", "increase", tuple(own - its for own, its in pairs)))
             return figures
-        right = (
-            all(logprob > HALF for logprob in score.token_logprobs[-case.answer :])
-            for score, case in zip(scores, self.cases, strict=True)
-        )
+        right = tuple(float(case.right(score)) for score, case in zip(scores, self.cases, strict=True))
         if self.task.kind != "instructions":
-            return [Figures("recall", "share", tuple(float(each) for each in right))]
-        return self._instructions(scores, tuple(float(each) for each in right))
+            return [Figures("recall", "share", right)]
+        return self._instructions(scores, right)
 
     def _instructions(self, scores: Sequence[Score], followed: tuple[float, ...]) -> list[Figures]:
         """How many are followed, how likely what they ask for is, and how much is kept of the first, the second, ..."""
@@ -252,13 +230,7 @@ def make(task: SuiteTask, llm: LLM) -> Measured:
 
 
 def _asked(task: SuiteTask, llm: LLM, case: Question) -> AskedCase:
-    codec = _codec(llm)
-    at = len(case.prompt) if task.asked == "before" else case.question_at
-    space = "" if case.prompt[-1].isspace() else " "
-    whole_text = case.prompt + space + case.answer
-    before, asked, ids = codec.encode(case.prompt[:at]), codec.encode(case.prompt), codec.encode(whole_text)
-    rest = ids[len(before) :] if ids[: len(before)] == before else codec.encode_bare(whole_text[at:])
-    return AskedCase(before, rest, max(1, len(ids) - len(asked)))
+    return asked_case(llm, case, None if task.asked == "before" else case.question_at)
 
 
 def _text(task: SuiteTask) -> str:
@@ -297,10 +269,10 @@ def _facts(task: SuiteTask, rng: random.Random) -> list[_Fact]:
 def _filling(llm: LLM, sentences: Sequence[str], length: int, facts: Sequence[_Fact], rng: random.Random) -> list[str]:
     """Sentences that have about `length` tokens together with the facts."""
     start, chosen, tokens = rng.randrange(len(sentences)), list[str](), 0
-    left = length - len(_codec(llm).encode_bare(" ".join(fact.text for fact in facts)))
+    left = length - len(codec_of(llm, "to ask in words").encode_bare(" ".join(fact.text for fact in facts)))
     for place in range(len(sentences)):
         sentence = sentences[(start + place) % len(sentences)]
-        tokens += len(_codec(llm).encode_bare(" " + sentence))
+        tokens += len(codec_of(llm, "to ask in words").encode_bare(" " + sentence))
         if tokens > left:
             break
         chosen.append(sentence)
@@ -312,7 +284,7 @@ def _filling(llm: LLM, sentences: Sequence[str], length: int, facts: Sequence[_F
 def _instructed(task: SuiteTask, llm: LLM, sentences: Sequence[str], length: int, case: int) -> list[AskedCase]:
     """A passage of about `length` tokens that the facts open, once for each of them."""
     rng = random.Random(f"instructions {task.keys} {length} {case}")
-    facts, codec, ends = _facts(task, rng), _codec(llm), list[int]()
+    facts, codec, ends = _facts(task, rng), codec_of(llm, "to ask in words"), list[int]()
     text = ""
     for fact in facts:
         text += fact.text + " "
@@ -341,12 +313,6 @@ def _passage(task: SuiteTask, llm: LLM, sentences: Sequence[str], length: int, d
         chosen.insert(math.floor(spot * len(chosen) + 0.5), facts[number].text)
     passage = " ".join(chosen)
     return Question(passage + facts[0].question, facts[0].answer, "", len(passage))
-
-
-def _codec(llm: LLM) -> Any:
-    if llm.model.codec is None:
-        raise UsageError(f"{llm.config.model} has no tokenizer", "needed one to ask in words")
-    return llm.model.codec
 
 
 @contextmanager
