@@ -5,16 +5,29 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
-from h2o_flexgen.models import nested
+from h2o_flexgen.models import (
+    corrected,
+    gemma,
+    gpt_neox,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    nested,
+    olmo,
+    opt,
+    paired,
+    phi3,
+    qwen,
+)
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.llama_like import LlamaLike
+from h2o_flexgen.models.llama_like import DEFAULTS, LlamaLike
 from h2o_flexgen.models.quantized import read_quantization
 from h2o_flexgen.models.stored import Names
 from h2o_flexgen.registry import Registry
@@ -30,15 +43,14 @@ class Family(NamedTuple):
     """Whether it has mixtures of experts."""
 
 
+_LIKE_LLAMA = (
+    *(each for module in (corrected, gemma, granite, llama, mistral, olmo, paired, qwen) for each in module.FAMILIES),
+    *(module.FAMILY for module in (gpt_neox, gpt_oss, phi3)),
+)
 FAMILIES: Registry[Family | LlamaLike] = Registry("model family", ModelError)
-for _name in (
-    *("opt", "llama", "mistral", "ministral3", "qwen2", "qwen3", "granite", "olmo2", "olmo3", "exaone4", "cohere2"),
-    *("glm4", "smollm3", "seed_oss", "phi3", "gemma2", "gemma3_text", "gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe"),
-    *("olmoe", "granitemoe", "gpt_oss", "dots1", "ernie4_5_moe", "glm4_moe", "hy_v3", "minimax_m2"),
-):
-    _own: Any = import_module(f"h2o_flexgen.models.{_name.removesuffix('_text')}")
-    _other = None if hasattr(_own, "FAMILY") else Family(_own.spec_from_config, _own.checkpoint_names, _own.IGNORED)
-    FAMILIES.register(_name, _other or _own.FAMILY)
+FAMILIES.register("opt", Family(opt.spec_from_config, opt.checkpoint_names, opt.IGNORED))
+for _family in sorted(_LIKE_LLAMA, key=lambda each: tuple(DEFAULTS).index(each.family)):
+    FAMILIES.register(_family.family, _family)
 
 
 def family_of(config: Mapping[str, Any], name: str) -> Family | LlamaLike:

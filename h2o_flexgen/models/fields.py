@@ -83,13 +83,6 @@ class ConfigReader:
         known = set(keys)
         return [key for key, value in self._config.items() if value and key not in known]
 
-    def refuse_others(self, keys: Iterable[str], what: str) -> None:
-        """ModelError for a key outside of `keys` that asks for something; `what` is the object that they belong to."""
-        known = set(keys)
-        for key, value in self._config.items():
-            if value and key not in known:
-                raise self._error(shown(key), value, f"{what} without it: it is not supported")
-
     def whole(self, key: str, default: int | None = None) -> int:
         """A whole number, at least 1; without a default the key has to be there."""
         value = _as_int(self._value(key, default))
@@ -214,7 +207,7 @@ class ConfigReader:
 
     def _error(self, key: str, value: object, needed: str, change: str = "") -> ModelError:
         text = repr(value) if len(repr(value)) <= _SHOWN else f"{repr(value)[:_SHOWN]}..."
-        found = f"{self._path}{key} is {'missing' if value is None else text}{self.where}"
+        found = f"{self._path}{shown(key)} is {'missing' if value is None else text}{self.where}"
         return ModelError(f"{self.name}: {found}", f"needed {needed}", change)
 
 

@@ -1,9 +1,44 @@
-"""Llama 1 to 3 (transformers' model_type "llama"), and all models that are saved as such.
+"""Llama, and dense families that differ from it by a field or two. No torch.
 
-No torch. Touvron et al., arXiv 2302.13971 and 2307.09288; Grattafiori et al., "The Llama 3 Herd of Models",
-arXiv 2407.21783. `pretraining_tp` splits products without changing them, and is not looked at.
+llama      Llama 1 to 3, and all models that are saved as such. Touvron et al., arXiv 2302.13971 and 2307.09288;
+           Grattafiori et al., "The Llama 3 Herd of Models", arXiv 2407.21783
+seed_oss   Seed-OSS 36B: biases on q, k and v, and wide heads. ByteDance Seed Team, "Seed-OSS Open-Source Models", 2025
+smollm3    SmolLM3: every fourth layer has no positions. Bakouch et al., "SmolLM3: smol, multilingual, long-context
+           reasoner", 2025; Yang et al., "Rope to Nope and Back Again", arXiv 2501.18795
+
+`pretraining_tp` splits products without changing them, and is not looked at.
 """
 
-from h2o_flexgen.models.llama_like import LlamaLike
+from __future__ import annotations
 
-FAMILY = LlamaLike("llama")
+from functools import partial
+
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.models.fields import ConfigReader
+from h2o_flexgen.models.llama_like import LlamaLike, by_layer, switched
+from h2o_flexgen.models.rope_fields import read_rotary
+
+
+def _positions(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    turned = _turned(read, spec.num_layers)
+    window = read.whole_or_null("sliding_window", None) if read.flag("use_sliding_window", False) else None
+    spec = switched(spec, unrotated=tuple(layer for layer, it_is in enumerate(turned) if not it_is))
+    return by_layer(spec, read, window, [window is not None and not it_is for it_is in turned])
+
+
+def _turned(read: ConfigReader, layers: int) -> list[bool]:
+    """Of each layer, whether it has rotary positions."""
+    listed = read.whole_list("no_rope_layers")
+    if "no_rope_layers" not in read:
+        interval = read.whole("no_rope_layer_interval", 4)
+        return [(layer + 1) % interval != 0 for layer in range(layers)]
+    if len(listed) < layers or set(listed) - {0, 1}:
+        raise read.error("no_rope_layers", f"a list of {layers} numbers, 1 for a layer with rotary positions, else 0")
+    return [number == 1 for number in listed[:layers]]
+
+
+FAMILIES = (
+    LlamaLike("llama"),
+    LlamaLike("seed_oss", more=lambda spec, read: switched(spec, output_bias=read.flag("attention_out_bias", False))),
+    LlamaLike("smollm3", rotary=partial(read_rotary, theta=2e6), more=_positions),
+)

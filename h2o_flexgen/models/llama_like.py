@@ -60,6 +60,7 @@ seed_oss     155136   4096 27648     64    80  8  128    524288      1e-6   no  
 phi3          32064   3072  8192     32    32  -    -      4096      1e-5   no      1  32000  32000   -   -
 gemma2       256000   2304  9216     26     8  4  256      8192      1e-6  yes      2      1      0  no   -
 gemma3_text  262208   2304  9216     26     8  4  256    131072      1e-6  yes      2      1      0  no   -
+gpt_neox      50432   6144 24576     44    64  -    -      2048      1e-5   no      0      2      - yes   -
 mixtral       32000   4096 14336     32    32  8    -    131072      1e-5   no      1      2      -   -   -
 qwen2_moe    151936   2048  5632     24    16 16    -     32768      1e-6   no      -      -      -   -   -
 qwen3_moe    151936   2048  6144     24    32  4    -     32768      1e-6   no      -      -      -  no   -
@@ -190,17 +191,6 @@ def all_but_every(spec: ModelSpec, read: ConfigReader, window: int | None, perio
 def everything_seen(spec: ModelSpec) -> tuple[int, ...]:
     """The layers without a window."""
     return tuple(layer for layer in range(spec.num_layers) if spec.arch.window_of(layer) is None)
-
-
-def window_in_use(read: ConfigReader) -> int | None:
-    """The window of the Qwen families, which their configs give even where it is switched off."""
-    return read.whole_or_null("sliding_window", 4096) if read.flag("use_sliding_window", False) else None
-
-
-def from_layer_on(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    """The windows of the Qwen families: used if `use_sliding_window`, from layer `max_window_layers` on."""
-    window, first = window_in_use(read), read.count("max_window_layers", 28)
-    return by_layer(spec, read, window, [window is not None and layer >= first for layer in range(spec.num_layers)])
 
 
 def everywhere(spec: ModelSpec, read: ConfigReader, window: int | None) -> ModelSpec:

@@ -26,13 +26,9 @@ EXPERTS = {
 
 FUSED = {"gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"}
 """What transformers 5 calls the tensors of all experts of a layer."""
-
-
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE = ("num_experts_per_tok", "moe_k")
 """The names that families have for how many experts there are, and how many of them a token chooses."""
-SHARED = {f"mlp.{part}": f"mlp.shared_experts.{part}_proj" for part in ("up", "gate", "down")}
-"""The MLP that all tokens go through, in the families whose router is DeepSeek's."""
 
 
 def read_experts(read: ConfigReader, count: int, active: int, ffn_size: int, **switches: Any) -> ExpertSpec:
@@ -43,55 +39,6 @@ def read_experts(read: ConfigReader, count: int, active: int, ffn_size: int, **s
     if made.active > made.count:
         raise read.error(chosen, f"at most {key}, {made.count}")
     return made
-
-
-def read_groups(
-    read: ConfigReader, spec: ModelSpec, count: int, active: int, *, normalised: bool, shared: int, dense: int
-) -> ExpertSpec:
-    """Experts by DeepSeek's router: a sigmoid of each logit, a bias for the choice, groups, a scale. ModelError.
-
-    count, active, normalised, shared, dense   the family's defaults: of all experts, of those that a token chooses, of
-        dividing their weights by the sum, of experts for all tokens, and of plain layers before the others
-    """
-    size = read.whole("moe_intermediate_size", 1408)
-    made = read_experts(
-        read,
-        count,
-        active,
-        size,
-        normalised=read.flag("norm_topk_prob", normalised),
-        shared_size=size * read.count("n_shared_experts", shared),
-        shared_gate=False,
-        dense=tuple(range(min(read.count("first_k_dense_replace", dense), spec.num_layers))),
-        router="each",
-        choice_bias=True,
-        groups=read.whole("n_group", 1),
-        active_groups=read.whole("topk_group", 1),
-        scale=read.number("routed_scaling_factor", 1.0),
-    )
-    size = read.divide("n_routed_experts", made.count, "n_group", made.groups)
-    if made.active_groups > made.groups or (made.groups > 1 and size < 2):
-        raise read.error("topk_group", f"at most n_group, {made.groups}, whose groups have two experts at least")
-    if made.active > made.active_groups * size:
-        needed = f"at most the {made.active_groups * size} of {made.active_groups} groups"
-        raise read.error("num_experts_per_tok", needed)
-    return made
-
-
-_PREDICTING = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
-"""The names that families have for how many layers predict more tokens at once."""
-
-
-def predicting_layers(read: ConfigReader) -> int:
-    """How many there are behind the others: one where a config.json does not say, of which the checkpoint may be."""
-    return read.count(next((key for key in _PREDICTING if key in read), _PREDICTING[0]), 1)
-
-
-def dense_layers(read: ConfigReader, layers: int) -> tuple[int, ...]:
-    """The layers without experts in the Qwen families: `mlp_only_layers`, and all but every `decoder_sparse_step`th."""
-    listed = read.whole_list("mlp_only_layers")
-    step = read.whole("decoder_sparse_step", 1)
-    return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
 
 
 def mixture_names(spec: ModelSpec, parts: Mapping[str, str] = EXPERTS, fused: Mapping[str, str] = FUSED) -> Names:

@@ -11,7 +11,7 @@ from h2o_flexgen.config.model.arch import RotarySpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.llama_like import PARTS, LlamaLike, everywhere, plain_names
-from h2o_flexgen.models.rope_fields import rope_kind, rope_section, rotary_spec, turned_dimensions
+from h2o_flexgen.models.rope_fields import read_rotary
 from h2o_flexgen.models.stored import Names, one_after_another
 
 _PARTS = {
@@ -28,12 +28,8 @@ _KINDS = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn"
 
 def _rotary(read: ConfigReader, head_dim: int, positions: int) -> RotarySpec:
     """Its own: the context before stretching is outside of the object with the other fields, and heads turn in part."""
-    fields = rope_section(read).filled(
-        rope_theta=read.number("rope_theta", 10000.0), partial_rotary_factor=read.number("partial_rotary_factor", 1.0)
-    )
-    dim = turned_dimensions(fields, head_dim)
-    original = read.whole("original_max_position_embeddings", 4096)
-    spec = rotary_spec(fields, dim, positions, original, rope_kind(fields, _KINDS))
+    read = read.filled(original_max_position_embeddings=4096)
+    spec = read_rotary(read, head_dim, positions, share=1.0, kinds=_KINDS)
     return replace(spec, recomputed=spec.scaling == "longrope")
 
 

@@ -144,23 +144,28 @@ def _cased(**options: T) -> dict[str, T]:
     return {**options, **{key.upper(): value for key, value in options.items()}}
 
 
-def _check_method(read: ConfigReader, *names: str) -> None:
-    """That `method`, which GPTQModel writes beside quant_method, repeats it."""
+def _check_keys(read: ConfigReader, known: str, *names: str) -> None:
+    """`_only` of a whole quantization_config, and that `method`, which GPTQModel writes beside quant_method, repeats
+    that: is one of `names`."""
+    _only(read, names[0], _TRAINING + known + " method")
     if "method" in read and str(read.values()["method"]).lower() not in names:
         raise read.error("method", f"the same as quant_method, {names[0]!r}")
+
+
+def _check_words(read: ConfigReader) -> None:
+    """That of GPTQ's and AWQ's ways those are asked for that are done: words of 32 bits, activations of 16."""
+    if read.values().get("act_bits", 16) != 16:
+        raise read.error("act_bits", "activations of 16 bits")
+    read.choice("pack_dtype", "int32", {"int32": None, "torch.int32": None})
 
 
 _PACKING_FORMATS = ("auto_round:auto_gptq", "auto_gptq", "auto_round:gptq", "auto_round:auto_awq", "auto_awq")
 
 
 def _gptq(read: ConfigReader) -> Quantization:
-    known = (
-        "bits group_size sym desc_act checkpoint_format format pack_dtype method packing_format dynamic extra_config"
-    )
-    _only(read, "gptq", _TRAINING + known)
-    _check_method(read, "gptq", "auto-round")
-    _no_other_activations(read)
-    read.choice("pack_dtype", "int32", {"int32": None, "torch.int32": None})
+    known = "bits group_size sym desc_act checkpoint_format format pack_dtype packing_format dynamic extra_config"
+    _check_keys(read, known, "gptq", "auto-round")
+    _check_words(read)
     step = _repeated(read, "checkpoint_format format", "gptq", _cased(gptq=1, gptq_v2=0))
     read.choice("packing_format", _PACKING_FORMATS[0], dict.fromkeys(_PACKING_FORMATS[:3]))
     read.flag("desc_act", False)  # the order of inputs is seen from g_idx
@@ -193,11 +198,9 @@ def _overrides(read: ConfigReader, step: int) -> Iterator[tuple[tuple[str, ...],
 
 
 def _awq(read: ConfigReader) -> Quantization:
-    known = "bits w_bit group_size q_group_size zero_point version format sym checkpoint_format pack_dtype method "
-    _only(read, "awq", _TRAINING + known + "packing_format desc_act extra_config dynamic")
-    _check_method(read, "awq", "auto-round")
-    _no_other_activations(read)
-    read.choice("pack_dtype", "int32", {"int32": None, "torch.int32": None})
+    known = "bits w_bit group_size q_group_size zero_point version format sym checkpoint_format pack_dtype "
+    _check_keys(read, known + "packing_format desc_act extra_config dynamic", "awq", "auto-round")
+    _check_words(read)
     read.choice("packing_format", _PACKING_FORMATS[3], dict.fromkeys(_PACKING_FORMATS[3:]))
     for _, other in _overrides(read, 0):
         if (other.bits, other.block) != (4, (1, _group(read, "group_size"))):
@@ -232,9 +235,7 @@ def _auto_round(read: ConfigReader) -> Quantization:
 
 
 def _fp8(read: ConfigReader) -> Quantization:
-    known = "activation_scheme weight_block_size fmt scale_fmt expert_dtype method format"
-    _only(read, "fp8", _TRAINING + known)
-    _check_method(read, "fp8")
+    _check_keys(read, "activation_scheme weight_block_size fmt scale_fmt expert_dtype format", "fp8")
     static = read.choice("activation_scheme", "dynamic", {"dynamic": False, "static": True})
     read.choice("fmt", "e4m3", {"e4m3": None, "float8_e4m3fn": None})
     read.choice("format", "e4m3", {"e4m3": None, "float8_e4m3fn": None, "fp8": None})
@@ -258,17 +259,13 @@ def packings_of_config(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, 
 
 
 def _mxfp4(read: ConfigReader) -> Quantization:
-    _only(read, "mxfp4", _TRAINING + "method")
-    _check_method(read, "mxfp4")
+    _check_keys(read, "", "mxfp4")
     _texts(read, "modules_to_not_convert")
     return _everywhere("mxfp4", Scheme("mxfp4", "e2m1", (1, 32)))
 
 
 def _compressed(read: ConfigReader) -> Quantization:
-    _only(
-        read, "compressed-tensors", _TRAINING + "config_groups format ignore quantization_status sparsity_config method"
-    )
-    _check_method(read, "compressed-tensors")
+    _check_keys(read, "config_groups format ignore quantization_status sparsity_config", "compressed-tensors")
     read.choice("quantization_status", "compressed", {"compressed": None, "frozen": None})
     sparse = read.section("sparsity_config")
     if sparse.values():
@@ -289,7 +286,7 @@ def _compressed(read: ConfigReader) -> Quantization:
     if not schemes:
         raise read.error("config_groups", "at least one group")
     # What is left out is seen from the tensors: a pattern that may take for ever is not needed for it.
-    ignored = tuple(filter(_is_safe, _texts(read, "ignore")))
+    ignored = tuple(text for text in _texts(read, "ignore") if not _pattern_fault(text))
     return Quantization("compressed-tensors", tuple(schemes), ignored, static=static)
 
 
@@ -360,28 +357,22 @@ def _only(read: ConfigReader, method: str, known: str) -> None:
     """ModelError for a key that is not one of `known`, asks for something and by its name changes numbers; a warning
     for the other ones."""
     others = read.others(known.split())
-    read.refuse_others(
-        [*known.split(), *(key for key in others if not _CHANGES.search(key))], f"a checkpoint of {method}"
-    )
+    for key in others:
+        if _CHANGES.search(key):
+            raise read.error(key, f"a checkpoint of {method} without it: it is not supported")
     if others:
-        _tell(read.name, ", ".join(map(shown, others[:5])) + (f" and {len(others) - 5} more" if others[5:] else ""))
+        keys = ", ".join(map(shown, others[:5])) + (f" and {len(others) - 5} more" if others[5:] else "")
+        _tell(f"{read.name}: {keys} in quantization_config is not known, and taken for bookkeeping")
 
 
 @cache
-def _tell(name: str, keys: str) -> None:
+def _tell(text: str) -> None:
     """A warning, once: a config is read several times."""
-    log.warning("%s: %s in quantization_config is not known, and taken for bookkeeping", name, keys)
+    log.warning("%s", text)
 
 
-@cache
 def _tell_static(name: str) -> None:
-    """A warning, once."""
-    log.warning("%s: its static scales of activations are not used: activations keep 16 bits or more", name)
-
-
-def _no_other_activations(read: ConfigReader) -> None:
-    if read.values().get("act_bits", 16) != 16:
-        raise read.error("act_bits", "activations of 16 bits")
+    _tell(f"{name}: its static scales of activations are not used: activations keep 16 bits or more")
 
 
 def _bits(read: ConfigReader, key: str, allowed: tuple[int, ...]) -> int:
@@ -449,10 +440,6 @@ def _check_pattern(read: ConfigReader, key: str, text: str) -> None:
     fault = _pattern_fault(text)
     if fault:
         raise read.error(key, fault)
-
-
-def _is_safe(text: str) -> bool:
-    return not _pattern_fault(text)
 
 
 def _pattern_fault(text: str) -> str:

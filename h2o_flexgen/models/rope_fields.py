@@ -33,11 +33,13 @@ def read_rotary(
     theta: float = 10000.0,
     share: float | None = None,
     usual: Mapping[str, Any] | None = None,
+    kinds: Mapping[str, str] | None = None,
 ) -> RotarySpec:
     """The rotary positions of a family whose layers turn alike; `theta`: where none is given.
 
     share: of each head's dimensions that turn where the file does not say; None: heads of the family turn whole.
     usual: the fields of a file that has none.
+    kinds: see `rotary_spec`.
     """
     fields = rope_section(read)
     fields = (fields if fields.values() else fields.filled(**usual or {})).filled(
@@ -47,7 +49,7 @@ def read_rotary(
     if share is None:
         check_whole(fields, head_dim)
     original = read.whole_or_null("original_max_position_embeddings", None)
-    return rotary_spec(fields, turned_dimensions(fields, head_dim), positions, original)
+    return rotary_spec(fields, turned_dimensions(fields, head_dim), positions, original, kinds)
 
 
 def check_whole(fields: ConfigReader, head_dim: int) -> None:
@@ -66,25 +68,24 @@ def turned_dimensions(fields: ConfigReader, head_dim: int) -> int:
     return dim
 
 
-def rope_kind(fields: ConfigReader, kinds: Mapping[str, str] | None = None) -> str:
-    """The rope_type, a key of KINDS: what `kinds` has for the file's word, or else the word itself. ModelError."""
-    key = "rope_type" if "rope_type" in fields else "type"
-    return fields.choice(key, "default", kinds or {name: name for name in KINDS})
-
-
 def rotary_spec(
-    fields: ConfigReader, dim: int, positions: int, original: int | None = None, kind: str | None = None
+    fields: ConfigReader,
+    dim: int,
+    positions: int,
+    original: int | None = None,
+    kinds: Mapping[str, str] | None = None,
 ) -> RotarySpec:
     """The RotarySpec of an object with rotary fields, of which rope_theta has to be there.
 
     dim         dimensions of a head that turn
     positions   max_position_embeddings
     original    original_max_position_embeddings as given outside of the object, where it goes before the inner one
-    kind        the rope_type, where the object has another word for it
+    kinds       the rope_type, a key of KINDS, for each of the file's words; None: these are the same
     """
     inner = original or fields.whole("original_max_position_embeddings", positions)
     base = RotarySpec(dim, fields.number("rope_theta"), original_positions=inner)
-    return KINDS[kind or rope_kind(fields)](fields, base, positions)
+    key = "rope_type" if "rope_type" in fields else "type"
+    return KINDS[fields.choice(key, "default", kinds or {name: name for name in KINDS})](fields, base, positions)
 
 
 def context(rotary: RotarySpec, positions: int) -> int:

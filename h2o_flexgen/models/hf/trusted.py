@@ -94,7 +94,6 @@ _PACKED = {
         "gpt-sw3",
         "gpt2",
         "gpt_bigcode",
-        "gpt_neox",
         "granite_swa",
         "granitemoe_swa",
         "granitemoeshared",

@@ -1,12 +1,18 @@
-"""Gemma 3 without the vision tower (transformers' model_type "gemma3_text").
+"""Gemma's families. No torch.
 
-Norms before and after each half, with weights that are differences from 1; normed queries and keys; most layers see a
-window, and have rotary positions of their own. No torch. "Gemma 3 Technical Report", arXiv 2503.19786.
+gemma2       Gemma 2: norms before and after each half, whose weights are differences from 1, and soft caps on all
+             logits; every second layer, from the first on, sees a window. "Gemma 2: Improving Open Language Models at a
+             Practical Size", arXiv 2408.00118
+gemma3_text  Gemma 3 without the vision tower: the same norms, normed queries and keys; most layers see a window, and
+             have rotary positions of their own. "Gemma 3 Technical Report", arXiv 2503.19786
+
+A null in a config.json is no cap or no window.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 from h2o_flexgen.config.model.arch import RotarySpec
@@ -22,17 +28,23 @@ _NORMS = {
 }
 
 
-def scaled(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    """`spec` with what Gemma 2 and 3 scale: logits of attention, and embeddings."""
+def _scaled(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    """`spec` with what both scale: logits of attention, and embeddings."""
     read.refuse(["use_bidirectional_attention"])
     scale = read.number("query_pre_attn_scalar", 256) ** -0.5
     return switched(spec, attention_scale=scale, embed_scale=math.sqrt(spec.hidden_size))
 
 
-def _more(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+def _second(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+    caps = (("attention_cap", "attn_logit_softcapping", 50.0), ("logit_cap", "final_logit_softcapping", 30.0))
+    spec = switched(_scaled(spec, read), **{name: read.number_or_null(key, usual) for name, key, usual in caps})
+    return all_but_every(spec, read, read.whole_or_null("sliding_window", 4096), 2)
+
+
+def _third(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     # What transformers makes of it is nothing, against its own words.
     read.refuse(["attn_logit_softcapping"])
-    spec = switched(scaled(spec, read), logit_cap=read.number_or_null("final_logit_softcapping", None))
+    spec = switched(_scaled(spec, read), logit_cap=read.number_or_null("final_logit_softcapping", None))
     window, period = read.whole_or_null("sliding_window", 4096), read.whole("sliding_window_pattern", 6)
     spec = all_but_every(spec, read, window, period)
     if spec.arch.window is None:
@@ -67,13 +79,20 @@ def _whole_heads(fields: ConfigReader, head_dim: int, positions: int) -> RotaryS
     return rotary_spec(fields, head_dim, positions)
 
 
-FAMILY = LlamaLike(
-    "gemma3_text",
+_SECOND = LlamaLike(
+    "gemma2",
     activation_key="hidden_activation",
     activation="gelu_pytorch_tanh",
-    stretched=True,
-    rotary=global_rotary,
-    switches={"norm_offset": 1.0, "post_norms": True, "qk_norm": True},
-    more=_more,
+    switches={"norm_offset": 1.0, "post_norms": True},
+    more=_second,
     checkpoint_names=partial(plain_names, parts={**PARTS, **_NORMS}),
 )
+_THIRD = replace(
+    _SECOND,
+    family="gemma3_text",
+    stretched=True,
+    rotary=global_rotary,
+    switches={**_SECOND.switches, "qk_norm": True},
+    more=_third,
+)
+FAMILIES = (_SECOND, _THIRD)
