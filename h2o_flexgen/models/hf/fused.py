@@ -217,17 +217,9 @@ def take_norms(model: nn.Module) -> None:
     known: dict[Any, Norm | None] = {}
     for module in model.modules():
         weight = module._parameters.get("weight")
-        others = [
-            each for key, each in module._parameters.items() if each is not None and key not in ("weight", "bias")
-        ]
-        if (
-            weight is None
-            or weight.dim() != 1
-            or others
-            or module._buffers
-            or module._modules
-            or not _is_of_one(module)
-        ):
+        held = {key for key, each in module._parameters.items() if each is not None}
+        plain = held <= {"weight", "bias"} and not module._buffers and not module._modules
+        if weight is None or weight.dim() != 1 or not plain or not _is_of_one(module):
             continue
         kind = kind_of(module), len(weight), module._parameters.get("bias") is None
         if kind not in known:
@@ -257,20 +249,28 @@ def _norm(module: nn.Module, size: int) -> Norm | None:
 
 
 def _same(module: nn.Module, norm: Norm, x: Tensor, weight: Tensor, bias: Tensor) -> bool:
-    before, given = dict(module._parameters), {"weight": weight, "bias": bias}
-    module._parameters |= {key: given[key] for key, each in before.items() if each is not None}  # type: ignore[misc]
-    try:
-        with torch.inference_mode():
-            theirs, ours = module(x), norm(module, module.forward, x)
-    except Exception:  # it is something else then, whatever it is
+    given = {"weight": weight, "bias": bias}
+    made = tried(module, given, lambda: (module(x), norm(module, module.forward, x)))
+    if made is None or not torch.is_tensor(made[0]) or made[0].shape != x.shape or made[0].dtype is not x.dtype:
         return False
-    finally:
-        module._parameters.update(before)
-    if not torch.is_tensor(theirs) or theirs.shape != x.shape or theirs.dtype is not x.dtype:
-        return False
+    theirs, ours = made
     if x.dtype is torch.float32:
         return torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
     return rounds_alike(ours, theirs)
+
+
+def tried(module: nn.Module, given: Mapping[str, Tensor], compute: Callable[[], Any]) -> Any:
+    """What is computed while a module has the `given` tensors for its parameters of these names; None where that cannot
+    be: the module does something else then, whatever it is."""
+    before = dict(module._parameters)
+    module._parameters |= {key: given[key] for key, each in before.items() if each is not None}  # type: ignore[misc]
+    try:
+        with torch.inference_mode():
+            return compute()
+    except Exception:
+        return None
+    finally:
+        module._parameters.update(before)
 
 
 def _rms(eps: float, offset: float, module: nn.Module, otherwise: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -375,15 +375,8 @@ class _Rotation:
     def turned(self, x: Sequence[Tensor], cos: Tensor, sin: Tensor, heads_at: int) -> tuple[Tensor, ...] | None:
         """Each (1, heads, T, d), or (1, T, heads, d) where `heads_at` is 2; None where the kernel does not take it."""
         q, k = x[0], x[-1]
-        if (
-            q.dim() != 4
-            or k.dim() != 4
-            or cos.dim() != 3
-            or heads_at not in (1, 2)
-            or not len(q) == len(k) == len(cos) == 1
-        ):
-            return None
-        if cos.shape[-1] != q.shape[-1] and not self._some:
+        fits = q.dim() == k.dim() == 4 and cos.dim() == 3 and len(q) == len(k) == len(cos) == 1
+        if not fits or heads_at not in (1, 2) or (cos.shape[-1] != q.shape[-1] and not self._some):
             return None
         q, k = (q[0].transpose(0, 1), k[0].transpose(0, 1)) if heads_at == 1 else (q[0], k[0])
         made = rotate_heads(q, k if self._count > 1 else None, cos[0], sin[0], rounds=self._rounds)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from itertools import product
-from types import FunctionType, MethodType
-from typing import Any, NamedTuple, TypeVar
+from types import FunctionType, MethodType, SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,125 +20,50 @@ from torch import Tensor, nn
 
 from h2o_flexgen.kernels import states
 from h2o_flexgen.kernels.native import library
-from h2o_flexgen.models.hf.fused import among, kind_of, rounds_alike
+from h2o_flexgen.models.hf.fused import among, kind_of, rounds_alike, tried
 
 Original = Callable[..., Any]
 
 
-class _Rule(NamedTuple):
-    """Arguments of a delta rule: query, key (B, T, key heads, K), value (B, T, heads, V), g (B, T, heads) or, Kimi's,
-    (B, T, heads, K), beta (B, T, heads), initial_state (B, heads, K, V)."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    g: Tensor
-    beta: Tensor
-    chunk_size: int = 64
-    initial_state: Tensor | None = None
-    output_final_state: bool = False
-    use_qk_l2norm_in_kernel: bool = False
+@cache
+def _usual(original: Original) -> dict[str, Any]:
+    """The arguments that a function of transformers names, and their defaults; a kernel of the hub is a module."""
+    named = inspect.signature(getattr(original, "forward", original)).parameters.values()
+    usual = {each.name: each.default for each in named if each.kind is each.POSITIONAL_OR_KEYWORD}
+    return {name: None if default is inspect.Parameter.empty else default for name, default in usual.items()}
 
 
-class _Step(NamedTuple):
-    """Arguments of a step of either Mamba. The second's: state (B, heads, P, N), hidden_states, dt (B, heads, P), A
-    (heads, P, N), B, C (B, groups, N), D, dt_bias (heads, P). The first's have channels in place of heads, and no P."""
-
-    state: Tensor
-    hidden_states: Tensor
-    dt: Tensor
-    A: Tensor
-    B: Tensor
-    C: Tensor
-    D: Tensor | None = None
-    dt_bias: Tensor | None = None
-    dt_softplus: bool = False
-    z: Tensor | None = None
-
-
-class _Scan(NamedTuple):
-    """Arguments of the second Mamba's scan: hidden_states (B, T, heads, P), dt (B, T, heads), A, D, dt_bias (heads), B,
-    C (B, T, groups, N), initial_states (B, heads, P, N)."""
-
-    hidden_states: Tensor
-    dt: Tensor
-    A: Tensor
-    B: Tensor
-    C: Tensor
-    chunk_size: int
-    D: Tensor | None = None
-    dt_bias: Tensor | None = None
-    initial_states: Tensor | None = None
-    dt_softplus: bool = False
-    dt_limit: tuple[float, float] = (0.0, float("inf"))
-    return_final_states: bool = False
-    z: Tensor | None = None
-
-
-class _FirstScan(NamedTuple):
-    """Arguments of the first Mamba's: hidden_states, dt (B, channels, T), A (channels, N), B, C (B, N, T), D,
-    delta_bias (channels). It takes no state."""
-
-    hidden_states: Tensor
-    dt: Tensor
-    A: Tensor
-    B: Tensor
-    C: Tensor
-    D: Tensor | None = None
-    z: Tensor | None = None
-    delta_bias: Tensor | None = None
-    delta_softplus: bool = False
-    return_last_state: bool = False
-
-
-class _Convolution(NamedTuple):
-    """Arguments of a convolution: hidden_states (B, channels, T), with what is before them, weight (channels, taps)."""
-
-    hidden_states: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-    activation: str | None = None
-
-
-class _ConvStep(NamedTuple):
-    """Arguments of one over a new token: hidden_states (B, channels, 1), conv_state (B, channels, held)."""
-
-    hidden_states: Tensor
-    conv_state: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-    activation: str | None = None
-
-
-T = TypeVar("T", bound=tuple[Any, ...])
-
-
-def _given(kind: type[T], args: tuple[Any, ...], others: Mapping[str, Any]) -> T | None:
-    """Arguments, as transformers takes them: without what it does not know. None of packed sequences, as it refuses."""
-    if others.get("cu_seqlens") is not None or others.get("seq_idx") is not None:
+def _given(original: Original, args: tuple[Any, ...], others: Mapping[str, Any]) -> Any:
+    """Arguments by their names in transformers. None of packed sequences, as it refuses, and of a function that names
+    none."""
+    usual = _usual(original)
+    if not usual or others.get("cu_seqlens") is not None or others.get("seq_idx") is not None:
         return None
-    known: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
-    return kind(*args, **{key: value for key, value in others.items() if key in known})
+    return SimpleNamespace(**{**usual, **dict(zip(usual, args, strict=False)), **others})
 
 
 def _delta_rule(original: Original, *args: Any, **others: Any) -> Any:
-    rule = _given(_Rule, args, others)
+    """query, key (B, T, key heads, K), value (B, T, heads, V), g (B, T, heads) or, Kimi's, (B, T, heads, K), beta
+    (B, T, heads), initial_state (B, heads, K, V)."""
+    rule = _given(original, args, others)
     if rule is not None and states.serves(rule.query, rule.key, rule.value):
         rows, _, heads, value_dim = rule.value.shape
         state, dim = rule.initial_state, rule.key.shape[-1]
         state = torch.zeros(rows, heads, dim, value_dim) if state is None else state
         if states.serves_state(state, dim):
             normed = rule.use_qk_l2norm_in_kernel
-            out = states.delta_rule(*rule[:5], state, scale=dim**-0.5, normed=normed)
+            given = (rule.query, rule.key, rule.value, rule.g, rule.beta)
+            out = states.delta_rule(*given, state, scale=dim**-0.5, normed=normed)
             return out, state if rule.output_final_state else None
     return original(*args, **others)
 
 
 def _conv_step(original: Original, *args: Any, **others: Any) -> Any:
-    conv = _given(_ConvStep, args, others)
-    if conv is None or not _takes_conv(_Convolution(conv.hidden_states, *conv[2:])):
+    """A convolution over a new token: hidden_states (B, channels, 1), conv_state (B, channels, held)."""
+    conv = _given(original, args, others)
+    if conv is None or not _takes_conv(conv):
         return original(*args, **others)
-    x, state = conv[:2]
+    x, state = conv.hidden_states, conv.conv_state
     fits = x.shape[-1] == 1 and state.dtype is x.dtype and state.is_contiguous()
     if not fits or state.shape[-1] < conv.weight.shape[-1] - 1:
         return original(*args, **others)
@@ -146,14 +71,16 @@ def _conv_step(original: Original, *args: Any, **others: Any) -> Any:
 
 
 def _conv(original: Original, *args: Any, **others: Any) -> Any:
-    conv = _given(_Convolution, args, others)
+    """hidden_states (B, channels, T), with what is before them, weight (channels, taps)."""
+    conv = _given(original, args, others)
     if conv is None or not _takes_conv(conv):
         return original(*args, **others)
-    return states.short_conv(*conv[:3], None, silu=conv.activation is not None)
+    return states.short_conv(conv.hidden_states, conv.weight, conv.bias, None, silu=conv.activation is not None)
 
 
-def _takes_conv(conv: _Convolution) -> bool:
-    return conv.activation in (None, "silu", "swish") and states.serves_conv(*conv[:3])
+def _takes_conv(conv: Any) -> bool:
+    plain = conv.activation in (None, "silu", "swish")
+    return plain and states.serves_conv(conv.hidden_states, conv.weight, conv.bias)
 
 
 def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
@@ -171,7 +98,9 @@ def _of_heads(x: Tensor | None, dims: int) -> Tensor | None:
 
 
 def _second_step(original: Original, *args: Any, **others: Any) -> Any:
-    step = _given(_Step, args, others)
+    """state (B, heads, P, N), hidden_states, dt (B, heads, P), A (heads, P, N), B, C (B, groups, N), D, dt_bias (heads,
+    P)."""
+    step = _given(original, args, others)
     if step is None or not states.serves(step.hidden_states, step.B, step.C):
         return original(*args, **others)
     dt, rates = _of_heads(step.dt, 1), _of_heads(step.A, 2)
@@ -185,8 +114,9 @@ def _second_step(original: Original, *args: Any, **others: Any) -> Any:
 
 
 def _second_scan(original: Original, *args: Any, **others: Any) -> Any:
-    """In float32, as transformers has it for several tokens."""
-    scan = _given(_Scan, args, others)
+    """hidden_states (B, T, heads, P), dt (B, T, heads), A, D, dt_bias (heads), B, C (B, T, groups, N), initial_states
+    (B, heads, P, N). In float32, as transformers has it for several tokens."""
+    scan = _given(original, args, others)
     if scan is None or not states.serves(scan.hidden_states, scan.B, scan.C) or scan.A.ndim != 1:
         return original(*args, **others)
     (rows, _, heads, dim), numbers = scan.hidden_states.shape, scan.B.shape[-1]
@@ -200,7 +130,8 @@ def _second_scan(original: Original, *args: Any, **others: Any) -> Any:
 
 
 def _first_step(original: Original, *args: Any, **others: Any) -> Any:
-    step = _given(_Step, args, others)
+    """As the second Mamba's, with channels in place of heads, and no P."""
+    step = _given(original, args, others)
     takes = step is not None and step.state.ndim == 3 and states.serves(step.hidden_states)
     if step is None or not takes or not states.serves_state(step.state, step.A.shape[-1]) or step.D is None:
         return original(*args, **others)
@@ -210,7 +141,9 @@ def _first_step(original: Original, *args: Any, **others: Any) -> Any:
 
 
 def _first_scan(original: Original, *args: Any, **others: Any) -> Any:
-    scan = _given(_FirstScan, args, others)
+    """hidden_states, dt (B, channels, T), A (channels, N), B, C (B, N, T), D, delta_bias (channels). It takes no
+    state."""
+    scan = _given(original, args, others)
     if scan is None or scan.D is None or scan.B.ndim != 3 or not states.serves(scan.hidden_states):
         return original(*args, **others)
     dt = _steps(scan.dt.transpose(1, 2), scan.delta_bias, scan.delta_softplus)
@@ -307,11 +240,8 @@ def _look(module: nn.Module, size: int) -> states.GatedNorm | None:
 def _candidates(module: nn.Module, size: int) -> Iterator[states.GatedNorm]:
     given = vars(module)
     groups = [each for key, each in given.items() if "group" in key and isinstance(each, int) and each > 0]
-    sizes = {
-        size,
-        *(each for each in groups if size % each == 0),
-        *(size // each for each in groups if size % each == 0),
-    }
+    fitting = [each for each in groups if size % each == 0]
+    sizes = {size, *fitting, *(size // each for each in fitting)}
     epsilons = [each for key, each in given.items() if "eps" in key and isinstance(each, float)]
     for eps, of_group in product(epsilons, sorted(sizes)):
         for gate_first, sigmoid, rounds in product((False, True), repeat=3):
@@ -320,13 +250,5 @@ def _candidates(module: nn.Module, size: int) -> Iterator[states.GatedNorm]:
 
 def _theirs(module: nn.Module, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor | None:
     """What the module makes of these; None where it is of something else."""
-    before = dict(module._parameters)
-    module._parameters["weight"] = weight  # type: ignore[assignment]
-    try:
-        with torch.inference_mode():
-            made = type(module).forward(module, x, gate)
-    except Exception:  # it is something else then, whatever it is
-        return None
-    finally:
-        module._parameters.update(before)
+    made = tried(module, {"weight": weight}, lambda: type(module).forward(module, x, gate))
     return made if torch.is_tensor(made) and made.shape == x.shape else None
