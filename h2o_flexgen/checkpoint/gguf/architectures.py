@@ -78,12 +78,7 @@ QUERY_BIAS = biased(attention_bias="attn_q")
 BIASES = biased(attention_bias="attn_q", mlp_bias="ffn_up")
 EXPERTS = wholes(num_experts="expert_count", num_experts_per_tok="expert_used_count")
 EXPERT_SIZE = wholes(moe_intermediate_size="expert_feed_forward_length")
-SHARED_EXPERT = wholes(
-    num_experts="expert_count",
-    num_experts_per_tok="expert_used_count",
-    moe_intermediate_size="expert_feed_forward_length",
-    shared_expert_intermediate_size="expert_shared_feed_forward_length",
-)
+SHARED_EXPERT = wholes(shared_expert_intermediate_size="expert_shared_feed_forward_length")
 GRANITE = numbers(
     attention_multiplier="attention.scale",
     embedding_multiplier="embedding_scale",
@@ -92,19 +87,33 @@ GRANITE = numbers(
 )
 
 
-def heads_of(keys: GgufKeys) -> Config:
-    """KV heads, the size of a head, the base of its rotary positions."""
-    heads, hidden = keys.whole("attention.head_count"), keys.whole("embedding_length")
-    head_dim = keys.whole("attention.key_length", max(1, hidden // heads))
+def head_size(keys: GgufKeys) -> int:
+    """Numbers of a key, and of a value."""
+    size = keys.whole("embedding_length") // keys.whole("attention.head_count")
+    head_dim = keys.whole("attention.key_length", max(1, size))
     if keys.whole("attention.value_length", head_dim) != head_dim:
         raise keys.error("attention.value_length", f"that of a key, {head_dim}")
+    return head_dim
+
+
+def heads_of(keys: GgufKeys) -> Config:
+    """KV heads, the size of a head, the base of its rotary positions."""
+    head_dim = head_size(keys)
     if not keys.flag("attention.causal", True):
         raise keys.error("attention.causal", "true")
     return {
-        "num_key_value_heads": keys.whole("attention.head_count_kv", heads),
+        "num_key_value_heads": keys.whole("attention.head_count_kv", keys.whole("attention.head_count")),
         "head_dim": head_dim,
         "rope_theta": keys.number("rope.freq_base", 10000.0),
     }
+
+
+def turned_of(keys: GgufKeys, head_dim: int) -> int:
+    """The dimensions of a head that turn."""
+    turned = keys.whole("rope.dimension_count", head_dim)
+    if turned > head_dim or turned % 2:
+        raise keys.error("rope.dimension_count", f"an even part of heads of {head_dim} dimensions")
+    return turned
 
 
 def _whole_heads(keys: GgufKeys) -> Config:
@@ -118,12 +127,10 @@ def _whole_heads(keys: GgufKeys) -> Config:
 def _part_of_heads(keys: GgufKeys) -> Config:
     """Of a family of whose heads a part turns, without any scaling."""
     config = heads_of(keys)
-    turned = keys.whole("rope.dimension_count", config["head_dim"])
-    if turned > config["head_dim"] or turned % 2:
-        raise keys.error("rope.dimension_count", f"an even part of heads of {config['head_dim']} dimensions")
+    turned = turned_of(keys, config["head_dim"])
     if scaling_of(keys, config["rope_theta"], turned) is not None:
         raise keys.error("rope.scaling.type", "none: another one is not supported for this architecture")
-    return {**config, "partial_rotary_factor": _share(turned, config["head_dim"])}
+    return {**config, "partial_rotary_factor": share_of(turned, config["head_dim"])}
 
 
 def _llama(keys: GgufKeys) -> Config:
@@ -244,14 +251,14 @@ def _phi3(keys: GgufKeys) -> Config:
         scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long, "attention_factor": attention}
     return {
         **config,
-        "partial_rotary_factor": _share(turned, config["head_dim"]),
+        "partial_rotary_factor": share_of(turned, config["head_dim"]),
         "rope_scaling": scaling,
         "original_max_position_embeddings": original,
         "sliding_window": keys.value("attention.sliding_window") or None,
     }
 
 
-def _share(turned: int, head_dim: int) -> float:
+def share_of(turned: int, head_dim: int) -> float:
     """The share of a head's dimensions that rotates; rounding down gives `turned` again."""
     return 1.0 if turned == head_dim else (turned + 0.5) / head_dim
 
@@ -306,7 +313,7 @@ def _gptneox(keys: GgufKeys) -> Config:
     turned = keys.whole("rope.dimension_count", max(1, hidden // heads))
     return {
         "use_parallel_residual": keys.flag("use_parallel_residual", True),
-        "rotary_pct": _share(turned, max(1, hidden // heads)),
+        "rotary_pct": share_of(turned, max(1, hidden // heads)),
         "rotary_emb_base": keys.number("rope.freq_base", 10000.0),
     }
 
@@ -323,7 +330,7 @@ ARCHITECTURES = {
     "gpt-oss": Architecture(
         "gpt_oss", (_gpt_oss, ROOT_MEAN_SQUARE, EXPERTS, QUERY_BIAS), names={"mlp.norm": "post_attention_norm"}
     ),
-    "qwen2moe": Architecture("qwen2_moe", (*_USUAL, SHARED_EXPERT)),
+    "qwen2moe": Architecture("qwen2_moe", (*_USUAL, EXPERTS, EXPERT_SIZE, SHARED_EXPERT)),
     # all of its models divide the weights of the experts that a token chose by their sum
     "qwen3moe": Architecture("qwen3_moe", (*_USUAL, EXPERTS, EXPERT_SIZE, always(norm_topk_prob=True))),
     "granite": Architecture("granite", (*_USUAL, BIASES, GRANITE), "all"),

@@ -25,11 +25,14 @@ from h2o_flexgen.checkpoint.gguf.architectures import (
     Architecture,
     Config,
     always,
+    head_size,
     heads_of,
     layers_of,
     numbers,
     query_norm,
     routed,
+    share_of,
+    turned_of,
 )
 from h2o_flexgen.checkpoint.gguf.blocks import FORMATS
 from h2o_flexgen.checkpoint.gguf.header import GgufHeader
@@ -48,11 +51,9 @@ _OTHER_FILES = {
 
 def _rope(keys: GgufKeys, head_dim: int) -> Config:
     """Rotary positions, of part of a head where the metadata says so."""
-    theta, turned = keys.number("rope.freq_base", 10000.0), keys.whole("rope.dimension_count", head_dim)
-    if turned > head_dim or turned % 2:
-        raise keys.error("rope.dimension_count", f"an even part of heads of {head_dim} dimensions")
+    theta, turned = keys.number("rope.freq_base", 10000.0), turned_of(keys, head_dim)
     scaling = scaling_of(keys, theta, turned) or {"rope_type": "default"}
-    part = {} if turned == head_dim else {"partial_rotary_factor": (turned + 0.5) / head_dim}
+    part = {} if turned == head_dim else {"partial_rotary_factor": share_of(turned, head_dim)}
     return {"rope_parameters": {**scaling, "rope_theta": theta, **part}}
 
 
@@ -65,10 +66,14 @@ def _heads(keys: GgufKeys) -> Config:
 
 def _whole_heads(keys: GgufKeys) -> Config:
     """The same where the size of a head follows from the model's."""
-    config = _heads(keys)
-    if config.pop("head_dim") * keys.whole("attention.head_count") != keys.whole("embedding_length"):
+    return _without_size(keys, _heads(keys))
+
+
+def _without_size(keys: GgufKeys, heads: Config) -> Config:
+    """`heads` less their size, which follows from the model's."""
+    if heads.pop("head_dim") * keys.whole("attention.head_count") != keys.whole("embedding_length"):
         raise keys.error("attention.key_length", "the model's size over its heads")
-    return config
+    return heads
 
 
 def _gpt2(keys: GgufKeys) -> Config:
@@ -192,7 +197,8 @@ def _qwen35(keys: GgufKeys) -> Config:
     keys.value("rope.dimension_sections")
     config = {**_delta(keys), "linear_num_key_heads": keys.whole("ssm.time_step_rank")}
     if keys.value("expert_count"):
-        return {"model_type": "qwen3_5_moe_text", **config, **SHARED_EXPERT(keys)}
+        experts = {**EXPERTS(keys), **EXPERT_SIZE(keys), **SHARED_EXPERT(keys)}
+        return {"model_type": "qwen3_5_moe_text", **config, **experts}
     return config
 
 
@@ -215,14 +221,19 @@ def _delta(keys: GgufKeys) -> Config:
     }
 
 
-def _mamba(keys: GgufKeys) -> Config:
+def _expansion(keys: GgufKeys) -> int:
+    """How many times as wide as the model a mixer is."""
     inner, hidden = keys.whole("ssm.inner_size"), keys.whole("embedding_length")
     if inner % hidden:
         raise keys.error("ssm.inner_size", f"a multiple of {hidden}")
+    return inner // hidden
+
+
+def _mamba(keys: GgufKeys) -> Config:
     return {
         **({"model_type": "falcon_mamba"} if keys.flag("ssm.dt_b_c_rms", False) else {}),
-        "expand": inner // hidden,
-        "intermediate_size": inner,
+        "expand": _expansion(keys),
+        "intermediate_size": keys.whole("ssm.inner_size"),
         "conv_kernel": keys.whole("ssm.conv_kernel"),
         "state_size": keys.whole("ssm.state_size"),
         "time_step_rank": keys.whole("ssm.time_step_rank"),
@@ -264,25 +275,17 @@ def _without_positions(keys: GgufKeys) -> tuple[Config, list[bool]]:
         keys.value(key)
     if keys.flag("rope.scaling.finetuned", True):
         raise keys.error("rope.scaling.finetuned", "false: a model without rotary positions")
-    heads, (kv_heads, attend) = keys.whole("attention.head_count"), _attending(keys)
-    head_dim = keys.whole("attention.key_length", max(1, keys.whole("embedding_length") // heads))
-    if keys.whole("attention.value_length", head_dim) != head_dim:
-        raise keys.error("attention.value_length", f"that of a key, {head_dim}")
-    return {"num_key_value_heads": kv_heads, "head_dim": head_dim}, attend
+    kv_heads, attend = _attending(keys)
+    return {"num_key_value_heads": kv_heads, "head_dim": head_size(keys)}, attend
 
 
 def _granite_hybrid(keys: GgufKeys) -> Config:
     """Granite 4: the MLP of all layers is the shared expert's, where there are others beside it or not."""
-    inner, hidden = keys.whole("ssm.inner_size"), keys.whole("embedding_length")
-    if inner % hidden:
-        raise keys.error("ssm.inner_size", f"a multiple of {hidden}")
-    config, attend = _without_positions(keys)
-    if config.pop("head_dim") * keys.whole("attention.head_count") != hidden:
-        raise keys.error("attention.key_length", "the model's size over its heads")
+    expansion, (heads, attend) = _expansion(keys), _without_positions(keys)
     return {
-        **config,
+        **_without_size(keys, heads),
         **_second_mamba(keys),
-        "mamba_expand": inner // hidden,
+        "mamba_expand": expansion,
         "layer_types": ["attention" if each else "mamba" for each in attend],
         "num_local_experts": keys.count("expert_count"),
         "num_experts_per_tok": keys.count("expert_used_count"),
@@ -343,7 +346,7 @@ MODULES = {
     "deepseek2": Architecture("deepseek_v3", (_deepseek2, ROOT_MEAN_SQUARE)),
     "qwen3next": Architecture(
         "qwen3_next",
-        (_delta, ROOT_MEAN_SQUARE, SHARED_EXPERT, always(norm_topk_prob=True)),
+        (_delta, ROOT_MEAN_SQUARE, EXPERTS, EXPERT_SIZE, SHARED_EXPERT, always(norm_topk_prob=True)),
         names=_QWEN,
         offset=1.0,
     ),

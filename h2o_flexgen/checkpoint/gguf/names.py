@@ -17,6 +17,7 @@ from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
+from h2o_flexgen.models.llama_like import PARTS
 
 _OUTER = {
     "embed.tokens": "token_embd.weight",
@@ -24,30 +25,9 @@ _OUTER = {
     "head.norm.bias": "output_norm.bias",
     "head.vocab": "output.weight",
 }
-_PARTS = {
-    "attn.norm": "attn_norm",
-    "attn.q": "attn_q",
-    "attn.k": "attn_k",
-    "attn.v": "attn_v",
-    "attn.o": "attn_output",
-    "attn.q_norm": "attn_q_norm",
-    "attn.k_norm": "attn_k_norm",
-    "attn.post_norm": "post_attention_norm",
-    "mlp.norm": "ffn_norm",
-    "mlp.up": "ffn_up",
-    "mlp.gate": "ffn_gate",
-    "mlp.down": "ffn_down",
-    "mlp.post_norm": "post_ffw_norm",
-    "mlp.router": "ffn_gate_inp",
-}
 _ALONE = {"attn.sinks": "attn_sinks.weight", "mlp.choice": "exp_probs_b.bias"}
 """Names of what is no part of a module."""
-_SHARED = {
-    "up": "ffn_up_shexp",
-    "gate": "ffn_gate_shexp",
-    "down": "ffn_down_shexp",
-    "shared_gate": "ffn_gate_inp_shexp",
-}
+_SHARED = {"shared_gate": "ffn_gate_inp_shexp", **{part: f"ffn_{part}_shexp" for part in ("up", "gate", "down")}}
 """Names of the shared expert, which all tokens go through."""
 ROTARY_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors that belong to the config: what the rotary frequencies are divided by."""
@@ -272,6 +252,9 @@ def _by_module(table: dict[str, str]) -> dict[str, str]:
 
 
 _MODULE_OF, _LAYER_MODULE_OF = _by_module(_MODULES), _by_module(_LAYER_MODULES)
+_PARTS = {part: _LAYER_MODULE_OF[module] for part, module in {**PARTS, "mlp.router": "mlp.gate"}.items()}
+_PARTS |= {"attn.post_norm": "post_attention_norm", "mlp.post_norm": "post_ffw_norm"}
+"""GGUF's names of the parts of a layer of our families."""
 
 
 class GgufName(NamedTuple):
