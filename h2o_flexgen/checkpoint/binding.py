@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from h2o_flexgen.checkpoint.quantized import (
     stored_matrix,
 )
 from h2o_flexgen.checkpoint.shards import Shards
-from h2o_flexgen.checkpoint.tables import Entry
+from h2o_flexgen.checkpoint.tables import Entry, bin_table, safetensors_table
 from h2o_flexgen.checkpoint.wanted import LAYER, Range, Wanted
 from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
@@ -363,6 +364,28 @@ class Binding:
                 absent = name not in self._found and options[0].name in missing
                 wanted[int(found[2])] = wanted.get(int(found[2]), True) and absent
         return [layer for layer, absent in wanted.items() if absent]
+
+
+def bind_files(root: str, shards: Shards, binding: Binding, files: list[CheckpointFile]) -> dict[str, FoundTensor]:
+    """Where the model's tensors are, by canonical name, as the tables of all shards in the folder `root` say; opened
+    files are appended to `files`, and what is wrong goes into the problems of `binding`."""
+    tables, problems = {}, binding.problems
+    for name in shards.files:
+        if name not in shards.present:
+            continue
+        try:
+            file = CheckpointFile(os.path.join(root, name))
+        except OSError as error:
+            problems.add(f"{name} cannot be opened: {error.strerror}", download=True)
+            continue
+        files.append(file)
+        if shards.kind == "safetensors":
+            table = safetensors_table(file, problems)
+        else:
+            table = bin_table(file, problems, binding.least_bytes(shards, name))
+        if table is not None:
+            tables[name] = table
+    return binding.bind(shards, tables)
 
 
 def _expert_of(

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from h2o_flexgen.checkpoint.binding import Binding, FileTensor, FoundTensor, PackedTensor, Range
-from h2o_flexgen.checkpoint.checking import bind_files
+from h2o_flexgen.checkpoint.binding import Binding, FileTensor, FoundTensor, PackedTensor, Range, bind_files
 from h2o_flexgen.checkpoint.content import content_digest
 from h2o_flexgen.checkpoint.files import CheckpointFile, Problems
 from h2o_flexgen.checkpoint.quantized import Array, Read

@@ -143,8 +143,8 @@ def write_json(line: str, wanted: bool | None) -> None:
 def look_up_model(config: EngineConfig) -> None:
     """Finds the model that `config` names, fetches what the hub has of it, and checks it: ModelError for what cannot be
     used. Called before torch is imported, which takes seconds that a refusal need not cost."""
-    from h2o_flexgen.checkpoint.checking import check_model
     from h2o_flexgen.checkpoint.hub import resolve_model
+    from h2o_flexgen.checkpoint.opening import check_model
 
     stored = config.weights != "dummy"
     logging.disable(logging.WARNING)  # whoever opens the model says it
