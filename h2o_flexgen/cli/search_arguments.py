@@ -162,8 +162,7 @@ def _fixed(
         from h2o_flexgen.engine.model import for_model  # torch is there: modules made the spec
 
         return for_model(replace(engine, eviction=eviction, policy=decided), spec, tier).fixed
-    fields = decided.fields if isinstance(decided, OffloadPolicy) else {} if isinstance(decided, str) else decided
-    return with_caches_near(fields, eviction.recall, tier)
+    return with_caches_near(replace(engine, policy=decided).fixed, eviction.recall, tier)
 
 
 def _spec(name: str, impl: str = "auto") -> ModelSpec:

@@ -45,6 +45,17 @@ def share(value: object, label: str) -> float:
     return number
 
 
+def number(
+    value: object, label: str, low: float, high: float = math.inf, *, above: bool = False, needed: str = ""
+) -> None:
+    """UsageError unless `value` is a finite number from `low`, or `above` it, to `high`; True is none. `needed`: the
+    same in other words."""
+    real = isinstance(value, int | float) and not isinstance(value, bool) and value != math.inf
+    if not real or not low <= value <= high or (above and value == low):  # type: ignore[operator]
+        first, last = f"{'above' if above else 'from'} {low:g}", f" to {high:g}" if high < math.inf else ""
+        raise UsageError(f"{label} is {value!r}", needed or f"needed a number {first}{last}")
+
+
 def one_of(value: object, label: str, allowed: Collection[object]) -> None:
     """UsageError with a suggestion where `value` is not among those `allowed`."""
     if value not in allowed:
@@ -88,6 +99,15 @@ def known_keys(data: object, cls: type[Any], *, derived: tuple[str, ...] = ()) -
     if missing:
         raise UsageError(f"{cls.__name__} lacks the keys {', '.join(missing)}")
     return {key: value for key, value in data.items() if key in fields}
+
+
+def given_as(cls: type[T], asked: Any, name: str, needed: str) -> T | None:
+    """`asked`, if that is a `cls` or None, or what the JSON object of one describes; UsageError for anything else."""
+    if asked is None or isinstance(asked, cls):
+        return asked
+    if not isinstance(asked, Mapping):
+        raise UsageError(f"{name} is {asked!r}", f"needed {needed}")
+    return cls(**known_keys(asked, cls))
 
 
 def refuses_unknown(what: str) -> Callable[[type[T]], type[T]]:

@@ -254,7 +254,7 @@ class EngineConfig:
         """The fields of the policy that were given."""
         if isinstance(self.policy, str):
             return {}
-        return self.policy.fields if isinstance(self.policy, OffloadPolicy) else dict(self.policy)
+        return dict(vars(self.policy) if isinstance(self.policy, OffloadPolicy) else self.policy)
 
     @property
     def free_fields(self) -> frozenset[str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from h2o_flexgen.config.checks import known_keys, whole
+from h2o_flexgen.config.checks import given_as, whole
 from h2o_flexgen.errors import UsageError
 
 
@@ -34,11 +33,7 @@ class Fold:
     @classmethod
     def read(cls, asked: Any) -> Fold | None:
         """A Fold, or the JSON object of one; None stays None."""
-        if asked is None or isinstance(asked, Fold):
-            return asked
-        if not isinstance(asked, Mapping):
-            raise UsageError(f"fold is {asked!r}", 'needed {"trigger": token id, "keep": [token ids], "then": [...]}')
-        return cls(**known_keys(asked, cls))
+        return given_as(cls, asked, "fold", '{"trigger": token id, "keep": [token ids], "then": [...]}')
 
 
 @dataclass(frozen=True)
@@ -71,11 +66,7 @@ class Thinking:
     @classmethod
     def read(cls, asked: Any) -> Thinking | None:
         """A Thinking, or the dict of one; None stays None."""
-        if asked is None or isinstance(asked, Thinking):
-            return asked
-        if not isinstance(asked, Mapping):
-            raise UsageError(f"thinking is {asked!r}", 'needed {"begin": [token ids], "end": [token ids], ...}')
-        return cls(**known_keys(asked, cls))
+        return given_as(cls, asked, "thinking", '{"begin": [token ids], "end": [token ids], ...}')
 
 
 def _token_ids(given: Any, label: str) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -213,11 +212,6 @@ class OffloadPolicy(KeptAsJson):
             return Shares({"cpu": shares["gpu"] + shares["cpu"], "disk": shares["disk"]})
 
         return replace(self, weights=moved(self.weights), cache=moved(self.cache), hidden=moved(self.hidden))
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The values of all fields, by name."""
-        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> OffloadPolicy:

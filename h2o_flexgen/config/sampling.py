@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from h2o_flexgen.config.checks import refuses_unknown, shown, truth, whole
+from h2o_flexgen.config.checks import number, refuses_unknown, shown, truth, whole
 from h2o_flexgen.config.flags import option
 from h2o_flexgen.config.fold import Fold, Thinking
 from h2o_flexgen.config.response_format import ResponseFormat
@@ -155,22 +155,22 @@ class SamplingParams:
             found, greedy = f"temperature is {self.temperature!r}", "for greedy search leave it and do_sample out"
             raise UsageError(found, "needed a number above 0", greedy)
         for name in ("temperature", "repetition_penalty", "encoder_repetition_penalty"):
-            _require_range(name, getattr(self, name), 0.0, math.inf)
+            number(getattr(self, name), name, 0, above=True)
         for name in ("presence_penalty", "frequency_penalty"):
-            _require_range(name, getattr(self, name), -2.0, 2.0, closed=True)
+            number(getattr(self, name), name, -2, 2)
         for name in ("top_p", "min_p", "epsilon_cutoff", "eta_cutoff"):
-            _require_range(name, getattr(self, name), 0.0, 1.0, closed=True)
-        _require_range("typical_p", self.typical_p, 0.0, 1.0)
+            number(getattr(self, name), name, 0, 1)
+        number(self.typical_p, "typical_p", 0, 1, above=True)
         if self.top_h is not None:
-            _require_range("top_h", self.top_h, 0.0, 1.0)
+            number(self.top_h, "top_h", 0, 1, above=True)
         if self.max_time is not None:
-            _require_range("max_time", self.max_time, 0.0, math.inf, closed=True)
+            number(self.max_time, "max_time", 0)
         decay = self.exponential_decay_length_penalty
         if decay is not None:
             if not isinstance(decay, tuple) or len(decay) != 2:
                 raise UsageError(f"exponential_decay_length_penalty={decay}", "needed (tokens before it, factor)")
             whole(decay[0], "the start of exponential_decay_length_penalty", 0)
-            _require_range("the factor of exponential_decay_length_penalty", decay[1], 0.0, math.inf)
+            number(decay[1], "the factor of exponential_decay_length_penalty", 0, above=True)
 
     def _check_tokens(self) -> None:
         for name, tokens in self._named_tokens():
@@ -263,12 +263,3 @@ def _frozen(params: SamplingParams) -> dict[str, Any]:
 
 def _tokens(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
     return () if value is None else value if isinstance(value, tuple) else (value,)
-
-
-def _require_range(name: str, value: object, low: float, high: float, closed: bool = False) -> None:
-    """`value` must be a finite number above `low`, or from it if `closed`, and at most `high`."""
-    number = not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
-    if not number or not (low < value or (closed and value == low)) or value > high:  # type: ignore[operator]
-        first = f"from {low:g}" if closed else f"above {low:g}"
-        last = f" to {high:g}" if high < math.inf else ""
-        raise UsageError(f"{name} is {value!r}", f"needed a number {first}{last}")

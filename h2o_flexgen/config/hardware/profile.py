@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.config.checks import KeptAsJson, whole
+from h2o_flexgen.config.checks import KeptAsJson, number, whole
 from h2o_flexgen.config.flags import called, option
 from h2o_flexgen.config.hardware.rates import ComputeRates, LinkRate
 from h2o_flexgen.config.model.known import configs_folder
@@ -67,10 +66,7 @@ class HardwareProfile(KeptAsJson):
                     raise UsageError(
                         f"slowdown names {', '.join(sorted(unknown))}", f"needed names among {', '.join(sorted(known))}"
                     )
-                if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor < math.inf:
-                    raise UsageError(
-                        f"the slowdown of {slowed} by {beside} is {factor!r}", "needed a number, at least 1"
-                    )
+                number(factor, f"the slowdown of {slowed} by {beside}", 1, needed="needed a number, at least 1")
 
     def link(self, name: str) -> LinkRate:
         """The rate of link `name`; UsageError where the profile does not have it."""

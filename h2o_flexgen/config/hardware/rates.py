@@ -11,11 +11,12 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from h2o_flexgen.config.checks import truth, whole
+from h2o_flexgen.config.checks import number, truth, whole
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import UsageError
 
 Points = tuple[tuple[float, float], ...]
+_POSITIVE, _SECONDS = "needed a positive number", "needed seconds, at least 0"
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,8 @@ class LinkRate:
     latency_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _positive(self.bytes_per_s, "bytes_per_s")
-        if not 0 <= self.latency_s < math.inf:
-            raise UsageError(f"latency_s is {self.latency_s!r}", "needed seconds, at least 0")
+        number(self.bytes_per_s, "bytes_per_s", 0, above=True, needed=_POSITIVE)
+        number(self.latency_s, "latency_s", 0, needed=_SECONDS)
 
     def seconds(self, nbytes: float) -> float:
         """Of one transfer; nothing takes no time."""
@@ -154,9 +154,9 @@ class ComputeRates:
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes_per_s", "elementwise_bytes_per_s"):
-            _positive(getattr(self, name), name)
+            number(getattr(self, name), name, 0, above=True, needed=_POSITIVE)
         if self.fresh_bytes_per_s is not None:
-            _positive(self.fresh_bytes_per_s, "fresh_bytes_per_s")
+            number(self.fresh_bytes_per_s, "fresh_bytes_per_s", 0, above=True, needed=_POSITIVE)
         for name in ("reads_all_slots", "fused_products", "torch_attention"):
             truth(getattr(self, name), name)
         for name, keys in (
@@ -172,8 +172,7 @@ class ComputeRates:
             raise UsageError(f"packed has {sorted(self.packed)}", f"needed bits among {', '.join(PACKED_BITS)}")
         ticks = [("tick_s", value) for value in self.tick_s.values() if not isinstance(value, Curve)]
         for name, value in [*ticks, ("sample_s", self.sample_s)]:
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise UsageError(f"{name} is {value!r}", "needed seconds, at least 0")
+            number(value, name, 0, needed=_SECONDS)
 
     def tick_seconds(self, kind: str, tokens: int, *, replayed: bool = False) -> float:
         """`tick_s` of one tick of a unit of `kind` that computes so many tokens, or `graph_tick_s`."""
@@ -213,8 +212,3 @@ class ComputeRates:
         """How many times as long as in the dtype products take of whose numbers `shares` are packed, by their bits."""
         curves = {bits: self.packed.get(str(bits), UNMEASURED_PACKED[itemsize]) for bits in shares}
         return 1 + sum(share * (curves[bits].at(rows) - 1) for bits, share in shares.items())
-
-
-def _positive(value: float, name: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise UsageError(f"{name} is {value!r}", "needed a positive number")

@@ -115,11 +115,6 @@ class ModuleSpec(ModelSpec):
     activations: Activations = NOTHING
 
     @property
-    def shares_prefixes(self) -> bool:
-        """Not where caches are the modules' own."""
-        return not self.alone
-
-    @property
     def keeps_caches(self) -> bool:
         """As of any model."""
         return not self.alone

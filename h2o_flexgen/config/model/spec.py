@@ -124,7 +124,7 @@ class ModelSpec:
     @property
     def shares_prefixes(self) -> bool:
         """Whether equal first tokens have equal keys in every sequence, however long it is."""
-        return not self._rotaries_by_length
+        return self.keeps_caches and not self._rotaries_by_length
 
     @property
     def rolling_slots(self) -> int:

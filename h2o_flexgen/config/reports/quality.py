@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import NormalDist, fmean, stdev
 from typing import Any, Literal, NamedTuple
 
-from h2o_flexgen.config.checks import KeptAsJson, one_of, share, whole
+from h2o_flexgen.config.checks import KeptAsJson, number, one_of, share, whole
 from h2o_flexgen.config.reports.record import RunRecord, host_facts, package_version, utc_now
 from h2o_flexgen.errors import UsageError
 
@@ -85,8 +85,7 @@ class QualityRow(KeptAsJson):
         share(self.ratio, "ratio")
         whole(self.scored_tokens, "scored_tokens", 0)
         whole(self.kv_bytes, "kv_bytes", 0)
-        if not math.isfinite(self.nll) or self.nll < 0:
-            raise UsageError(f"nll is {self.nll}", "needed a finite number, at least 0")
+        number(self.nll, "nll", 0, needed="needed a finite number, at least 0")
 
     @property
     def recall_accuracy(self) -> float | None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from h2o_flexgen.config.checks import known_keys, plain, truth, whole
+from h2o_flexgen.config.checks import known_keys, number, plain, truth, whole
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.errors import UsageError
 
@@ -204,9 +204,7 @@ class RunRecord(Throughput):
         for name in (*counts, "kv_bytes", "state_bytes"):
             whole(getattr(self, name), name, 0)
         for name in ("load_s", "prefill_s", "decode_s", "total_s"):
-            seconds = getattr(self, name)
-            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds < 0:
-                raise UsageError(f"{name} is {seconds!r}", "needed seconds, at least 0")
+            number(getattr(self, name), name, 0, needed="needed seconds, at least 0")
         truth(self.projected, "projected")
         for name, keys in _NESTED.items():
             nested = getattr(self, name)
