@@ -123,7 +123,7 @@ def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.softmax(torch.cat([logits, sinks.unsqueeze(-1)], -1), dim=-1)[..., :-1]
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor) -> Tensor:
     """torch.matmul: on a CPU that torch multiplies bfloat16 numbers slowly on, of float32 ones, rounded at the end."""
     if a.dtype is torch.bfloat16 and a.is_cpu and torch_widens():
         return torch.matmul(a.float(), b.float()).to(a.dtype)
@@ -132,11 +132,11 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 def _logits(q: Tensor, past: KeysValues | None, own: KeysValues) -> Tensor:
     """q (r, kv_heads, m, d) times all keys, (r, kv_heads, m, keys) float32: past ones, which the rows share, first."""
-    logits = _product(q, own.k.transpose(-1, -2))
+    logits = product(q, own.k.transpose(-1, -2))
     if past is None:
         return logits.float()
     rows, kv_heads, m, d = q.shape
-    shared = _product(q.transpose(0, 1).reshape(kv_heads, rows * m, d), past.k.transpose(-1, -2))
+    shared = product(q.transpose(0, 1).reshape(kv_heads, rows * m, d), past.k.transpose(-1, -2))
     before, width = past.k.shape[1], logits.shape[-1]
     both = torch.empty(rows, kv_heads, m, before + width, dtype=torch.float32, device=q.device)
     both[..., :before] = shared.view(kv_heads, rows, m, before).transpose(0, 1)
@@ -147,10 +147,10 @@ def _logits(q: Tensor, past: KeysValues | None, own: KeysValues) -> Tensor:
 def _mix(probs: Tensor, past: KeysValues | None, own: KeysValues) -> Tensor:
     """probs (r, kv_heads, m, keys) times all values, (r, kv_heads, m, d)."""
     if past is None:
-        return _product(probs, own.v)
+        return product(probs, own.v)
     before, (rows, kv_heads, m, _) = past.k.shape[1], probs.shape
-    mixed = _product(probs[..., before:], own.v)
-    shared = _product(probs[..., :before].transpose(0, 1).reshape(kv_heads, rows * m, before), past.v)
+    mixed = product(probs[..., before:], own.v)
+    shared = product(probs[..., :before].transpose(0, 1).reshape(kv_heads, rows * m, before), past.v)
     return mixed.add_(shared.view(kv_heads, rows, m, -1).transpose(0, 1))
 
 
@@ -174,12 +174,12 @@ def decode_attention(
     kv_heads = k.shape[1]
     group = heads // kv_heads
     asked, left = _scaled(q.view(b, kv_heads, group, d), scale)
-    logits = _capped(_product(asked, k.transpose(-1, -2)).float().mul_(left), soft_cap)
+    logits = _capped(product(asked, k.transpose(-1, -2)).float().mul_(left), soft_cap)
     if valid is not None:
         logits.masked_fill_(~valid.unsqueeze(2), float("-inf"))
     sinks = None if sink_logits is None else sink_logits.view(1, kv_heads, group).expand(b, -1, -1)
     probs = _softmax(logits, sinks)
-    out = _product(probs.to(v.dtype), v).view(b, heads, d)
+    out = product(probs.to(v.dtype), v).view(b, heads, d)
     if not want_row:
         return DecodeAttention(out, None)
     return DecodeAttention(out, probs.squeeze(2) if group == 1 else probs.mean(2))

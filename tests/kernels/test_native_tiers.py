@@ -17,6 +17,7 @@ from h2o_flexgen.engine.limits.devices import cpu_has_bfloat16, resolve_dtype
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.kernels import layers, native, torch_attention
 from h2o_flexgen.kernels.native import has_matrix_unit, tiers
+from h2o_flexgen.models.hf.attention import Absorbed
 
 ROOT = Path(__file__).parents[2]
 COMPILED = getattr(native.library(), "_name", None)
@@ -94,6 +95,20 @@ def test_torch_multiplies_what_it_is_slow_at_in_float32(monkeypatch: pytest.Monk
         q.double(), k.double(), k.double(), is_causal=True, scale=0.25
     )
     torch.testing.assert_close(out.out.double(), expected, rtol=2**-6, atol=2**-6)
+
+
+def test_latents_take_matrices_in_as_other_products_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of bfloat16 numbers in float32 where torch is slow at them, rounded once."""
+    monkeypatch.setattr(torch_attention, "torch_widens", lambda: True)
+    keys, values, q, mixed = (torch.randn(2, *shape).bfloat16() for shape in ((6, 8), (5, 8), (3, 9), (3, 11)))
+    absorbed, multiply = Absorbed(keys, values), torch.matmul
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "matmul", lambda a, b: multiply(a, b) if a.dtype is torch.float32 else None)
+        asked, value = absorbed.query(q.unsqueeze(0)), absorbed.value(mixed.transpose(0, 1))
+    inner = multiply(q[..., :6].double(), keys.double()).bfloat16()
+    torch.testing.assert_close(asked, torch.cat([inner, q[..., 6:]], -1).transpose(0, 1))
+    expected = multiply(mixed[..., :8].double(), values.double().transpose(1, 2)).bfloat16()
+    torch.testing.assert_close(value, expected.transpose(0, 1))
 
 
 @pytest.fixture

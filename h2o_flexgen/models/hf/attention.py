@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from h2o_flexgen.errors import ModelError
+from h2o_flexgen.kernels.torch_attention import product
 from h2o_flexgen.kernels.types import Choice
 
 NAME = "h2o_flexgen"
@@ -263,13 +264,13 @@ class Absorbed(NamedTuple):
     def query(self, q: Tensor) -> Tensor:
         """(1, heads, T, nope + rotated) to (T, heads, rank + rotated)."""
         nope = self.keys.shape[1]
-        inner = torch.matmul(q[0, :, :, :nope], self.keys)
+        inner = product(q[0, :, :, :nope], self.keys)
         return torch.cat([inner, q[0, :, :, nope:]], -1).transpose(0, 1)
 
     def value(self, mixed: Tensor) -> Tensor:
         """(T, heads, rank + rotated) to (T, heads, e)."""
         latents = mixed[..., : self.keys.shape[2]].transpose(0, 1)
-        return torch.matmul(latents, self.values.transpose(1, 2)).transpose(0, 1)
+        return product(latents, self.values.transpose(1, 2)).transpose(0, 1)
 
 
 _KINDS = frozenset({None, "full_attention", "sliding_attention", "chunked_attention", "indexed_attention"})
