@@ -82,8 +82,7 @@ COMMANDS: dict[str, str] = {
     "python -m h2o_flexgen.serve --model facebook/opt-6.7b --hh-ratio 0.2": STARTED,
     "python -m h2o_flexgen.serve --model facebook/opt-6.7b --hh-ratio 0.2 --port 8000 --data-dir ~/batches": STARTED,
     "python -m benchmarks.runs --vary eviction=h2o,tova": STARTED,
-    'python -m benchmarks.runs --limit 6G --flags "--model opt-30b --weights-placement disk=1 --gpu-batch-size 32 '
-    '--num-gpu-batches 2 --prompt-len 64 --gen-len 8 --hh-ratio 0.2"': STARTED,
+    "python -m benchmarks.runs --vary gen-len=32,64": STARTED,
     "scripts/eviction_lab.sh FOLDER": SCRIPT,
     "python -m h2o_flexgen.lm_eval run --model h2o_flexgen --model_args pretrained=demo,eviction=h2o,hh_ratio=0.2 "
     "--tasks h2o_recall,h2o_recall_generate --include_path configs/lm-eval": "tests/evaluation/test_lm_eval.py runs it",
