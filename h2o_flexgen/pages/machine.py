@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from h2o_flexgen.pages.page import Chapter, Figure, Passage, Table
+from h2o_flexgen.pages.page import Chapter, Figure, Passage, Table, line_figure
 from h2o_flexgen.pages.reading import Json, Material, Run, number_in, object_in
 from h2o_flexgen.pages.throughput import called, measured
 from h2o_flexgen.pages.traces import KINDS, Stall, TraceFile, kind_of, stalls, thinned
@@ -164,18 +164,8 @@ def _memory_over_time(trace: TraceFile) -> Iterator[Passage]:
                 }
             )
     said = ", ".join(f"{tier} at most {format_bytes(most)}" for tier, most in _most(timeline.memory).items())
-    figure = Figure(
-        "lines",
-        f"Memory over time, {trace.source}",
-        f"Memory over time: {said}.",
-        {
-            "x": {"name": "seconds since the first task", "min": 0},
-            "y": {"name": "bytes", "form": "bytes", "min": 0},
-            "lines": lines,
-        },
-        wide=True,
-        height=20,
-    )
+    x, y = {"name": "seconds since the first task", "min": 0}, {"name": "bytes", "form": "bytes", "min": 0}
+    figure = line_figure(f"Memory over time, {trace.source}", x, y, lines, f"Memory over time: {said}.", wide=True)
     most = _most(timeline.memory)
     loose = [
         f"{tier} {format_bytes(cap)}"
@@ -305,14 +295,10 @@ def _roof(rates: Mapping[str, float], runs: Sequence[tuple[Run, Json]]) -> Passa
             for number, (name, each) in enumerate(points.items())
         ),
     ]
-    figure = Figure(
-        "lines",
-        f"Memory {format_rate(memory_rate)}, arithmetic {top / 1e9:.3g} GFLOP/s",
-        f"Roofline with {sum(map(len, points.values()))} points: {', '.join(points)}.",
-        {"x": {"name": "FLOPs per byte read", "log": True}, "y": {"name": "FLOP/s", "log": True}, "lines": lines},
-        wide=True,
-        height=24,
-    )
+    title = f"Memory {format_rate(memory_rate)}, arithmetic {top / 1e9:.3g} GFLOP/s"
+    label = f"Roofline with {sum(map(len, points.values()))} points: {', '.join(points)}."
+    x, y = {"name": "FLOPs per byte read", "log": True}, {"name": "FLOP/s", "log": True}
+    figure = line_figure(title, x, y, lines, label, wide=True)
     seen = [list(row) for row in dict.fromkeys(map(tuple, rows))][:_MOST_ROWS]
     return Passage(
         "", [], [figure], [Table("Phases", ["phase, run", "FLOPs/byte", "achieved", "bound by", "of the bound"], seen)]

@@ -36,6 +36,14 @@ class Figure:
     """In rem."""
 
 
+def line_figure(
+    title: str, x: Any, y: Any, lines: Sequence[Mapping[str, Any]], label: str = "", *, wide: bool = False
+) -> Figure:
+    """Lines over an axis; the label names them where nothing else is said of them."""
+    label = label or f"{title}: {', '.join(line['name'] for line in lines)}."
+    return Figure("lines", title, label, {"x": x, "y": y, "lines": lines}, wide, height=22)
+
+
 @dataclass(frozen=True)
 class Table:
     caption: str

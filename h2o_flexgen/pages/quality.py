@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from h2o_flexgen.config.reports.quality import Point, QualityReport, StreamReport, panels
-from h2o_flexgen.pages.page import Chapter, Figure, Passage, Table
+from h2o_flexgen.pages.page import Chapter, Figure, Passage, Table, line_figure
 from h2o_flexgen.pages.reading import Json, Material, model_name
 from h2o_flexgen.units import format_bytes, format_seconds
 
@@ -78,7 +78,7 @@ def _against_budget(points: list[Point]) -> Figure:
     label = f"{title}, against the budget: {', '.join(line['name'] for line in lines)}."
     x = {"name": "KV budget, share of the sequence", "log": True, "form": "percent"}
     y = {"name": measure, **_FORMS.get(kind, {"free": True})}
-    return Figure("lines", title, label, {"x": x, "y": y, "lines": lines}, height=22)
+    return line_figure(title, x, y, lines, label)
 
 
 def _stream(report: StreamReport) -> Passage:
@@ -93,20 +93,9 @@ def _stream(report: StreamReport) -> Passage:
         for row in report.rows
     ]
     title = f"perplexity along streams of {report.length:,} tokens; the model's context is {report.context:,}"
-    figure = Figure(
-        "lines",
-        title,
-        f"{title}: {', '.join(str(line['name']) for line in lines)}.",
-        {
-            "x": {"name": "position in the stream", "min": 0},
-            "y": {"name": "perplexity", "log": True, "free": True},
-            "lines": lines,
-        },
-        wide=True,
-        height=22,
-    )
+    x, y = {"name": "position in the stream", "min": 0}, {"name": "perplexity", "log": True, "free": True}
     return Passage(
         f"{report.model}: streams",
         [f"{report.text_file}, {report.streams} streams, {report.dtype} on {report.device}."],
-        [figure],
+        [line_figure(title, x, y, lines, wide=True)],
     )

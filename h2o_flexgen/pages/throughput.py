@@ -9,12 +9,11 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from h2o_flexgen.config.reports.record import Throughput
-from h2o_flexgen.pages.page import Chapter, Figure, Passage, Table
-from h2o_flexgen.pages.reading import Json, Material, Run, model_name, number_in, object_in
+from h2o_flexgen.pages.page import Chapter, Figure, Passage, Table, line_figure
+from h2o_flexgen.pages.reading import NUMBERS, Json, Material, Run, model_name, number_in, object_in
 
 RATES = {"gen_throughput": "end to end", "decode_throughput": "decode", "prefill_throughput": "prefill"}
 """Rates of a record, and what they are called."""
-OWN = ("prompt_tokens", "prefill_s", "decode_s", "generated_tokens", "sequences")
 UNKNOWN = "?"
 
 
@@ -83,7 +82,7 @@ def measured(run: Run) -> PlottedRun:
     size, count = (number_in(policy, name, source) for name in ("gpu_batch_size", "num_gpu_batches"))
     batch = size * count if size and count else number_in(data, "sequences", source)
     timed = Throughput()
-    vars(timed).update({name: number_in(data, name, source) or 0.0 for name in OWN})
+    vars(timed).update({name: number_in(data, name, source) or 0.0 for name in NUMBERS})
     predicted = object_in(record, "predicted", source)
     same = all(predicted.get(name) == data.get(name) for name in ("prompt_tokens", "generated_tokens"))
     return PlottedRun(
@@ -277,17 +276,11 @@ def _curve(along: str, axis: str, work: SameWork, curves: Mapping[str, Mapping[f
             lines.append({"name": f"{name}, predicted", "points": expected, "colour": colour, "dashed": True})
     lengths = [f"{work.prompt} + {work.new} tokens"] if along not in ("prompt", "new") else []
     title = ", ".join([f"against {axis}: {work.model}", *lengths, *([work.dtype] if work.dtype != "?" else [])])
-    return Figure(
-        "lines",
-        title,
-        f"End to end throughput {title}: {', '.join(line['name'] for line in lines)}.",
-        {
-            "x": {"name": axis, "log": along != "budget", "form": "percent" if along == "budget" else "number"},
-            "y": {"name": "generated tokens/s", "log": along != "budget", **({} if along != "budget" else {"min": 0})},
-            "lines": lines,
-        },
-        height=22,
-    )
+    shares = along == "budget"
+    x = {"name": axis, "log": not shares, "form": "percent" if shares else "number"}
+    y = {"name": "generated tokens/s", "log": not shares, **({"min": 0} if shares else {})}
+    label = f"End to end throughput {title}: {', '.join(line['name'] for line in lines)}."
+    return line_figure(title, x, y, lines, label)
 
 
 def _summary(source: str, data: Json) -> Passage:
