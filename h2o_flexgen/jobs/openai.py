@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -25,7 +24,7 @@ from h2o_flexgen.folders import last_part
 from h2o_flexgen.jobs.idle import asks_nothing, known
 from h2o_flexgen.jobs.reasoning import SPEECH_FIELDS, Speaker
 from h2o_flexgen.jobs.requests import BatchRequest, Refused, finite, seed_of, sure_text, talk_of, with_spans
-from h2o_flexgen.jobs.source import BadLine, Record, load_json
+from h2o_flexgen.jobs.source import BadLine, Record, custom_id_of, load_json
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_TOKENS = {COMPLETIONS: 16, CHAT: 512}
@@ -163,7 +162,7 @@ class OpenAIFormat:
         """A line of another status, its error in all three places."""
         why = why.by_field()
         kind = "server_error" if why.status >= 500 else "invalid_request_error"
-        custom_id = self._custom_id(record)
+        custom_id = custom_id_of(record)
         message = f"line {record.line}: {why.message}" if custom_id is None else why.message
         error = {"message": message, "type": kind, "param": why.param, "code": why.code}
         told = {"code": why.code, "message": message}
@@ -360,13 +359,6 @@ class OpenAIFormat:
         if not isinstance(prompt, str):
             return list(prompt)
         return [] if self.codec is None else self.codec.encode(prompt)
-
-    def _custom_id(self, record: Record) -> str | None:
-        with suppress(BadLine):
-            entry = load_json(record.data)
-            name = entry.get("custom_id") if isinstance(entry, dict) else None
-            return name if isinstance(name, str) and name else None
-        return None
 
     def _id(self, record: Record) -> str:
         return f"{self.job[:16]}{record.line:08x}"

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -179,6 +180,15 @@ def load_json(data: bytes | None) -> Any:
     return value
 
 
+def custom_id_of(record: Record) -> str | None:
+    """The custom_id of a line of a batch file, if it has one that is a text."""
+    with suppress(BadLine):
+        entry = load_json(record.data)
+        name = entry.get("custom_id") if isinstance(entry, dict) else None
+        return name if isinstance(name, str) and name else None
+    return None
+
+
 class _Ids:
     """Which custom_ids stand twice: 24 bytes a line."""
 
@@ -187,12 +197,8 @@ class _Ids:
         self._rows: list[tuple[int, int, int]] = []
 
     def add(self, record: Record) -> None:
-        try:
-            entry = load_json(record.data)
-        except BadLine:
-            return
-        name = entry.get("custom_id") if isinstance(entry, dict) else None
-        if isinstance(name, str):
+        name = custom_id_of(record)
+        if name is not None:
             digest = xxhash.xxh3_128_intdigest(name.encode())
             self._rows.append((digest >> 64, digest & (2**64 - 1), record.line))
             if len(self._rows) >= 1 << 14:

@@ -35,7 +35,7 @@ from h2o_flexgen.jobs.journal import FAILED, OK, JobResults
 from h2o_flexgen.jobs.openai import OpenAIFormat
 from h2o_flexgen.jobs.outlook import expected, glimpse
 from h2o_flexgen.jobs.requests import RequestFormat, line_of
-from h2o_flexgen.jobs.source import BadLine, Record, Scan, Source, load_json
+from h2o_flexgen.jobs.source import BadLine, Record, Scan, Source, custom_id_of, load_json
 from h2o_flexgen.planning.llm import LLM
 
 _AGAIN_AFTER = 30.0
@@ -420,17 +420,11 @@ _STOPPED = {
 
 def _not_run(batch: Entry, record: Record, end: str) -> dict[str, Any]:
     """The line for a request that was not run."""
-    custom_id = None
-    try:
-        entry = load_json(record.data)
-        custom_id = entry.get("custom_id") if isinstance(entry, dict) else None
-    except BadLine:
-        pass
     code, message = _STOPPED[end]
     name = f"batch_req_{batch['id'].removeprefix('batch_')[:16]}{record.line:08x}"
     return {
         "id": name,
-        "custom_id": custom_id if isinstance(custom_id, str) else None,
+        "custom_id": custom_id_of(record),
         "response": None,
         "error": {"code": code, "message": message},
     }
