@@ -30,19 +30,13 @@ from h2o_flexgen.cli.program import (
     write_result,
 )
 from h2o_flexgen.cli.progress import ProgressBar, bar
-from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.config.engine import MEASURED_FIELDS, EngineConfig
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace
 from h2o_flexgen.config.hardware.profile import HardwareProfile, kept_file, load_kept
 from h2o_flexgen.config.hardware.rates import ComputeRates, Curve
 from h2o_flexgen.cores import sharing_warning
 from h2o_flexgen.errors import UsageError, writing
 from h2o_flexgen.units import format_bytes, format_rate, format_seconds
-
-TAKEN = (
-    *("model", "path", "revision", "offline", "model_impl", "dtype", "device", "cpu_mem", "emulate_gpu", "offload_dir"),
-    *("weight_bits", "weight_group", "dequantize"),
-)
-"""The settings of an engine that say what is measured, and where."""
 
 
 @program
@@ -101,7 +95,7 @@ def _parser() -> Parser:
         description="Measures this machine for the shapes of a model: what plans and predictions are made from.",
         epilog="Exit codes: 0 all well, 2 flags, 4 model, 5 memory, 6 disk, 130 or 143 interrupted.",
     )
-    refused = set(EngineConfig.__dataclass_fields__) - set(TAKEN)
+    refused = set(EngineConfig.__dataclass_fields__) - MEASURED_FIELDS
     add_arguments(parser, EngineConfig, exclude=refused, title="model and machine")
     add_compress(parser.add_argument_group("known from FlexGen"), "weight")
     work = parser.add_argument_group("measuring")

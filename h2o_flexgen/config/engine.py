@@ -35,6 +35,11 @@ PLANNED_FIELDS = frozenset(
     {"gpu_batch_size", "num_gpu_batches", "weights", "cache", "hidden", "cpu_cache_compute", "lookahead"}
 )
 """The fields that a planner may choose. One that goes by rule leaves the last two at their defaults."""
+MEASURED_FIELDS = {
+    *("model", "path", "revision", "offline", "model_impl", "dtype", "device", "cpu_mem", "emulate_gpu", "offload_dir"),
+    *("weight_bits", "weight_group", "dequantize"),
+}
+"""The settings that say what a calibration measures, and where."""
 
 
 def _size(*names: str, help: str, unset: str = "what is free") -> Any:

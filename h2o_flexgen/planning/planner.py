@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.config.engine import MEASURED_FIELDS, EngineConfig
 from h2o_flexgen.config.flags import flags_of
 from h2o_flexgen.config.hardware.profile import HardwareProfile
 from h2o_flexgen.cost.explain import bound_text, runner_up_text
@@ -27,12 +27,6 @@ _NEAR = 0.1
 
 FindRates = Callable[[], HardwareProfile | None]
 """Finds or measures the rates of this machine; None where it cannot."""
-
-_MEASURED = (
-    *("model", "path", "revision", "offline", "model_impl", "dtype", "device", "cpu_mem", "emulate_gpu", "offload_dir"),
-    *("weight_bits", "weight_group", "dequantize"),
-)
-"""The settings of an engine that calibration depends on."""
 
 
 class SearchPlanner:
@@ -153,10 +147,10 @@ def calibrate_here(config: EngineConfig, quiet: bool, most_s: float | None = Non
 
 
 def _flags(config: EngineConfig) -> Iterator[str]:
-    """The settings in `_MEASURED` as flags."""
+    """The settings in `MEASURED_FIELDS` as flags."""
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
-        if item.name in _MEASURED and value is not None:
+        if item.name in MEASURED_FIELDS and value is not None:
             name = flags_of(item)[0]
             size = item.name in ("cpu_mem", "emulate_gpu")
             shown = f"{value}B" if size else str(value).lower() if value is True else value
