@@ -73,11 +73,13 @@ def _calibration(config: EngineConfig, args: Namespace) -> Any:
     from h2o_flexgen.checkpoint.hub import resolve_model
     from h2o_flexgen.checkpoint.opening import stored_spec
     from h2o_flexgen.engine.limits.devices import offload_folder, resolve_device, resolve_dtype
+    from h2o_flexgen.memory.rundir import OffloadDir
 
     found = resolve_model(
         config.model, path=config.path, revision=config.revision, offline=config.offline, need_weights=False
     )
     spec, device = config.kept(stored_spec(found, found.impl(config.model_impl))), resolve_device(config)
+    OffloadDir(offload_folder(config.offload_dir)).close()  # found out now, not once the rest was measured
     return Calibration(
         spec,
         resolve_dtype(config.dtype, spec.dtype, device),

@@ -22,7 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.cli.parser import Parser
-from h2o_flexgen.cli.program import add_json, look_up_model, output_file, print_error, program, write_json, write_result
+from h2o_flexgen.cli.program import (
+    add_json,
+    look_up_model,
+    output_file,
+    print_error,
+    program,
+    require_several,
+    write_json,
+    write_result,
+)
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.flags import add_arguments, called, flags_of, from_namespace, given
 from h2o_flexgen.errors import UsageError, writing
@@ -47,6 +56,8 @@ def main(argv: Sequence[str] | None) -> int:
         raise UsageError("--output-dir without --suite", "needed a suite, whose records go there", "--output FILE")
     engine = given(EngineConfig, args)
     model = engine.pop("model", "demo")
+    files = {"--text": settings.text, "--recall": settings.recall, "--output": args.output, "--plot": args.plot}
+    require_several(files)
     output = output_file("--output", args.output, keep=not args.overwrite)
     plot = output_file("--plot", args.plot, keep=not args.overwrite)
     if plot is not None and args.measure_layers:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from h2o_flexgen.cli.parser import Parser, at_least_one, misspelt
-from h2o_flexgen.cli.program import add_json, output_file
+from h2o_flexgen.cli.program import add_json, output_file, require_several
 from h2o_flexgen.cli.prompts import GivenPrompt, as_conversations, checked_text, demo_prompts, read_prompts, stop_texts
 from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
@@ -161,6 +161,8 @@ def _checked(args: argparse.Namespace, notes: list[str]) -> RunArguments:
     if overwrite and not typed.keys() & {"output", *written.values()}:
         needed = "needed --output FILE, --trace FILE, --report FILE or --record-scores FILE"
         raise UsageError("--overwrite is given without --output", needed)
+    files = {"--prompts": "prompts_file", "--output": "output", "--log-file": "log_file", **written}
+    require_several({flag: typed.get(name) for flag, name in files.items()})
     planning = from_namespace(PlanningConfig, args)
     typed["prompts"] = tuple(checked_text(text, "--prompt") for text in typed.get("prompts", ()))
     typed["log_file"] = None if "no_log" in typed else output_file("--log-file", typed.get("log_file"), keep=False)

@@ -156,7 +156,7 @@ def _as_typed(action: argparse.Action, name: str, value: str) -> list[str]:
         try:
             return [flag] if parse_bool(value) else []
         except UsageError as error:
-            raise UsageError(f"{name} is {error.found}", error.needed) from None
+            raise UsageError(f"{name}: {error.found}", error.needed) from None
     return [f"{flag}={value}"]
 
 

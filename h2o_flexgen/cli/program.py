@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -177,6 +177,18 @@ def output_file(flag: str, text: str | None, *, keep: bool) -> Path | None:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UsageError(f"{flag} {path}: permission denied", needed)
     return path
+
+
+def require_several(files: Mapping[str, str | Path | None]) -> None:
+    """UsageError where two flags name one of the `files`: the second would replace the first."""
+    seen = dict[str, str]()
+    for flag, path in files.items():
+        if path is None or str(path) == "-" or (os.path.exists(path) and not os.path.isfile(path)):
+            continue
+        real = os.path.realpath(path)
+        if real in seen:
+            raise UsageError(f"{seen[real]} and {flag} are both {path}", "needed two files")
+        seen[real] = flag
 
 
 def print_error(message: str) -> None:

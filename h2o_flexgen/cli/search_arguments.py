@@ -11,7 +11,7 @@ from typing import Any
 
 from h2o_flexgen.cli.arguments import add_known_choices, eviction_of, policy_of
 from h2o_flexgen.cli.parser import Parser
-from h2o_flexgen.cli.program import add_json, output_file
+from h2o_flexgen.cli.program import add_json, output_file, require_several
 from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace, given, option
@@ -68,6 +68,7 @@ def _checked(args: argparse.Namespace) -> SearchArguments:
     overwrite = "overwrite" in typed
     if overwrite and not typed.keys() & {"output", "simulate"}:
         raise UsageError("--overwrite is given without --output", "needed --output FILE or --simulate FILE")
+    require_several({f"--{name}": typed.get(name) for name in ("output", "simulate")})
     for name in ("output", "simulate"):
         typed[name] = output_file(f"--{name}", typed.get(name), keep=not overwrite)
     # --quiet asks for nothing but the JSON object.

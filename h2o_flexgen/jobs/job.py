@@ -231,9 +231,10 @@ def opened(engine: Engine, form: RequestFormat, record: Record) -> OpenRequest:
         try:
             rows.append(engine.read(Request(prompt, asked.params, number, index, asked.scores, asked.fits)))
         except ContextLengthError as error:
-            raise Refused.of(error, "context_length_exceeded", "prompt") from None
+            param = "messages" if "speech" in asked.body else "prompt"
+            raise Refused.of(error, "context_length_exceeded", param) from None
         except UsageError as error:
-            raise Refused.of(error) from None
+            raise Refused.of(error, param="response_format" if "the schema" in error.found else None) from None
     return OpenRequest(record, asked, rows)
 
 

@@ -160,7 +160,7 @@ class OpenAIFormat:
 
     def refusal(self, record: Record, why: Refused) -> dict[str, Any]:
         """A line of another status, its error in all three places."""
-        why = why.by_field()
+        why = why.by_field().of_model(self.model, self.served)
         kind = "server_error" if why.status >= 500 else "invalid_request_error"
         custom_id = custom_id_of(record)
         message = f"line {record.line}: {why.message}" if custom_id is None else why.message

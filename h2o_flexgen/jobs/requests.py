@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -48,6 +48,13 @@ class Refused(Exception):
         for name, field_ in _FIELDS.items() if found else ():
             message = message.replace(name, field_)
         return Refused(message, self.code, status=self.status, param=param)
+
+    def of_model(self, model: str, names: Iterable[str]) -> Refused:
+        """The same with the id `model` in the place of paths among the model's `names`."""
+        message = self.message
+        for name in names:
+            message = message.replace(name, model) if "/" in name else message
+        return Refused(message, self.code, status=self.status, param=self.param)
 
 
 def with_spans(prompt: str | list[int], spans: Any) -> PromptLike:

@@ -67,6 +67,7 @@ class Material:
                     take(self, source, dict(data))
                     return what
         found = f"the keys {', '.join(list(data)[:8])}" if isinstance(data, Mapping) else f"a {type(data).__name__}"
+        found = "an object without keys" if data == {} else found
         raise UsageError(f"{source}: not a record that this page can show: it is {found}", KINDS)
 
 

@@ -107,6 +107,9 @@ def test_a_budget_in_tokens_means_h2o() -> None:
         ("--overwrite", "needed --output FILE"),
         ("--log-file /none/such.log", "the folder /none is not there"),
         ("--trace /tmp", "this is a folder"),
+        ("--output a.html --report ./a.html", "--output and --report are both a.html"),
+        ("--trace a --record-scores a", "needed two files"),
+        ("--prompts a.jsonl --output a.jsonl --overwrite", "--prompts and --output are both"),
         ("--policy /none/such.json", "cannot be read"),
         ("--model demo --dtype float8", "needed one of auto, float32, bfloat16, float16"),
         ("--weights dumy", "did you mean 'dummy'?"),
@@ -232,7 +235,7 @@ def test_what_is_typed_wins_over_what_the_environment_says_otherwise() -> None:
 def test_mistakes_in_the_environment_name_their_origin(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match=r"--hh-ratio is 7\.0.*from the environment: H2O_FLEXGEN_HH_RATIO=7"):
         parse(HH_RATIO="7", GPU_BATCH_SIZE="4")
-    with pytest.raises(UsageError, match="H2O_FLEXGEN_QUIET is 'loud'"):
+    with pytest.raises(UsageError, match="H2O_FLEXGEN_QUIET: 'loud' is neither"):
         parse(QUIET="loud")
     with pytest.raises(SystemExit):
         parse(GEN_LEN="many", GPU_BATCH_SIZE="4")

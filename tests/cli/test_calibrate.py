@@ -101,6 +101,7 @@ def test_mistakes_are_one_message(arguments: list[str], code: int, words: str, p
     assert ran.code == code, ran.err
     assert words in ran.err
     assert "Traceback" not in ran.err
+    assert "measuring" not in ran.err, "found out first"
     assert ran.out == ""
 
 

@@ -118,6 +118,7 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
         ("--model opt-125m --hardware t4 --num-prompts 0", "at least 1"),
         ("--model opt-125m --hardware t4 --hh-ratio 2", "--hh-ratio is 2.0"),
         ("--model opt-125m --hardware t4 --overwrite", "needed --output FILE"),
+        ("--model opt-125m --hardware t4 --output a --simulate a", "--output and --simulate are both a"),
         ("--model opt-125m --hardware t4 --output /none/such.json", "the folder /none is not there"),
         ("--model opt-125m --hardware t4 --simulate /tmp", "this is a folder"),
         ("--model opt-125m --hardware README.md", "is not a hardware profile"),

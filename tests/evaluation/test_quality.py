@@ -49,6 +49,8 @@ def test_layers_that_look_far(tiny: str, files: tuple[str, str], capsys: pytest.
     assert LayerLosses("", [0.1, 0.1, 0.8, 0.2]).far == [2]
     assert main([*argv, "--plot", "layers.png"]) == 2
     assert "--plot with --measure-layers" in capsys.readouterr().err
+    assert main(["--output", "a.png", "--plot", "a.png"]) == 2
+    assert "--output and --plot are both a.png" in capsys.readouterr().err
 
 
 @pytest.mark.slow

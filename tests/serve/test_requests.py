@@ -190,8 +190,12 @@ def test_no_answer_tells_where_the_model_is(service: Service, talker: Path) -> N
         ({"model": "gpt-4"}, 404, "runs model "),
         ({"model": "model", "reasoning_effort": "low"}, 400, "template of model "),
         ({"model": "model", "tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "template of model "),
+        ({"max_tokens": 10**6}, 400, "context of model "),
+        ({"max_tokens": 10**6}, 400, '"param":"messages"'),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, 400,
+         '"param":"response_format"'),
         ({"max_tokens": 1}, 200, '"model":"model"'),
-    ]
+    ]  # fmt: skip
     for body, status, said in bodies:
         given = json.dumps({"messages": TALK, **body}).encode()
         found, _, answer = by_hand(service.url, "POST", "/v1/chat/completions", given)
@@ -204,7 +208,7 @@ def test_no_answer_tells_where_the_model_is(service: Service, talker: Path) -> N
     uploaded = client.files.create(file=("a.jsonl", "\n".join(lines).encode()), purpose="batch")
     made = client.batches.create(input_file_id=uploaded.id, endpoint="/v1/completions", completion_window="24h")
     ended = finished(client, made.id)
-    assert (ended.request_counts.completed, ended.request_counts.failed) == (1, 3)
+    assert (ended.request_counts.completed, ended.request_counts.failed) == (1, 6)
     for name in (ended.output_file_id, ended.error_file_id):
         assert str(talker.parent) not in client.files.content(name).text
 
