@@ -31,7 +31,7 @@ def cached(*parts: str) -> Path:
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or expanded("~/.cache")) / "h2o_flexgen"
     usual = home.joinpath(*parts)
-    if can_write(home) or (parts and usual.exists()):
+    if can_write(home) or (parts and os.path.exists(usual)):
         return usual
     return _temporary(str(home)).joinpath(*parts)
 
@@ -40,7 +40,8 @@ def can_write(folder: Path) -> bool:
     """Whether files can be made in `folder`, or the folder itself."""
     if not folder.is_absolute():
         return False  # "~", where no home is known
-    there = next(each for each in (folder, *folder.parents) if each.exists())
+    # Unlike pathlib this raises nothing where a folder may not be entered, as the home of another user.
+    there = next(each for each in (folder, *folder.parents) if os.path.exists(each))
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 

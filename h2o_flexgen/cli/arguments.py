@@ -280,7 +280,7 @@ def _policy_file(path: str) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"--policy {path} cannot be read: {reason}", "needed a JSON file, or auto") from None
+        raise UsageError(f"cannot be read: {reason}", "needed a JSON file, or auto") from None
 
 
 def _made_for(args: argparse.Namespace, model: str) -> Iterator[str]:

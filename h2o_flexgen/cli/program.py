@@ -20,7 +20,7 @@ from typing import Any
 
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.flags import Switch
-from h2o_flexgen.errors import H2OFlexGenError, PlanError, UsageError, is_out_of_memory, writing
+from h2o_flexgen.errors import H2OFlexGenError, ModelError, PlanError, UsageError, is_out_of_memory, writing
 
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -77,8 +77,7 @@ def exit_on_errors() -> Iterator[ProgramExit]:
         except OSError as error:
             if error.errno not in _UNREACHABLE:
                 raise
-            found = f"{os.fsdecode(error.filename or 'a file')}: {error.strerror}"
-            outcome.code = _failed(UsageError(found, "needed a path that can be reached"), outcome)
+            outcome.code = _failed(UsageError(_place(error), "needed a path that can be reached"), outcome)
         finally:
             _arrived.clear()
             _let_go_of_stdout()
@@ -153,6 +152,10 @@ def look_up_model(config: EngineConfig) -> None:
             config.model, path=config.path, revision=config.revision, offline=config.offline, need_weights=stored
         )
         check_model(found, config.model_impl, stored)
+    except OSError as error:
+        if error.errno not in _UNREACHABLE or isinstance(error, H2OFlexGenError):
+            raise
+        raise ModelError(_place(error), "needed a model whose files can be read") from None
     finally:
         logging.disable(logging.NOTSET)
 
@@ -196,6 +199,11 @@ def print_error(message: str) -> None:
     with contextlib.suppress(OSError), _above_bars():  # a stderr that is closed or full is no reason to fail
         sys.stderr.write(message + "\n")
         sys.stderr.flush()
+
+
+def _place(error: OSError) -> str:
+    """The file that `error` is about, and what is wrong with it."""
+    return f"{os.fsdecode(error.filename or 'a file')}: {error.strerror}"
 
 
 def _above_bars() -> contextlib.AbstractContextManager[None]:

@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from h2o_flexgen.cli import progress
 from h2o_flexgen.cli.program import exit_on_errors
 from h2o_flexgen.cli.progress import JobProgress, RunProgress
 from h2o_flexgen.errors import PlanError
+from h2o_flexgen.folders import can_write
 from h2o_flexgen.kernels import native
 from tests.programs import Child, Run, on_a_terminal
 
@@ -167,6 +169,23 @@ def test_files_that_cannot_be_asked_for(
     monkeypatch.setattr(os, "stat", refused)
     with pytest.raises(OSError, match="Input/output"):
         code_of(lambda: int(path.exists()))
+
+
+def test_a_model_and_a_home_in_a_closed_folder(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another user, as in containers that run as somebody without a home: exit 4; and a cache elsewhere."""
+    closed, asked = tmp_path / "closed", os.stat
+
+    def stat(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        if not isinstance(path, int) and closed in Path(os.fsdecode(path)).parents:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return asked(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", stat)
+    ran = run("--model", closed / "model", "--prompt", "abc")
+    assert (ran.code, ran.err.splitlines()[0]) == (4, f"error: {closed / 'model'}: Permission denied")
+    closed.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != closed)
+    assert not can_write(closed / "h2o_flexgen")
 
 
 def test_handlers_and_warnings_are_put_back() -> None:
