@@ -6,7 +6,8 @@
 
 A process per shape and side, sides in turns: each makes random weights in bfloat16 and takes one batch after the other,
 random ids, full cache, everything in memory. `modules` and `native` are this engine's two ways, `transformers` is its
-own `generate` with the attention that it chooses and its dynamic cache.
+own `generate` with the attention that it chooses and its dynamic cache; where torch multiplies bfloat16 numbers one by
+one (without AVX-512) it has float32 ones.
 """
 
 from __future__ import annotations
@@ -89,11 +90,13 @@ def theirs(point: Record) -> list[Record]:
 
     from h2o_flexgen.baselines.settings import usable_threads
     from h2o_flexgen.baselines.transformers import GenerationTimer, generate
+    from h2o_flexgen.kernels.native.tiers import torch_widens
 
     torch.set_num_threads(usable_threads())
     config = transformers.AutoConfig.from_pretrained(_folder(point))
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    dtype = torch.float32 if torch_widens() else torch.bfloat16
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.generation_config.eos_token_id = None
     cells = []
     for batch in point["batches"]:
