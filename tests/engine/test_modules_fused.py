@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.kernels import layers, torch_attention
 from h2o_flexgen.kernels.native import why_not
+from h2o_flexgen.models.hf import decoder
 from h2o_flexgen.models.hf.build import take_products
 from h2o_flexgen.models.hf.decoder import ModuleDecoder
 from h2o_flexgen.models.hf.fused import GatedMlp, Joint, _Rotation, take_gates, take_norms, take_rotations
+from h2o_flexgen.models.hf.shrink import random_model, shrunk
 from tests.engine.test_modules import tiny
 
 
@@ -197,3 +201,32 @@ def test_other_rotations_are_left_alone(kind: str) -> None:
     before = module.forward
     take_rotations(module)
     assert module.forward is before
+
+
+class Left(TorchDispatchMode):
+    """The products of bfloat16 numbers that are left to torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = set[str]()
+
+    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function._schema.name.partition("::")[2]
+        if name in {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm"} and args[0].dtype is torch.bfloat16:
+            self.found.add(f"{name} of {[tuple(each.shape) for each in args if torch.is_tensor(each)]}")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(why_not() is not None, reason=f"no native kernels: {why_not()}")
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "llama4_text", "qwen3_next"])
+def test_no_product_of_bfloat16_numbers_is_left_to_torch_where_it_is_slow(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routers and latents included: as processors without AVX-512 do."""
+    for module in (decoder, layers, torch_attention):
+        monkeypatch.setattr(module, "torch_widens", lambda: True)
+    random_model(shrunk({"model_type": kind})).to(torch.bfloat16).save_pretrained(tmp_path)
+    how: dict[str, Any] = {"dtype": "bfloat16", "model_impl": "transformers", "offload_dir": tmp_path}
+    with Engine(str(tmp_path), **how) as engine, Left() as left:
+        engine.generate([[5, 6, 7, 8, 9], [10, 11]], max_new_tokens=3, ignore_eos=True)
+    assert left.found == set()

@@ -141,6 +141,18 @@ class Packed:
         raise TypeError(f"{function} of a packed matrix")
 
 
+class Matrix(Tensor):
+    """A matrix on the CPU, products with which are ours, as a router's: not by `torch.nn.functional.linear`, which may be
+    slow at bfloat16 numbers."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if function is torch.nn.functional.linear and args[0].is_cpu and args[0].dtype is args[1].dtype:
+                return multiply(args[1], args[0], *args[2:], **(kwargs or {}))
+            return function(*args, **(kwargs or {}))
+
+
 def _rows(table: PackedWeight, ids: Tensor) -> Tensor:
     return look_up(table, ids.flatten()).unflatten(0, ids.shape)
 

@@ -15,19 +15,20 @@ from transformers.core_model_loading import build_glob_alternation
 from h2o_flexgen.config.model.modules import ModuleSpec, ModuleTensor
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.kernels.experts import Gate
+from h2o_flexgen.kernels.native.tiers import torch_widens
 from h2o_flexgen.kernels.packed import PackedWeight
 from h2o_flexgen.models.decoder import Decoder, local_name
 from h2o_flexgen.models.hf.attention import Call, MixerCall, ModelRun, take_mixers
-from h2o_flexgen.models.hf.build import Absent, Packed, build, take_products
+from h2o_flexgen.models.hf.build import Absent, Matrix, Packed, build, is_product, take_products
 from h2o_flexgen.models.hf.experts import Routing, feed_forward, take_indexers
 from h2o_flexgen.models.hf.fused import Joint, as_one, take_gates, take_norms, take_rotations
 from h2o_flexgen.models.hf.mixers import take_gated_norms, take_recurrences
 from h2o_flexgen.models.hf.record import arguments, heads_of
 from h2o_flexgen.models.hf.rows import cache_of, row_arguments
 
-Places = list[tuple[dict[str, Any], str, tuple[str, ...], bool]]
+Places = list[tuple[dict[str, Any], str, tuple[str, ...], bool, bool]]
 """Of a unit's tensors: the dictionary of a module and the key in it, the bound name, or those of the pieces that it is
-made of, whether a copy is put there."""
+made of, whether a copy is put there, and whether the module multiplies by functions of torch that are slow here."""
 
 
 class Forward:
@@ -221,7 +222,8 @@ class ModuleDecoder(Decoder):
         names: tuple[str, ...] = (local_name(tensor.name),)
         if tensor.start and tensor.piece:  # those before it have come
             names = (*self._places[unit].pop()[2], *names)
-        self._places[unit].append((where, key, names, tensor.resident))
+        slow = torch_widens() and not is_product(module)
+        self._places[unit].append((where, key, names, tensor.resident, slow))
 
     def keep(self, name: str, tensor: Tensor) -> None:
         """One of the tensors in `exact`, float32, for good."""
@@ -256,16 +258,16 @@ class _Bound:
 
     def __init__(self, unit: int, places: Places, joints: list[Joint]) -> None:
         self._key, self._joints = f"given in unit {unit}", joints
-        self._own = [(where, key, Absent(names[0])) for where, key, names, copied in places if not copied]
-        self._copied = [(where, key, names) for where, key, names, copied in places if copied]
-        self._names = [names for _, _, names, copied in places if not copied]
+        self._own = [(where, key, Absent(names[0])) for where, key, names, copied, _ in places if not copied]
+        self._copied = [(where, key, names) for where, key, names, copied, _ in places if copied]
+        self._names = [(names, slow) for _, _, names, copied, slow in places if not copied]
         self.weights: dict[str, Any] = {}
 
     def __enter__(self) -> None:
         weights, joints = self.weights, self._joints
         found = weights.get(self._key)
         if found is None:
-            given = [_given(weights, names) for names in self._names]
+            given = [_given(weights, *each) for each in self._names]
             self._place(given)
             found = weights[self._key] = given, [joint.look() for joint in joints]
         else:
@@ -286,10 +288,12 @@ class _Bound:
             where[key] = absent
 
 
-def _given(weights: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+def _given(weights: Mapping[str, Any], names: tuple[str, ...], slow: bool = False) -> Any:
     """What a place is given of these."""
     weight = weights[names[0]] if len(names) == 1 else _whole(weights, names)
-    return Packed(weight) if isinstance(weight, PackedWeight) else weight
+    if isinstance(weight, PackedWeight):
+        return Packed(weight)
+    return weight.as_subclass(Matrix) if slow and weight.dim() == 2 and weight.dtype is torch.bfloat16 else weight
 
 
 def _whole(weights: Mapping[str, Any], names: tuple[str, ...]) -> Tensor:
