@@ -142,8 +142,8 @@ class Packed:
 
 
 class Matrix(Tensor):
-    """A matrix on the CPU, products with which are ours, as a router's: not by `torch.nn.functional.linear`, which may be
-    slow at bfloat16 numbers."""
+    """A matrix on the CPU, products with which are ours, as a router's: `torch.nn.functional.linear` may be slow at
+    bfloat16 numbers."""
 
     @classmethod
     def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
