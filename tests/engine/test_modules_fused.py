@@ -20,7 +20,7 @@ from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.kernels import layers, torch_attention
 from h2o_flexgen.kernels.native import why_not
 from h2o_flexgen.models.hf import decoder
-from h2o_flexgen.models.hf.build import take_products
+from h2o_flexgen.models.hf.build import Matrix, take_products
 from h2o_flexgen.models.hf.decoder import ModuleDecoder
 from h2o_flexgen.models.hf.fused import GatedMlp, Joint, _Rotation, take_gates, take_norms, take_rotations
 from h2o_flexgen.models.hf.shrink import random_model, shrunk
@@ -230,3 +230,11 @@ def test_no_product_of_bfloat16_numbers_is_left_to_torch_where_it_is_slow(
     with Engine(str(tmp_path), **how) as engine, Left() as left:
         engine.generate([[5, 6, 7, 8, 9], [10, 11]], max_new_tokens=3, ignore_eos=True)
     assert left.found == set()
+
+
+def test_a_routers_matrix_multiplies_however_linear_is_called() -> None:
+    x, w, bias = (torch.randn(shape).bfloat16() for shape in ((3, 8), (5, 8), (5,)))
+    matrix, linear = w.as_subclass(Matrix), nn.functional.linear
+    for found in (linear(x, matrix, bias), linear(x, matrix, bias=bias), linear(input=x, weight=matrix, bias=bias)):
+        torch.testing.assert_close(found, linear(x, w, bias), rtol=2**-7, atol=2**-7)
+        assert type(found) is Tensor

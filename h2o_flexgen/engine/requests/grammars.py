@@ -31,7 +31,8 @@ _CONTROL = bytes({*range(0x20)} - {*b"\r\n"})
 _AFTER = {0xE0: range(0x80, 0xA0), 0xED: range(0xA0, 0xC0), 0xF0: range(0x80, 0x90), 0xF4: range(0x90, 0xC0)}
 """First bytes of characters, and the second ones that make no UTF-8 of them: halves of surrogate pairs, numbers beyond
 Unicode, longer forms than needed. The library allows all of these."""
-_NO_TEXT = re.compile(b"[\xc0\xc1\xf5-\xff]|\xe0[\x80-\x9f]|\xed[\xa0-\xbf]|\xf0[\x80-\x8f]|\xf4[\x90-\xbf]")
+_PAIRS = (b"%c[%c-%c]" % (first, barred[0], barred[-1]) for first, barred in _AFTER.items())
+_NO_TEXT = re.compile(b"|".join((b"[\xc0\xc1\xf5-\xff]", *_PAIRS)))
 """In one token all that is no UTF-8."""
 
 

@@ -207,6 +207,7 @@ INLINE void turn_codes(const void *from, int64_t apart, uint8_t *to, const int n
     }
 }
 #else
+/* Four columns are stored as soon as they are turned: there are not registers for all of them. */
 INLINE void store_eight(void *to, __m256i codes, const int nibbles, const int tabled, __m512i table) {
     const __m512i both = joined_i(codes, codes);
     _mm256_store_si256(to, (nibbles ? whole_levels(both, tabled, table) : whole_bytes(both)).a);

@@ -148,7 +148,7 @@ class Matrix(Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if function is torch.nn.functional.linear and args[0].is_cpu and args[0].dtype is args[1].dtype:
+            if function is torch.nn.functional.linear and len(args) > 1 and args[0].dtype is args[1].dtype:
                 return multiply(args[1], args[0], *args[2:], **(kwargs or {}))
             return function(*args, **(kwargs or {}))
 

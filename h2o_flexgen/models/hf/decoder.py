@@ -293,7 +293,8 @@ def _given(weights: Mapping[str, Any], names: tuple[str, ...], slow: bool = Fals
     weight = weights[names[0]] if len(names) == 1 else _whole(weights, names)
     if isinstance(weight, PackedWeight):
         return Packed(weight)
-    return weight.as_subclass(Matrix) if slow and weight.dim() == 2 and weight.dtype is torch.bfloat16 else weight
+    slow = slow and weight.is_cpu and weight.dim() == 2 and weight.dtype is torch.bfloat16
+    return weight.as_subclass(Matrix) if slow else weight
 
 
 def _whole(weights: Mapping[str, Any], names: tuple[str, ...]) -> Tensor:
