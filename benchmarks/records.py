@@ -51,11 +51,6 @@ LLAMA_1B: Record = {
 """1.1 B parameters, called llama-1.1b."""
 
 
-def default_output(name: str) -> Path:
-    """`results/<date>-NAME`, where records go unless a folder is named."""
-    return ROOT / "results" / f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}-{name}"
-
-
 def shown(path: Path) -> str:
     """`path` from the root of the sources where it is below it: commands run there, and records name no home folder."""
     absolute = path.resolve()
@@ -114,9 +109,10 @@ def arguments(text: str | None, name: str, repetitions: int, what: str = "runs o
     With --run it is one point that is measured, in this process: see `in_process`.
     """
     parser = ArgumentParser(description=text, formatter_class=RawDescriptionHelpFormatter)
+    folder = ROOT / "results" / f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}-{name}"
     said = f"{what}, in all (default: {repetitions})"
     parser.add_argument("--repetitions", type=int, default=repetitions, help=said)
-    parser.add_argument("--output", type=Path, default=default_output(name), help="folder of the records")
+    parser.add_argument("--output", type=Path, default=folder, help="folder of the records")
     parser.add_argument("--run", type=json.loads, help=SUPPRESS)
     return parser
 

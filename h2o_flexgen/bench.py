@@ -32,7 +32,7 @@ from typing import Any
 from h2o_flexgen.baselines.best import at_best
 from h2o_flexgen.baselines.runner import Comparison, Runner, compare
 from h2o_flexgen.baselines.settings import SYSTEMS, BenchSettings, find_model
-from h2o_flexgen.baselines.store import Store, holds_records, is_empty, write
+from h2o_flexgen.baselines.store import Store, write
 from h2o_flexgen.baselines.summary import csv_table, markdown, summarise
 from h2o_flexgen.cli.parser import Parser
 from h2o_flexgen.cli.program import add_json, print_error, program, write_json, write_result
@@ -122,7 +122,12 @@ def _output_folder(settings: BenchSettings, given: str | None) -> Path:
     folder = Path(given) if given else Path("results/local") / f"{now}-{settings.model_name}-{shape}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        taken = not is_empty(folder) and not holds_records(folder)
+        # A write that was cut off may leave what begins with a dot.
+        taken = any(not path.name.startswith(".") for path in folder.iterdir()) and not any(
+            any(place.glob(pattern))
+            for place in (folder, folder / "best")
+            for pattern in ("run-*.json", "failed-*.json", "batches.json")
+        )
     except OSError as error:
         raise UsageError(f"--output-dir {folder}: {error.strerror}", "needed a folder that can be written") from None
     if taken:

@@ -105,7 +105,10 @@ def unpack(output: Path, folder: Path) -> None:
     try:
         with tarfile.open(path) as archive:
             archive.extractall(folder, filter="data")
-        _relocate(folder)
+        for made in folder.glob("*/__grp__*.json"):  # Triton's absolute paths of files that lie beside: now here
+            children = json.loads(made.read_text(encoding="utf-8"))["child_paths"]
+            here = {name: str((made.parent / name).absolute()) for name in children}
+            made.write_text(json.dumps({"child_paths": here}), encoding="utf-8")
     except (OSError, EOFError, tarfile.TarError, ValueError) as error:
         say(f"{path} is of no use: {error}")
 
@@ -120,14 +123,6 @@ def pack(folder: Path, output: Path) -> None:
         for path in files:
             archive.add(path, path.relative_to(folder))
     made.replace(output / ARCHIVE)
-
-
-def _relocate(folder: Path) -> None:
-    """Triton keeps absolute paths of the files of a kernel, which lie side by side: now here."""
-    for path in folder.glob("*/__grp__*.json"):
-        children = json.loads(path.read_text(encoding="utf-8"))["child_paths"]
-        here = {name: str((path.parent / name).absolute()) for name in children}
-        path.write_text(json.dumps({"child_paths": here}), encoding="utf-8")
 
 
 def _said(args: argparse.Namespace) -> str:

@@ -272,17 +272,6 @@ class Store:
         return now - ended <= AT_ONCE and all(place(run.origin) == place(here) for run in there)
 
 
-def is_empty(folder: Path) -> bool:
-    """Whether there is nothing in it but what a write that was cut off may leave."""
-    return all(path.name.startswith(".") for path in folder.iterdir())
-
-
-def holds_records(folder: Path) -> bool:
-    """Whether a comparison was begun in this folder."""
-    patterns = ("run-*.json", "failed-*.json", "batches.json")
-    return any(any(place.glob(pattern)) for place in (folder, folder / "best") for pattern in patterns)
-
-
 def read(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """A file of a comparison. UsageError where it cannot be read, or is one with other settings than these."""
     try:

@@ -188,7 +188,9 @@ def markdown(summary: dict[str, Any], explain: bool = True) -> str:
     plans = [(name, plan) for name in rows if (plan := _plan(summary["systems"][name]["plan"]))]
     notes += [f"{name} ran with {plan}." for name, plan in plans]
     notes += _provenance(summary)
-    notes += _shared_cores(summary)
+    for name, system in summary["systems"].items():
+        if why := system["disturbed"]:
+            notes.append(f"{why['runs']} of {system['repetitions']} runs of {name}, at worst: {why['worst']}.")
     if explain:
         notes += [f"{name}: {says}." for name, says in _says(summary)]
         notes += [f"{name} tried {_attempts(tried)}." for name, tried in summary["tried"].items()]
@@ -302,12 +304,6 @@ def _provenance(summary: dict[str, Any]) -> list[str]:
     line = f"Measured {'; '.join(said)}. Highest load average before a run: {load:.1f}."
     warning = ["More than one machine: medians mix them, ratios do not."] if many else []
     return [line, *warning]
-
-
-def _shared_cores(summary: dict[str, Any]) -> list[str]:
-    """A warning for each system whose runs shared the cores with others."""
-    found = [(name, system["repetitions"], system["disturbed"]) for name, system in summary["systems"].items()]
-    return [f"{why['runs']} of {runs} runs of {name}, at worst: {why['worst']}." for name, runs, why in found if why]
 
 
 def _ranges(numbers: list[int]) -> str:
