@@ -20,7 +20,6 @@ from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.cache.vectors import (
     ending,
     index_of,
-    joined_rows,
     move_down,
     order_without,
     reordered,
@@ -411,7 +410,8 @@ class KVCache:
         parts = [self._attend_rows(rows, asked, width, seen, table) for rows in self._kept.rows(width)]
         if len(parts) == 1:
             return parts[0]
-        return DecodeAttention(torch.cat([part.out for part in parts]), joined_rows([part.row for part in parts]))
+        rows = [part.row for part in parts if part.row is not None]
+        return DecodeAttention(torch.cat([part.out for part in parts]), torch.cat(rows) if rows else None)
 
     def _attend_rows(
         self, rows: slice | None, asked: Queries, width: int, valid: Tensor | None, table: tuple[Tensor, Tensor] | None

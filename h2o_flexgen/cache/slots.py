@@ -156,7 +156,9 @@ class ScoredSlots(CacheSlots):
 
     def start(self, rolling: bool) -> None:
         self._free = self._base + self._first_free().reshape(-1)
-        self._rank = self._ranks_in_time() if rolling else None
+        if rolling:  # ranks in time before the first step, of which free slots have the last
+            order = self._pos.masked_fill(self._pos < 0, torch.iinfo(torch.int32).max).argsort(-1).argsort(-1)
+            self._rank = order.masked_fill_(self._pos < 0, self._shape[2] - 1).to(torch.int32)
 
     @property
     def _plan(self) -> _StepPlan:
@@ -425,12 +427,6 @@ class ScoredSlots(CacheSlots):
             return self._resumed
         slots = [min(held, limit - 1) for held, limit in zip(self._lengths.held, self._lengths.limits, strict=True)]
         return self._per_head(slots).view(self._shape[:2])
-
-    def _ranks_in_time(self) -> Tensor:
-        """Ranks (b, kv_heads, capacity) int32 before the first step; free slots come last."""
-        last = self._shape[2] - 1
-        order = self._pos.masked_fill(self._pos < 0, torch.iinfo(torch.int32).max).argsort(-1).argsort(-1)
-        return order.masked_fill_(self._pos < 0, last).to(torch.int32)
 
     def _next_free(self, ranks: Tensor, length: int) -> Tensor:
         step, lengths = self._lengths.step, self._lengths

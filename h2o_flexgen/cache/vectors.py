@@ -32,12 +32,6 @@ def some_of(x: Tensor, rows: slice | None) -> Tensor:
     return x if rows is None or len(x) == 1 else x[rows]
 
 
-def joined_rows(rows: Sequence[Tensor | None]) -> Tensor | None:
-    """Those that there are, one after the other; None where there are none."""
-    found = [row for row in rows if row is not None]
-    return torch.cat(found) if found else None
-
-
 def order_without(pos: Tensor, ranges: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
     """Slots in the order in which they are once the positions in `ranges`, some of each row, have gone.
 

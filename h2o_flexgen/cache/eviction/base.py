@@ -22,10 +22,6 @@ of `dim`, which are the leading ones of a head, repeats the first; i and i + dim
 Once = Callable[[str, Callable[[], Tensor]], Tensor]
 
 
-def _anew(name: str, make: Callable[[], Tensor]) -> Tensor:
-    return make()
-
-
 class Tokens(NamedTuple):
     """Tokens whose scores are asked for; the three tensors are int64 and broadcast to (n, kv_heads, T)."""
 
@@ -187,9 +183,8 @@ class AttendedStep:
             k, v = held()
             return KeysValues(k[rows], v[rows])
 
-        return replace(
-            self, tokens=tokens, budgets=tuple(self.budgets[i] for i in numbers), held=some, once=_anew, **taken
-        )
+        budgets = tuple(self.budgets[i] for i in numbers)
+        return replace(self, tokens=tokens, budgets=budgets, held=some, once=lambda name, make: make(), **taken)
 
     @property
     def received(self) -> Tensor:

@@ -23,10 +23,6 @@ def _mix(value: _IntOrTensor) -> _IntOrTensor:
     return value ^ (value >> 16)
 
 
-def _absorb(state: int, part: int) -> int:
-    return _mix((state + part + 0x9E3779B9) & _MASK)
-
-
 def _absorb_tensor(state: int | Tensor, part: Tensor) -> Tensor:
     return _mix((part + state + 0x9E3779B9) & _MASK)
 
@@ -38,7 +34,7 @@ def uniform(seed: int, tokens: Tokens) -> Tensor:
     """
     state = 0
     for part in (seed & _MASK, seed >> 32 & _MASK, tokens.layer):
-        state = _absorb(state, part)
+        state = _mix((state + part + 0x9E3779B9) & _MASK)
     heads = _absorb_tensor(_absorb_tensor(state, tokens.row_ids), tokens.heads)
     hashed = _absorb_tensor(heads, tokens.positions)
     # The upper 24 bits: as many as a float32 holds exactly.

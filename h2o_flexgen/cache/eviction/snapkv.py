@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import Tensor
 
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores, RankedPolicy, summed_rows
 from h2o_flexgen.config.eviction import Budget
@@ -24,12 +23,8 @@ class SnapKVPolicy(RankedPolicy):
 
     def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
         votes = summed_rows(prompts, rows.budget.recent, rows.window)
-        return PromptScores(pooled(votes, prompts.length - rows.budget.recent), votes)
-
-
-def pooled(votes: Tensor, end: int) -> Tensor:
-    """votes (n, kv_heads, S): of the first `end`, each the largest of itself and three on either side."""
-    if end < 1:
-        return votes
-    first = F.max_pool1d(votes[..., :end], POOL, stride=1, padding=POOL // 2)
-    return F.pad(first, (0, votes.shape[-1] - end))
+        end = prompts.length - rows.budget.recent
+        if end < 1:
+            return PromptScores(votes, votes)
+        pooled = F.max_pool1d(votes[..., :end], POOL, stride=1, padding=POOL // 2)
+        return PromptScores(F.pad(pooled, (0, rows.budget.recent)), votes)
