@@ -258,8 +258,13 @@ class CalibrationRun:
                 copies = stack.enter_context(HostGpu(c.device, c.unit_bytes, c.arena_bytes or _HOST))
                 self._copies(copies)
                 beside += [copies.link(name, min(copies.unit, _BESIDE)) for name in _COPIES]
-            if c.device.type == "cuda":
-                self._pageable()
+            if c.device.type == "cuda":  # for comparison only: the engine's host memory beside a GPU is page-locked
+                with HostGpu(c.device, c.unit_bytes, c.arena_bytes or _HOST, pinned=False) as pageable:
+                    for name, part in _COPIES.items():
+                        link = pageable.link(name, pageable.unit)
+                        sample = queued_sample(self._timer, link, self._start(f"pageable {part}"))
+                        rate = format_rate(pageable.unit / sample.seconds)
+                        self.spreads.said[name] += f" (pageable memory {rate})"
             with torch.inference_mode():
                 call = compute.contending_product(bench)
                 call()
@@ -288,14 +293,6 @@ class CalibrationRun:
         how = "within host memory" if self._c.emulated else "page-locked"
         for name, part in _COPIES.items():
             self._link(part, copies.link(name, copies.unit), copies.link(name, min(SMALL, copies.unit)), how)
-
-    def _pageable(self) -> None:
-        """For comparison only: the engine's host memory beside a GPU is page-locked."""
-        c = self._c
-        with HostGpu(c.device, c.unit_bytes, c.arena_bytes or _HOST, pinned=False) as copies:
-            for name, part in _COPIES.items():
-                sample = queued_sample(self._timer, copies.link(name, copies.unit), self._start(f"pageable {part}"))
-                self.spreads.said[name] += f" (pageable memory {format_rate(copies.unit / sample.seconds)})"
 
     def _link(self, part: str, large: Link, small: Link, said: str, most: int | None = None) -> None:
         """Measures one link by transfers of two sizes; `most`: of the large ones."""

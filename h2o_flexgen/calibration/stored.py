@@ -47,7 +47,9 @@ def profile_key(
     shapes = (spec.hidden_size, spec.ffn_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size)
     kinds = (arch.gated_mlp, arch.activation, arch.norm, arch.mlp_bias, arch.parallel, arch.qk_norm, arch.post_norms)
     machine = [facts.get(name) for name in ("cpu", "cores", "threads", "gpu", "torch", "kernels", "triton", "graphs")]
-    place = str(_mount_point(Path(offload_dir)))
+    place = os.path.realpath(offload_dir)  # which need not be there yet: where its file system is mounted
+    while not os.path.ismount(place) and place != os.path.dirname(place):
+        place = os.path.dirname(place)
     everything: list[object] = [machine, memory, place, dtype, emulated, *shapes, spec.embed_dim, *kinds]
     if packed := sorted({str(packing) for _, packing in spec.packings} - {str(groupwise(bits, 64)) for bits in (8, 4)}):
         everything.append(packed)  # others than those that are measured for every model
@@ -55,14 +57,6 @@ def profile_key(
         everything.append(["modules", spec.packed_kind])
     digest = hashlib.sha256(json.dumps(everything).encode()).hexdigest()[:16]
     return f"{'gpu' if device.type == 'cuda' or emulated else 'cpu'}-{dtype}-{spec.hidden_size}-{digest}"
-
-
-def _mount_point(folder: Path) -> Path:
-    """Where the file system of `folder`, which need not be there yet, is mounted."""
-    place = Path(os.path.realpath(folder))
-    while not os.path.ismount(place) and place != place.parent:
-        place = place.parent
-    return place
 
 
 def cached_profile(

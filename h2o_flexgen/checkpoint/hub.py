@@ -119,7 +119,8 @@ def resolve_model(
         searched.append(f"folder {folder}")
         file = _gguf_file(folder) if name else None
         if file is not None:
-            return _in_gguf(name, file, tuple(searched))
+            header = read_header(file)
+            return ResolvedModel(name, file.parent, config_of(header), None, "folder", tuple(searched), header)
         if name and folder.is_dir() and (path is None or (folder / "config.json").exists()):
             return _in_folder(name, folder, "folder", tuple(searched))
     if _is_path(name):
@@ -226,11 +227,6 @@ def _is_model(file: Path) -> bool:
         return not_a_model(read_header(file)) is None
     except ModelError:
         return True
-
-
-def _in_gguf(name: str, file: Path, searched: tuple[str, ...]) -> ResolvedModel:
-    header = read_header(file)
-    return ResolvedModel(name, file.parent, config_of(header), None, "folder", searched, header)
 
 
 def _candidates(name: str, path: str | os.PathLike[str] | None) -> Iterator[Path]:

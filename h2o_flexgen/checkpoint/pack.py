@@ -27,7 +27,7 @@ from h2o_flexgen.errors import StorageError, storage_error
 from h2o_flexgen.folders import sync_folder
 from h2o_flexgen.memory.copies import checksum
 from h2o_flexgen.memory.disk import DirectFile, host_view
-from h2o_flexgen.memory.handle import Extent, TensorSlot, UnitLayout, packed_layout, views
+from h2o_flexgen.memory.handle import Extent, UnitLayout, packed_layout, views
 from h2o_flexgen.memory.pages import HostMemory
 from h2o_flexgen.memory.rundir import OffloadDir, packed_name
 
@@ -255,12 +255,10 @@ def _is_record(record: Any) -> bool:
 def _slots(layout: UnitLayout) -> list[list[Any]]:
     """The slots of `layout` as JSON gives them back."""
     return [
-        [slot.name, list(slot.shape), slot.dtype, slot.offset, slot.nbytes, *_packing_of(slot)] for slot in layout.slots
+        [slot.name, list(slot.shape), slot.dtype, slot.offset, slot.nbytes]
+        + ([] if slot.packing is None else [list(dataclasses.astuple(slot.packing))])
+        for slot in layout.slots
     ]
-
-
-def _packing_of(slot: TensorSlot) -> list[Any]:
-    return [] if slot.packing is None else [list(dataclasses.astuple(slot.packing))]
 
 
 def _packed(layout: UnitLayout, path: Path, offset: int, digest: bytes) -> PackedUnit:
