@@ -279,7 +279,9 @@ class Forecast:
         seconds = self._draws(pace, self.lengths + self.answers if known else Lengths(), left)[0]
         share = elapsed / max(1e-9, elapsed + float(np.median(seconds)))
         spread = _LEFT_OVER + (pace.spread - _LEFT_OVER) * (1 - share)
-        return Percentiles.of(seconds * np.exp(spread * _normal()))
+        # Evenly spread, so that percentiles are no matter of chance.
+        normal = np.random.default_rng(1).permutation([*map(NormalDist().inv_cdf, (np.arange(_DRAWS) + 0.5) / _DRAWS)])
+        return Percentiles.of(seconds * np.exp(spread * normal))
 
     def told(self, elapsed: float) -> Percentiles | None:
         """`left`, of which what it says of the whole job is kept now and then."""
@@ -359,11 +361,6 @@ class Forecast:
         steps = block_steps(first, rest, self.slots, more)
         seconds = pace.first + pace.request * requests + pace.prompt * prompts + pace.step * steps + pace.token * tokens
         return seconds, tokens
-
-
-def _normal() -> Array:
-    """(draws,): evenly spread, so that percentiles are no matter of chance."""
-    return np.random.default_rng(1).permutation(list(map(NormalDist().inv_cdf, (np.arange(_DRAWS) + 0.5) / _DRAWS)))
 
 
 def seconds_text(told: Percentiles) -> str:

@@ -279,18 +279,12 @@ class JobResults(Closing):
                 replaced.close()
             os.replace(whole, self._beside)
             sync_folder(self._beside.parent)
-            self._journal = self._reopened()
+            self._log.path, self._log.size = self._beside, os.fstat(self._log.fd).st_size
+            for file, path in zip(self._outputs, self.paths, strict=False):
+                file.path = path
         for path in (*aside, part):
             if path.exists():
                 path.unlink(missing_ok=True)
-
-    def _reopened(self) -> AppendedFile:
-        """The journal under its own name, its descriptor and lock as they are."""
-        journal = self._log
-        journal.path, journal.size = self._beside, os.fstat(journal.fd).st_size
-        for file, path in zip(self._outputs, self.paths, strict=False):
-            file.path = path
-        return journal
 
     def _finished(self, ordered: bool) -> Iterator[tuple[FinishedEntry, bytes]]:
         """All entries with their results, as they were written or in the order of the input, in 25 bytes each."""

@@ -15,7 +15,7 @@ from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.engine.requests.tokenizer import TextCodec, stop_in
 from h2o_flexgen.jobs.requests import Refused
-from h2o_flexgen.jobs.tools import TOOL_FIELDS, CallStyle, Tools, calls_of, speaks_of_tools, style_of, with_texts
+from h2o_flexgen.jobs.tools import TOOL_FIELDS, CallStyle, Tools, calls_of, style_of, with_texts
 
 SPEECH_FIELDS = (
     *TOOL_FIELDS,
@@ -227,7 +227,8 @@ class Speaker:
     def asked(self, body: Mapping[str, Any], messages: list[dict[str, Any]]) -> Speech:
         """Of the body of a chat; Refused by name for a field that makes no sense or that is not the model's."""
         tools = Tools.read(*(body.get(name) for name in TOOL_FIELDS))
-        if tools is not None or speaks_of_tools(messages):
+        spoken = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
+        if tools is not None or spoken:  # calls, or results of some
             messages = with_texts(messages, self._calls)
         arguments = body.get("chat_template_kwargs")
         said = {name: body[name] for name in REASONING_FIELDS if body.get(name) is not None}

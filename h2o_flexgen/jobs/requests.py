@@ -69,17 +69,11 @@ def talk_of(codec: TextCodec | None, model: str, messages: Any, spans: Any, argu
     """The token ids of a conversation; spans count in what the model's template makes of it, `arguments` are the
     template's. Refused as above."""
     try:
-        prompt = marked_chat(codec, model, messages, spans, "messages", arguments)
+        return marked_chat(codec, model, messages, spans, "messages", arguments)
     except UsageError as error:
-        raise Refused.of(error, param=_at_fault(error, spans)) from None
-    return prompt
-
-
-def _at_fault(error: UsageError, spans: Any) -> str:
-    """The field that a conversation failed for."""
-    if "chat_template_kwargs" in error.found:
-        return "chat_template_kwargs"
-    return "spans" if spans and "span" in error.found else "messages"
+        param = "spans" if spans and "span" in error.found else "messages"
+        param = "chat_template_kwargs" if "chat_template_kwargs" in error.found else param
+        raise Refused.of(error, param=param) from None
 
 
 @dataclass

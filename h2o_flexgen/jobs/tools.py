@@ -179,7 +179,8 @@ class Tools:
         between = style.between if self.several else None
         names = [self.choice] if self.named else list(self.schemas)
         calls = [_sequence(_text(name + style.middle), self._arguments(name)) for name in names]
-        more = [] if between is None else [_star(_sequence(_text(between), {"type": "or", "elements": calls}))]
+        repeated = _sequence(_text(between or ""), {"type": "or", "elements": calls})
+        more = [] if between is None else [{"type": "star", "content": repeated}]
         if self.named or self.choice == "required":
             made = _sequence(_text(style.begin), {"type": "or", "elements": calls}, *more, _text(style.end))
         else:
@@ -225,10 +226,6 @@ def _sequence(*parts: dict[str, Any]) -> dict[str, Any]:
     return {"type": "sequence", "elements": [part for part in parts if part.get("value") != ""]}
 
 
-def _star(part: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "star", "content": part}
-
-
 def with_texts(messages: list[dict[str, Any]], style: CallStyle) -> list[dict[str, Any]]:
     """Messages of a body as the template takes them: what earlier calls had for arguments is an object there, unless it
     wants text. Refused for a call that is none."""
@@ -255,11 +252,6 @@ def _past(message: Mapping[str, Any], style: CallStyle) -> list[dict[str, Any]]:
         given = json.dumps(read, ensure_ascii=False) if style.as_text else read
         calls.append({**call, "type": "function", "function": {**function, "arguments": given}})
     return calls
-
-
-def speaks_of_tools(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a conversation has calls, or results of some."""
-    return any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
 
 
 def calls_of(style: CallStyle, tools: Tools, text: str, name: str) -> tuple[str, list[dict[str, Any]]]:

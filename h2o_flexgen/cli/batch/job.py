@@ -53,12 +53,17 @@ def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
     for note in arguments.notes:
         print_error(f"note: {note}")
     if arguments.ray is not None:
-        require_ray()
+        for package in ("ray", "pyarrow"):
+            if importlib.util.find_spec(package) is None:
+                change = "pip install 'h2o_flexgen[ray]'"
+                raise UsageError("--ray needs Ray Data, which is not installed", change=change)
     if arguments.plan:
         return _plan_only(arguments)
     with ExitStack() as stack:
         source = Source(arguments.input, arguments.format, columns=_columns(arguments), shard=arguments.shard)
-        _require_other_files(arguments)
+        for flag, path in (("--output", arguments.output), ("--error-file", arguments.error_file)):
+            if path is not None and path.exists() and path.samefile(arguments.input):
+                raise UsageError(f"{flag} {path} is the file of requests", "needed another one")
         results = stack.enter_context(JobResults(arguments.output, arguments.error_file, overwrite=arguments.overwrite))
         if arguments.resume and not results.resumed:
             raise UsageError(f"--resume: no job was begun with --output {arguments.output}", "leave --resume out")
@@ -68,7 +73,8 @@ def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
         identity = job_identity(arguments, llm, source, scan, begun)
         if arguments.strict:
             form = request_format(arguments, llm.model, source.format, scan.doubled, results.header or {})
-            _require_faultless(Job(llm, source, form, results, scan.requests))
+            if faults := "; ".join(Job(llm, source, form, results, scan.requests).faults()):
+                raise UsageError(f"--strict: {faults}", "needed requests that can all be run", "leave --strict out")
         _begin(arguments, results, identity, scan)
         form = request_format(arguments, llm.model, source.format, scan.doubled, results.header or {})
         sample = arguments.sample if arguments.ray is None else 0
@@ -108,13 +114,6 @@ def _plan_only(arguments: BatchArguments) -> int:
         write_result(outlook_text(found))
     write_json(json.dumps({"plan": {**found, "sample": arguments.sample}}), arguments.json)
     return 0
-
-
-def _require_other_files(arguments: BatchArguments) -> None:
-    """UsageError where results would be written over the requests, by whatever name."""
-    for flag, path in (("--output", arguments.output), ("--error-file", arguments.error_file)):
-        if path is not None and path.exists() and path.samefile(arguments.input):
-            raise UsageError(f"{flag} {path} is the file of requests", "needed another one")
 
 
 def _begin(arguments: BatchArguments, results: JobResults, identity: dict[str, Any], scan: Scan) -> None:
@@ -207,12 +206,6 @@ def job_identity(
     }
 
 
-def _require_faultless(job: Job) -> None:
-    faults = job.faults()
-    if faults:
-        raise UsageError(f"--strict: {'; '.join(faults)}", "needed requests that can all be run", "leave --strict out")
-
-
 def _record(llm: LLM) -> dict[str, Any]:
     """That of the last window, if there was one."""
     return {} if llm.last_record is None else dict(json.loads(llm.last_record.to_line()))
@@ -281,12 +274,6 @@ def request_format(
 
 
 # Over a cluster
-
-
-def require_ray() -> None:
-    """UsageError where Ray Data is not installed."""
-    if importlib.util.find_spec("ray") is None or importlib.util.find_spec("pyarrow") is None:
-        raise UsageError("--ray needs Ray Data, which is not installed", change="pip install 'h2o_flexgen[ray]'")
 
 
 class ActorShare(NamedTuple):

@@ -23,7 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.errors import LockedError, StorageError, UsageError
+from h2o_flexgen.errors import LockedError, StorageError
 from h2o_flexgen.folders import sync_folder, whole_file
 from h2o_flexgen.jobs.files import locked, storage_failure
 from h2o_flexgen.jobs.openai import CHAT, COMPLETIONS
@@ -469,8 +469,3 @@ def _pairs(metadata: Any) -> dict[str, str] | None:
         most = f"{_MOST_PAIRS} texts of up to {_LONGEST_VALUE} characters, by names of up to {_LONGEST_KEY}"
         raise ApiError(400, f"metadata must be an object of up to {most}", "metadata")
     return dict(metadata)
-
-
-def named_file(error: UsageError, path: Path, name: str) -> str:
-    """The message of an error, with the name that a client has for a file in the place of its path."""
-    return str(error).replace(str(path), name)

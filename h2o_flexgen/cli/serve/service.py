@@ -25,7 +25,7 @@ from h2o_flexgen.cli.batch.job import job_identity, request_format
 from h2o_flexgen.cli.planning import let_calibrate
 from h2o_flexgen.cli.program import print_error, stop_if_told
 from h2o_flexgen.cli.serve.arguments import ServeArguments
-from h2o_flexgen.cli.serve.desk import ERRORS, LOOKED_AT, OUTPUT, ApiError, Desk, Entry, error_list, named_file
+from h2o_flexgen.cli.serve.desk import ERRORS, LOOKED_AT, OUTPUT, ApiError, Desk, Entry, error_list
 from h2o_flexgen.cli.serve.live import LiveRequests
 from h2o_flexgen.cli.serve.web import make_app
 from h2o_flexgen.errors import H2OFlexGenError, LockedError, ModelError, PlanError, StorageError, UsageError
@@ -237,7 +237,7 @@ class Worker:
             scan = source.scan()
             faults = _faults(source)
         except UsageError as error:
-            return self._fail(batch, "invalid_file", named_file(error, path, batch["input_file_id"]))
+            return self._fail(batch, "invalid_file", str(error).replace(str(path), batch["input_file_id"]))
         if faults:
             desk.update(batch, errors=error_list(faults))
             return "failed"
