@@ -99,8 +99,9 @@ def token_spans(
         if span.unit == "token":
             start, stop, most, what = span.start, span.end, length, "tokens"
         else:
-            start, stop = _touched(span, offsets or ())
-            start, stop = max(done, first + start), first + stop
+            # The tokens that stand for any of its characters.
+            own = [i for i, (at, end) in enumerate(offsets or ()) if max(at, span.start) < min(end, span.end)]
+            start, stop = (max(done, first + own[0]), first + own[-1] + 1) if own else (0, 0)
             most, what = len(prompt.content), "characters"
         if span.end > most:
             raise UsageError(f"{span} ends beyond the prompt, which has {most} {what}", f"needed an end up to {most}")
@@ -109,12 +110,6 @@ def token_spans(
         found.append(TokenSpan(start, stop, span.name, span.keep))
         done = stop
     return tuple(found)
-
-
-def _touched(span: Span, offsets: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The tokens that stand for any of its characters."""
-    tokens = [i for i, (start, end) in enumerate(offsets) if max(start, span.start) < min(end, span.end)]
-    return (tokens[0], tokens[-1] + 1) if tokens else (0, 0)
 
 
 def marked(spans: Sequence[TokenSpan], rule: str | None) -> tuple[Range, ...]:

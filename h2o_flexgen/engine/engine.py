@@ -83,14 +83,6 @@ def _work_of(rows: Collection[Sequence]) -> Counter[str]:
     return Counter(prompts=sum(len(row.prompt_ids) for row in rows), steps=sum(row.steps for row in rows))
 
 
-def _take_turns(rows: Iterable[Sequence]) -> Counter[str]:
-    """Readies the paused ones of `rows` to be run again; returns their work."""
-    again = [row for row in rows if row.paused]
-    for row in again:
-        row.take_turn()
-    return _work_of(again)
-
-
 class Engine(Closing):
     """An offline engine. A context manager: `close` stops its threads and removes its files.
 
@@ -345,7 +337,10 @@ class Engine(Closing):
                 except (MemoryError, RuntimeError, PlanError) as error:
                     self._retry.learn(error, plan, waiting.values())
                     ran_out = True
-                every += _take_turns(waiting.values())
+                again = [row for row in waiting.values() if row.paused]
+                for row in again:
+                    row.take_turn()
+                every += _work_of(again)
                 if ran_out:  # not after a turn of the angles: to look through all objects takes as long as many steps
                     forget()
             self.last_work = meter.totals.work

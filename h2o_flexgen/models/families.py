@@ -181,16 +181,10 @@ def ignored_names(spec: ModelSpec) -> tuple[str, ...]:
         from h2o_flexgen.models.hf import names
 
         return names.ignored_names(spec)
+    behind = "|".join(map(str, range(spec.num_layers, spec.num_layers + spec.arch.predicting)))
     return (
         *FAMILIES.get(spec.arch.family).ignored,
-        *_behind_the_last(spec),
+        # Layers that predict more tokens at once stand behind the model's own.
+        *([] if not behind else [rf"^model\.layers\.({behind})\."]),
         *(nested.IGNORED if spec.arch.nested else ()),
     )
-
-
-def _behind_the_last(spec: ModelSpec) -> tuple[str, ...]:
-    """Of the layers that predict more tokens at once, which stand behind the model's own."""
-    layers = range(spec.num_layers, spec.num_layers + spec.arch.predicting)
-    if not layers:
-        return ()
-    return (rf"^model\.layers\.({'|'.join(map(str, layers))})\.",)

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 from h2o_flexgen.cache.recall import RecallCounts
 from h2o_flexgen.config.budget import Budget
 from h2o_flexgen.config.engine import EngineConfig
-from h2o_flexgen.config.model.packing import CachePacking
-from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.recall import Reading, shelf_bytes, shelved_tokens
 from h2o_flexgen.config.reports.record import RunRecord, eviction_entry, host_facts
 from h2o_flexgen.config.workload import Workload
@@ -216,17 +214,14 @@ def _quantization(model: Model) -> dict[str, Any] | None:
     kind, packings = model.spec.packed_kind, model.spec.cache_packings
     if kind is None and packings is None:
         return None
-    return {
-        "weights": None if kind is None else {"format": model.source.format, **kind},
-        "cache": None if packings is None else _cache_packing(model.spec, *packings),
-    }
-
-
-def _cache_packing(spec: ModelSpec, keys: CachePacking, values: CachePacking) -> dict[str, Any]:
-    """The bits are [keys, values] if they differ."""
-    bits = keys.bits if keys == values else [keys.bits, values.bits]
-    newest = {"newest": spec.cache_newest} if spec.cache_newest else {}
-    return {"bits": bits, "group": keys.group, "rotation": spec.cache_rotation, **newest}
+    weights = None if kind is None else {"format": model.source.format, **kind}
+    found: dict[str, Any] = {"weights": weights, "cache": None}
+    if packings is not None:
+        keys, values = packings
+        bits = keys.bits if keys == values else [keys.bits, values.bits]
+        newest = {"newest": model.spec.cache_newest} if model.spec.cache_newest else {}
+        found["cache"] = {"bits": bits, "group": keys.group, "rotation": model.spec.cache_rotation, **newest}
+    return found
 
 
 def _least_moved(plan: Plan, rows: SequenceOf[RowLengths]) -> dict[str, int]:

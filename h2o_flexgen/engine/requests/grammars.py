@@ -253,12 +253,3 @@ class Guide:
         following = rows[0].grammar.beside.submit(make)
         for guide, _ in masks:
             guide._following = following
-
-
-def only_allowed(scores: Tensor, guides: SequenceOf[Guide | None]) -> Tensor:
-    """A copy of `scores` (n, vocab) float32 with -inf for tokens that their rows' grammars forbid."""
-    allowed = np.ones(scores.shape, dtype=np.bool_)
-    for bits, guide in zip(allowed, guides, strict=True):
-        if guide is not None:
-            bits[:] = np.unpackbits(guide.mask.numpy().view(np.uint8)[0], count=bits.size, bitorder="little")
-    return torch.where(torch.from_numpy(allowed).to(scores.device, non_blocking=True), scores, float("-inf"))

@@ -15,7 +15,7 @@ from torch import Tensor
 from h2o_flexgen.checkpoint.files import strict_json
 from h2o_flexgen.config.sampling import SAMPLING_ONLY, SamplingParams, warn_idle
 from h2o_flexgen.engine.model import Model
-from h2o_flexgen.engine.requests.sequence import Criterion, Hooks, Processor, Sequence
+from h2o_flexgen.engine.requests.sequence import Hooks, Processor, Sequence
 from h2o_flexgen.engine.sampling.processors import NOTHING
 from h2o_flexgen.errors import ModelError, UsageError, required
 from h2o_flexgen.registry import suggestion
@@ -258,7 +258,9 @@ class Generator:
         config = rest.pop("generation_config", None)
         settings = read_settings(rest, config, self._model.folder)
         eos = settings.eos(self._model.spec.eos_token_ids)
-        pad = self._pad(settings, eos)
+        own = None if "pad_token_id" in settings.values else self._model.spec.pad_token_id
+        pad = settings.get("pad_token_id", own)
+        pad = eos[0] if pad is None and eos else pad
         inputs = self._inputs(given if input_ids is None else input_ids, attention_mask, settings, (pad, eos))
         if not len(inputs.ids):
             return self._result(inputs, [], settings, pad)
@@ -275,11 +277,6 @@ class Generator:
         finally:
             # The streamer's reader must not wait for ever.
             streamer.end()
-
-    def _pad(self, settings: Settings, eos: tuple[int, ...]) -> int | None:
-        own = None if "pad_token_id" in settings.values else self._model.spec.pad_token_id
-        pad = settings.get("pad_token_id", own)
-        return pad if pad is not None or not eos else eos[0]
 
     def _inputs(self, ids: Any, mask: Any, settings: Settings, special: tuple[int | None, tuple[int, ...]]) -> Inputs:
         """Without ids a single BOS. Without a mask pad tokens are padding, unless they are an eos, too."""
@@ -319,7 +316,9 @@ class Generator:
             if tokenizer is None:
                 own["stop_strings"] = stops
             else:
-                criteria = [_stop_strings(stops, tokenizer), *criteria]
+                from transformers.generation import StopStringCriteria
+
+                criteria = [StopStringCriteria(tokenizer, stops), *criteria]
         params = sampling_params(settings, most, fewest, **own)
         rows = self._read(inputs.prompts(), params)
         processors = _listed("logits_processor", settings.get("logits_processor", ()))
@@ -386,13 +385,6 @@ def _listed(name: str, value: Any) -> list[Any]:
     if not isinstance(value, Iterable) or not all(callable(each) for each in value):
         raise UsageError(f"{name} is a {type(value).__name__}", "needed a list of callables", f"wrap it: {name}=[...]")
     return list(value)
-
-
-def _stop_strings(stops: Any, tokenizer: Any) -> Criterion:
-    from transformers.generation import StopStringCriteria
-
-    criterion: Criterion = StopStringCriteria(tokenizer, stops)
-    return criterion
 
 
 def _prefix(allowed: Callable[[int, Tensor], list[int]], row: int) -> Processor:

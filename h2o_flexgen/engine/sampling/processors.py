@@ -11,11 +11,11 @@ from collections.abc import Sequence as SequenceOf
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.engine.requests.grammars import only_allowed
 from h2o_flexgen.engine.requests.sequence import Hooks, Processor, Sequence
 
 NOTHING = float("-inf")
@@ -134,8 +134,12 @@ class Group:
 
 
 def guided(rows: SequenceOf[Sequence], scores: Tensor) -> Tensor:
-    """A copy of `scores` (n, vocab) with -inf for tokens that their rows' grammars forbid."""
-    return only_allowed(scores, [row.guide for row in rows])
+    """A copy of `scores` (n, vocab) float32 with -inf for tokens that their rows' grammars forbid."""
+    allowed = np.ones(scores.shape, dtype=np.bool_)
+    for bits, row in zip(allowed, rows, strict=True):
+        if row.guide is not None:
+            bits[:] = np.unpackbits(row.guide.mask.numpy().view(np.uint8)[0], count=bits.size, bitorder="little")
+    return torch.where(torch.from_numpy(allowed).to(scores.device, non_blocking=True), scores, NOTHING)
 
 
 def pick(scores: Tensor, rows: SequenceOf[Sequence] | None) -> Tensor:

@@ -90,13 +90,6 @@ class RowStatePlaces:
 NO_STATES: Mapping[Place, RowStatePlaces] = {}
 
 
-def kv_views(buffer: Tensor, shape: CacheShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Views of K and V, one after the other in a flat uint8 `buffer`."""
-    (keys, values), kept = (prod(size) * shape.kept(dtype).itemsize for size in shape.sizes), shape.kept(dtype)
-    k, v = buffer[:keys], buffer[:keys] if shape.joint else buffer[keys : keys + values]
-    return k.view(kept).view(shape.sizes[0]), v.view(kept).view(shape.sizes[1])
-
-
 def _index(slots: Tensor, buffer: Tensor) -> Tensor:
     """An index of the vectors in `slots` (b, kv_heads), for gather and scatter along the slots of K or V."""
     return slots.unsqueeze(-1).unsqueeze(-1).expand(-1, -1, 1, buffer.shape[-1])
@@ -241,10 +234,12 @@ class BatchCache:
         return self
 
     def _places(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """K and V of the places [start, stop)."""
-        buffer = required(self._buffer, "the cache is not attached")
-        k, v = kv_views(buffer[self.state_bytes :], self.shape, self._dtype)
-        return k[start:stop], v[start:stop]
+        """K and V of the places [start, stop): one after the other behind the states, or in the same memory."""
+        buffer = required(self._buffer, "the cache is not attached")[self.state_bytes :]
+        kept, sizes = self.shape.kept(self._dtype), self.shape.sizes
+        keys, values = (prod(size) * kept.itemsize for size in sizes)
+        k, v = buffer[:keys], buffer[:keys] if self.shape.joint else buffer[keys : keys + values]
+        return k.view(kept).view(sizes[0])[start:stop], v.view(kept).view(sizes[1])[start:stop]
 
 
 class _MovingCache:

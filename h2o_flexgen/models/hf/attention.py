@@ -394,11 +394,14 @@ class MixerCall:
         """What the mixer makes of all tokens, piece by piece: what transformers' own functions make of each. The next
         piece is asked for when one is done."""
         seen, done, outs = current().cache, list[MixedTokens](), list[Any]()
+        # The scan of the first Mamba takes no state: with several tokens it begins anew, so it gets them one by one.
+        kind: Any = type(self.module)
+        begins_anew = "mamba_selective_scan" in named(kind)
         for piece in pieces:
             done.append(piece._replace(states=_NO_STATES))  # a prompt's are its row's from now on
             seen.states = piece.states
             steps = [piece]
-            if piece.states.given and not piece.decode and _forgets(type(self.module)):
+            if piece.states.given and not piece.decode and begins_anew:
                 steps = [piece._replace(start=piece.start + i, length=1) for i in range(piece.length)]
             try:
                 outs.append(_joined([self._made(step) for step in steps], steps))
@@ -454,22 +457,12 @@ def named(kind: Any) -> frozenset[str]:
     return frozenset(name for code in codes if code is not None for name in code.co_names)
 
 
-def _keeps_states(kind: Any) -> bool:
-    """Whether a module asks a cache for states."""
-    return not _CALLS.isdisjoint(named(kind))
-
-
-def _forgets(kind: Any) -> bool:
-    """Whether a module begins anew with several tokens, whatever its states are: what goes on does so token by token.
-    The scan of the first Mamba takes no state."""
-    return "mamba_selective_scan" in named(kind)
-
-
 def mixers(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that keep states, by path; of those within each other the outermost."""
+    """The modules that ask a cache for states, by path; of those within each other the outermost."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        if _keeps_states(type(module)) and not any(path.startswith(f"{other}.") for other in found):
+        kind: Any = type(module)
+        if not _CALLS.isdisjoint(named(kind)) and not any(path.startswith(f"{other}.") for other in found):
             found[path] = module
     return found
 

@@ -230,16 +230,13 @@ def _of_layers(have: Mapping[str, Any], made: Mapping[str, Any]) -> dict[int, di
     found = dict[int, dict[str, Any]]()
     for layer in range(made["num_hidden_layers"]):
         fields = said.get(kinds.index(left[layer]) if kinds and left else layer, {})
-        own = {name: 2 * made[name] if _is_size(name, value, made) else value for name, value in fields.items()}
+        sizes = {name for name, value in fields.items() if type(value) is type(made.get(name)) is int}
+        own = {name: 2 * made[name] if name in sizes else value for name, value in fields.items()}
         if "qk_nope_head_dim" in own and "head_dim" in made:
             own["head_dim"] = own["qk_nope_head_dim"] + own.get("qk_rope_head_dim", made["qk_rope_head_dim"])
         if own:
             found[layer] = own
     return found
-
-
-def _is_size(name: str, value: Any, made: Mapping[str, Any]) -> bool:
-    return type(value) is int and type(made.get(name)) is int
 
 
 def random_model(config: PreTrainedConfig) -> PreTrainedModel:
