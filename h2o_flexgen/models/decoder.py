@@ -1,8 +1,8 @@
 """The one decoder layer, driven by an ArchSpec: embedding, attention half, MLP half, output head.
 
 Each method computes one unit for one GPU batch. Tokens are packed: during the prompt `hidden` is (T, hidden_width) with
-the sequences one after another and no padding; while decoding T is the number of rows. All branches on the
-architecture are taken here, at construction; the tensors of a unit arrive bound by `bind`, wherever they live.
+the sequences one after another and no padding; while decoding T is the number of rows. The tensors of a unit arrive
+bound by `bind`, wherever they live.
 
 Between the units of a parallel layer `hidden` is twice as wide: columns [:H] hold the layer's input, which both halves
 read, and columns [H:] what the attention half has added to it so far.
@@ -31,8 +31,6 @@ Weights = Mapping[str, Any]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q (T, heads, d), k (T, kv_heads, d), v (T, kv_heads, d)) -> (T, heads, d); rotates q and k, keeps the cache."""
 
-Before = Callable[[Weights, Tensor], Tensor]
-"""The input of a half, given hidden: (T, H)."""
 Inner = Callable[[Tensor | None], Tensor]
 """The output of a half: (T, H), newly made, or added in place to what it is given."""
 After = Callable[[Weights, Tensor, Inner], None]
@@ -104,16 +102,13 @@ class Decoder:
         self.scale = spec.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale
         self._activation, self._relu = arch.activation, arch.activation == "relu"
         self._eps, self._offset = arch.norm_eps, arch.norm_offset
-        self._norm = self._layer_norm if arch.norm == "layernorm" else self._rms_norm
-        self._before, self._after_attn, self._after_mlp = self._halves(arch)
-        self._qk_norm, self._clip = self._norm_heads if arch.qk_norm else self._leave_heads, arch.clip_qkv
+        self._after_attn, self._after_mlp = self._halves(arch)
+        self._clip = arch.clip_qkv
         self._joint, self._residual_scale, self._logit_scale = arch.qk_norm_joint, arch.residual_scale, arch.logit_scale
         self._logit_cap, self.soft_cap = arch.logit_cap, arch.attention_cap
         self._feed_forward = self._gated if arch.gated_mlp else self._plain
         self._mixture = arch.experts
         self._gate = Gate(arch.activation, arch.experts.clamp if arch.experts else None)
-        self._position_offset = arch.position_offset
-        self._embed_scale = arch.embed_scale
         self._head_name = "embed.tokens" if arch.tied_head else "head.vocab"
         self._embed_steps, self._head_steps = self._outer_steps(spec)
         self._heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
@@ -156,7 +151,7 @@ class Decoder:
         else:
             apart = (self._linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in "qkv")
             q, k, v = (t.view(len(x), count, d) for t, count in zip(apart, heads, strict=True))
-        found = (*self._qk_norm(w, q, k), v)
+        found = (*(self._norm_heads(w, q, k) if self.spec.arch.qk_norm else (q, k)), v)
         if self._clip is not None:
             for each in found:
                 each.clamp_(-self._clip, self._clip)
@@ -212,17 +207,16 @@ class Decoder:
 
     # ---- choices made at construction
 
-    def _halves(self, arch: ArchSpec) -> tuple[Before, After, After]:
-        """The steps before both halves, and after each."""
+    def _halves(self, arch: ArchSpec) -> tuple[After, After]:
+        """The steps after each half."""
         if arch.parallel:
-            return self._parallel_norm, self._parallel_attn, self._parallel_mlp
-        before = self._pre_norm if arch.pre_norm else self._leave
+            return self._parallel_attn, self._parallel_mlp
         if arch.post_norms:
-            return before, self._add_normed, self._add_normed
+            return self._add_normed, self._add_normed
         if arch.pre_norm:
             add = self._add if arch.residual_scale == 1 else self._scale_and_add
-            return before, add, add
-        return before, self._post_norm, self._post_norm
+            return add, add
+        return self._post_norm, self._post_norm
 
     def _outer_steps(
         self, spec: ModelSpec
@@ -231,10 +225,14 @@ class Decoder:
         product."""
         arch, width = spec.arch, spec.hidden_size
         embed = [
-            (arch.embed_scale != 1.0, self._scale_embeddings),
-            (spec.bridged, lambda w, x, positions: self._linear(x, w["embed.project_in"])),
-            (arch.positions == "learned", self._add_positions),
-            (arch.parallel, lambda w, x, positions: F.pad(x, (0, width))),
+            # Rounded to the embeddings' dtype first, as transformers does: in bfloat16 the square root of 3072 is 55.5.
+            (arch.embed_scale != 1.0, lambda w, x, at: x.mul_(torch.tensor(arch.embed_scale, dtype=x.dtype).item())),
+            (spec.bridged, lambda w, x, at: self._linear(x, w["embed.project_in"])),
+            (
+                arch.positions == "learned",
+                lambda w, x, at: x.add_(F.embedding(at + arch.position_offset, w["embed.positions"])),
+            ),
+            (arch.parallel, lambda w, x, at: F.pad(x, (0, width))),
         ]
         head = [
             (arch.parallel, lambda w, x: x[:, :width]),
@@ -243,19 +241,12 @@ class Decoder:
         ]
         return [step for wanted, step in embed if wanted], [step for wanted, step in head if wanted]
 
-    # ---- embeddings: x (T, embed_dim) or (T, H), newly made
-
-    def _scale_embeddings(self, w: Weights, x: Tensor, positions: Tensor) -> Tensor:
-        # Rounded to the embeddings' dtype first, as transformers does: in bfloat16 the square root of 3072 is 55.5.
-        return x.mul_(torch.tensor(self._embed_scale, dtype=x.dtype).item())
-
-    def _add_positions(self, w: Weights, x: Tensor, positions: Tensor) -> Tensor:
-        return x.add_(F.embedding(positions + self._position_offset, w["embed.positions"]))
-
     # ---- norms
 
-    def _layer_norm(self, w: Weights, name: str, x: Tensor) -> Tensor:
-        return layer_norm(x, w.get(f"{name}.weight"), w.get(f"{name}.bias"), self._eps)
+    def _norm(self, w: Weights, name: str, x: Tensor) -> Tensor:
+        if self.spec.arch.norm == "layernorm":
+            return layer_norm(x, w.get(f"{name}.weight"), w.get(f"{name}.bias"), self._eps)
+        return self._rms_norm(w, name, x)
 
     def _rms_norm(self, w: Weights, name: str, x: Tensor) -> Tensor:
         return rms_norm(x, w.get(f"{name}.weight"), self._eps, self._offset)
@@ -268,19 +259,12 @@ class Decoder:
             return normed
         return normed[0].view(len(q), -1, self.spec.head_dim), normed[1].view(len(k), -1, self.spec.head_dim)
 
-    def _leave_heads(self, w: Weights, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return q, k
-
     # ---- what comes before a half, and what after it: norms and residuals
 
-    def _pre_norm(self, w: Weights, hidden: Tensor) -> Tensor:
-        return self._norm(w, "norm", hidden)
-
-    def _leave(self, w: Weights, hidden: Tensor) -> Tensor:
-        return hidden
-
-    def _parallel_norm(self, w: Weights, hidden: Tensor) -> Tensor:
-        return self._norm(w, "norm", hidden.chunk(2, dim=-1)[0])
+    def _before(self, w: Weights, hidden: Tensor) -> Tensor:
+        """The input of a half, given hidden: (T, H)."""
+        x = hidden.chunk(2, dim=-1)[0] if self.spec.arch.parallel else hidden
+        return self._norm(w, "norm", x) if self.spec.arch.pre_norm else x
 
     def _add(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
         inner(hidden)
