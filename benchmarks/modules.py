@@ -57,7 +57,6 @@ SCRATCH = ROOT / "results" / "local" / "models"
 
 
 def run(point: Record) -> Record:
-    """One point, in this process."""
     return {"cells": (theirs if point["side"] == PEER else ours)(point)}
 
 
@@ -139,7 +138,6 @@ def table(records: list[Record]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Measures what is missing in the output folder, then writes the table of all that is there."""
     parser = arguments(__doc__, "modules", 3)
     parser.add_argument("--shapes", default="qwen3_5,gemma2,falcon_h1,deepseek_v2,olmo2", help=", ".join(SHAPES))
     parser.add_argument(

@@ -138,7 +138,6 @@ def _name(bound: Any) -> str:
 
 
 def main() -> int:
-    """Measures what is missing in the output folder, then writes the table of all that is there."""
     parser = arguments(__doc__, "overnight", 1)
     parser.add_argument("--model", default="olmoe-1b-7b", help="a mixture of configs/models")
     parser.add_argument("--caps", default="1.5GiB,2.5GiB", help="memory of a whole process, page cache included")

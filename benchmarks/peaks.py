@@ -92,7 +92,6 @@ def by_all(work: Callable[[int], object], threads: int) -> float:
 
 
 def run(point: Record) -> Record:
-    """All turns, in this process."""
     import torch
 
     from h2o_flexgen.kernels import linear

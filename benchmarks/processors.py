@@ -63,7 +63,6 @@ def measure(point: Record) -> Record:
 
 
 def ours(point: Record) -> Record:
-    """Seconds of a batch."""
     model, bits = _model(point), point["bits"]
     made: dict[str, Any] = {} if bits is None else {"weights": "dummy", "weight_bits": bits}
     policy = {"gpu_batch_size": point["batch"], "num_gpu_batches": 1}
@@ -142,7 +141,6 @@ def table(records: list[Record]) -> Iterator[str]:
 
 
 def points_of(args: Namespace) -> list[Record]:
-    """All cells that are asked for."""
     found: list[Record] = []
     for model in args.models.split(","):
         name = Path(model).name.removesuffix(".gguf")
@@ -164,7 +162,6 @@ def points_of(args: Namespace) -> list[Record]:
 
 
 def main() -> int:
-    """Measures what is missing in the output folder, then writes the table of all that is there."""
     parser = arguments(__doc__, "processors", 3)
     parser.add_argument("--models", default=SHAPE, help=f"GGUF files with commas between, or {SHAPE} (default)")
     parser.add_argument("--bits", default="4,8", help="of random weights: 4, 8, 16")

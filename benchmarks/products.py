@@ -42,7 +42,6 @@ def shapes(model: str) -> list[tuple[int, int]]:
 
 
 def run(point: Record) -> Record:
-    """All cells of one model, in this process."""
     import torch
 
     from h2o_flexgen.kernels import linear

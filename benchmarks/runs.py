@@ -45,7 +45,6 @@ def points(args: Namespace) -> list[Record]:
 
 
 def command(point: Record) -> list[str]:
-    """The run of a point."""
     varied = [f"--{name}={value}" for name, value in point["varied"].items() if value != LEFT_OUT]
     return [sys.executable, "-m", "h2o_flexgen.run", *shlex.split(f"{ALWAYS} {point['flags']}"), *varied]
 
@@ -103,7 +102,6 @@ def _rows(records: list[Record]) -> Iterator[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures what is missing in the output folder, then writes the table of all that is there."""
     parser = arguments(__doc__, "runs", 3)
     parser.add_argument("--vary", action="append", default=[], metavar="FLAG=V,V", help="a flag of run, its values")
     parser.add_argument("--flags", default="", help="of all runs")

@@ -15,7 +15,6 @@ from h2o_flexgen.cli.program import exit_on_errors, leaving_at_once, look_up_mod
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit code."""
     with exit_on_errors() as outcome:
         arguments = parse_batch(argv)
         from h2o_flexgen.jobs.source import Source

@@ -41,7 +41,6 @@ from h2o_flexgen.units import format_bytes, format_rate, format_seconds
 
 @program
 def main(argv: Sequence[str] | None) -> int:
-    """Runs the program; returns its exit code."""
     with _parser().parsed(argv) as args:
         config = from_namespace(EngineConfig, args)
     if not 0 < args.budget_s < float("inf"):

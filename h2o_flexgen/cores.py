@@ -32,11 +32,9 @@ class CoreCount:
         self._sum = CoreTimes(0.0, 0.0, 0.0, 0.0)
 
     def start(self) -> None:
-        """Begins a stretch."""
         self._started = self._read()
 
     def stop(self) -> None:
-        """Ends the stretch."""
         ended, started, self._started = self._read(), self._started, None
         if ended is not None and started is not None:
             self._sum = CoreTimes(*(a + b - c for a, b, c in zip(self._sum, ended, started, strict=True)))

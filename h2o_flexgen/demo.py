@@ -31,7 +31,6 @@ What each share and policy costs:"""
 
 @program
 def main(argv: Sequence[str] | None) -> int:
-    """Runs the program; returns its exit code."""
     with _parser().parsed(argv) as args:
         defaults = {"name": "h2o"} if "budget" in given(EvictionConfig, args) else DEFAULTS
         eviction = from_namespace(EvictionConfig, args, defaults=defaults)

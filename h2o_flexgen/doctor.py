@@ -19,7 +19,6 @@ from h2o_flexgen.units import format_bytes, format_rate
 
 @program
 def main(argv: Sequence[str] | None) -> int:
-    """Runs the program; returns its exit code."""
     parser = Parser(prog=called("doctor"), description="Says what this machine offers, and which features are off.")
     parser.add_argument("--offload-dir", "--offload-folder", metavar="DIR", help="the folder that runs would use")
     add_json(parser)

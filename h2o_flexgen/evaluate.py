@@ -45,7 +45,6 @@ STREAM_READS = {"policies", "text", "context"}
 
 @program
 def main(argv: Sequence[str] | None) -> int:
-    """Runs the program; returns its exit code."""
     with _parser().parsed(argv) as args:
         settings, streams = from_namespace(EvaluationSettings, args), from_namespace(StreamSettings, args)
         _one_kind(args, streams.stream is not None)

@@ -77,7 +77,6 @@ class LargeMemory:
 
     @property
     def free_bytes(self) -> int:
-        """Of free pages."""
         return sum(map(len, self._free))
 
     def _take(self, nbytes: int) -> mmap.mmap:

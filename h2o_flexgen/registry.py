@@ -57,7 +57,6 @@ class Registry(Generic[T]):
         return self._items[name]
 
     def names(self) -> tuple[str, ...]:
-        """Every registered name."""
         return tuple(self._items)
 
     def __contains__(self, name: object) -> bool:

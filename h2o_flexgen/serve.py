@@ -15,7 +15,6 @@ from h2o_flexgen.cli.serve.arguments import parse_serve, require_libraries
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns its exit code."""
     with exit_on_errors() as outcome:
         arguments = parse_serve(argv)
         require_libraries()

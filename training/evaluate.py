@@ -86,7 +86,6 @@ def write_samples(corpus: Corpus, out: Path) -> None:
 
 
 def processor() -> str:
-    """The CPU's name, and how many cores may be used."""
     host = host_facts()
     return f"{host['cpu']}, {host['cores']} logical cores"
 
@@ -110,7 +109,6 @@ def past_training(args: argparse.Namespace, recipe: Recipe) -> dict:
 
 
 def figures_table(figures: dict) -> str:
-    """The measured figures as Markdown, for the model card."""
     lines = ["| held-out text | tokens | perplexity | bits per byte |", "|---|---|---|---|"]
     for name, row in figures["heldout"].items():
         lines.append(f"| {name} | {row['tokens']:,} | {row['perplexity']} | {row['bits_per_byte']} |")

@@ -43,7 +43,6 @@ class PredictedSetting:
 
     @property
     def engine(self) -> dict[str, Any]:
-        """The engine's settings."""
         cap = {"emulate_gpu": self.emulated} if self.emulated else {"gpu_mem": self.gpu_mem or None}
         eviction = EvictionConfig() if self.ratio == 1 else EvictionConfig("h2o", ratio=self.ratio)
         return {"model": self.model, "weights": "dummy", "dtype": "bfloat16", "eviction": eviction, **cap}
@@ -58,7 +57,6 @@ SETTINGS = (
 
 
 def settings(section: Section) -> tuple[PredictedSetting, ...]:
-    """What is measured."""
     if not section.dry_run:
         return SETTINGS
     model = tiny_model(section.output / "tiny-opt")
@@ -75,7 +73,6 @@ def calibrate(section: Section, setting: PredictedSetting, budget_s: float) -> P
 
 
 def measured(section: Section, setting: PredictedSetting) -> Record:
-    """Facts of one run."""
     profile = calibrate(section, setting, 3 if section.dry_run else 40)
     work = {"setting": asdict(setting), "profile": str(profile)}
     record = run(module_command("cost", ONE, work), section.left()).json()

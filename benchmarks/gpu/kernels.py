@@ -174,7 +174,6 @@ def compile_decode(section: Section) -> None:
 
 
 def measured(calls: list[Call], nbytes: int, rate: float) -> dict[str, Any]:
-    """Facts of a record."""
     took, recorded = seconds(calls)
     share = nbytes / took / rate
     facts = {"seconds": took, "bytes": nbytes, "bytes_per_s": nbytes / took, "share_of_bandwidth": share}
@@ -182,7 +181,6 @@ def measured(calls: list[Call], nbytes: int, rate: float) -> dict[str, Any]:
 
 
 def decode_attention(section: Section, rate: float) -> None:
-    """Every kind of decode step."""
     compile_decode(section)
     for name, *how in decode_kinds(section):
         _attempt(section, name, partial(_decode, *how, rate))

@@ -66,7 +66,6 @@ class Section:
         return RecordFile.open(self.output, f"{self.name}.jsonl")
 
     def left(self) -> float:
-        """Seconds that are left."""
         return self.until - time.monotonic()
 
     def wanted(self, name: str) -> bool:
@@ -123,7 +122,6 @@ def module_command(section: str, what: str, told: Mapping[str, Any]) -> list[str
 
 
 def say(text: str) -> None:
-    """A line of progress, to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -31,7 +31,6 @@ def latest(records: Iterable[Record]) -> list[Record]:
 
 
 def read(folder: Path, section: str) -> list[Record]:
-    """The records of a section."""
     return RecordFile.open(folder, f"{section}.jsonl").records
 
 

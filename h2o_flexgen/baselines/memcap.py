@@ -215,7 +215,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the program; returns its exit code."""
     if not argv:
         sys.stderr.write(_USAGE)
         return EXIT_REFUSED

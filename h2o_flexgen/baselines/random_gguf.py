@@ -102,7 +102,6 @@ class GgufShape:
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor of the file."""
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         outputs = (wide, narrow, narrow, self.hidden, self.inner, self.inner, self.hidden)
         inputs = (self.hidden, self.hidden, self.hidden, wide, self.hidden, self.hidden, self.inner)

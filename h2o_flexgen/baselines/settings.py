@@ -148,7 +148,6 @@ def usable_threads() -> int:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """Batch sizes with commas in between; none for "auto"."""
     try:
         return () if text.strip() == AUTO else tuple(map(int, between_commas(text)))
     except ValueError:
@@ -156,7 +155,6 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _batches(text: str) -> dict[str, int]:
-    """Batch sizes by system."""
     pairs = [pair.partition("=") for pair in between_commas(text)]
     try:
         return {name.strip(): int(size) for name, _, size in pairs}

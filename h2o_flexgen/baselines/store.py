@@ -104,7 +104,6 @@ class Measurement(Outcome, Throughput):
 
     @property
     def ended(self) -> datetime.datetime:
-        """When its process had ended."""
         return datetime.datetime.fromisoformat(self.date) + datetime.timedelta(seconds=self.process_s)
 
     def to_json(self, settings: dict[str, Any]) -> dict[str, Any]:
@@ -244,7 +243,6 @@ class Store:
         return path
 
     def failed_path(self, system: str, batch: int) -> Path:
-        """The file of a failure."""
         return self.folder / f"failed-b{batch}-{system}.json"
 
     def next(

@@ -82,7 +82,6 @@ def start(folder: str) -> AdapterWork:
 
 
 def use_cuda(work: AdapterWork) -> bool:
-    """Whether the work is for a GPU."""
     return work.device == "cuda" or (work.device == "auto" and torch.cuda.is_available())
 
 

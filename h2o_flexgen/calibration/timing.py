@@ -89,7 +89,6 @@ class TimeBudget:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the budget was made."""
         return self._clock() - self._start
 
 

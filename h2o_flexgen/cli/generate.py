@@ -186,7 +186,6 @@ def _log_path(path: Path, record: RunRecord) -> Path:
 
 
 def _nothing_done(llm: LLM) -> RunRecord:
-    """The record of a run without prompts."""
     counts = ("prompt_len", "gen_len", "sequences", "prompt_tokens", "generated_tokens", "flops", "kv_bytes")
     none: dict[str, Any] = dict.fromkeys(counts, 0)
     none |= dict.fromkeys(("load_s", "prefill_s", "decode_s", "total_s"), 0.0)

@@ -112,7 +112,6 @@ def _conversation(prompt: PromptLike, system: str | None, where: str) -> Message
 
 
 def demo_prompts() -> list[str]:
-    """The prompts that are shipped with the demo model."""
     text = resources.files("h2o_flexgen").joinpath("data/demo/prompts.txt").read_text(encoding="utf-8")
     return [line for line in text.splitlines() if line.strip()]
 

@@ -43,7 +43,6 @@ class Budget:
 
     @property
     def fair(self) -> bool:
-        """Whether spans have shares."""
         return self.inside is not None
 
     @property

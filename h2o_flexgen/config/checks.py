@@ -29,7 +29,6 @@ def whole(value: object, label: str, minimum: int) -> int:
 
 
 def truth(value: object, label: str) -> bool:
-    """`value` if it is a bool."""
     if not isinstance(value, bool):
         raise UsageError(f"{label} is {value!r}", "needed true or false")
     return value
@@ -186,7 +185,6 @@ def made_of(cls: type[T], data: Any, *, derived: tuple[str, ...] = ()) -> T:
 
 @functools.cache
 def _kinds(cls: type[Any]) -> dict[str, Any]:
-    """The types of the fields of a dataclass, by name."""
     hints = typing.get_type_hints(cls)
     return {item.name: hints[item.name] for item in dataclasses.fields(cls)}
 

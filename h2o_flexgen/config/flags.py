@@ -60,7 +60,6 @@ def layer_numbers(text: str) -> tuple[int, ...]:
 
 
 def with_commas(values: Iterable[object]) -> str:
-    """How such a field is shown."""
     return ",".join(map(str, values))
 
 

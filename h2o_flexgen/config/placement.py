@@ -30,7 +30,6 @@ class Placement:
 
     @property
     def tiers(self) -> set[str]:
-        """Those that hold anything."""
         return {*self.weights.values(), *self.cache.values(), *self.hidden.values()}
 
     def achieved(self, spec: ModelSpec, dtype: str) -> dict[str, dict[str, float]]:

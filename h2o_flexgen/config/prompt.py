@@ -80,7 +80,6 @@ class TokenSpan(NamedTuple):
 
 
 def _checked(span: Any) -> Span:
-    """A Span, or the JSON object of one."""
     if isinstance(span, Span):
         return span
     return Span(**known_keys(span, Span))

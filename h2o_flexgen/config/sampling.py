@@ -101,11 +101,9 @@ class SamplingParams:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> SamplingParams:
-        """The same as the constructor."""
         return cls(**kwargs)
 
     def with_kwargs(self, **kwargs: Any) -> SamplingParams:
-        """A copy with some settings replaced."""
         return replace(self, **kwargs)
 
     @classmethod

@@ -31,7 +31,6 @@ class Workload:
 
     @property
     def total_len(self) -> int:
-        """Tokens of one sequence, prompt and generated."""
         return self.prompt_len + self.gen_len
 
 

@@ -24,7 +24,6 @@ class LayerLosses(NamedTuple):
 
     @property
     def far(self) -> list[int]:
-        """The layers that look far."""
         usual = OUTSTANDING * median(self.losses)
         return [layer for layer, loss in enumerate(self.losses) if loss > usual]
 

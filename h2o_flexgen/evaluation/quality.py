@@ -47,7 +47,6 @@ class AskedCase(NamedTuple):
 
     @property
     def prompt(self) -> list[int] | Prompt:
-        """The context, with its spans."""
         spans = [Span(span.start, span.stop, span.name, span.keep) for span in self.spans]
         return Prompt(self.context, spans) if spans else self.context
 

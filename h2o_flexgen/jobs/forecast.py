@@ -250,7 +250,6 @@ class Forecast:
         self.meter.most = self.slots if self.slots > 1 else self.meter.most
 
     def expect(self, line: int, rows: Iterable[Row | ToCome]) -> None:
-        """A request has been read."""
         self.rows[line] = list(rows)
 
     def end(self, row: Row | ToCome, left: int) -> None:
@@ -260,7 +259,6 @@ class Forecast:
         self._new += len(row.token_ids)
 
     def finish(self, line: int) -> None:
-        """A request is finished."""
         self.rows.pop(line, None)
         self._done += 1
 

@@ -58,7 +58,6 @@ class OpenRequest:
 
     @property
     def waiting(self) -> list[Row]:
-        """The sequences that are not finished."""
         return [row for each in self.rows for row in each if row.row_id not in self.outputs]
 
     @property
@@ -99,7 +98,6 @@ class Summary:
         return self.before + self.ok + self.failed
 
     def to_json(self) -> dict[str, Any]:
-        """All fields, and tokens per second."""
         rate = self.generated_tokens / self.seconds if self.seconds else None
         return {**vars(self), "seconds": round(self.seconds, 3), "gen_throughput": rate}
 

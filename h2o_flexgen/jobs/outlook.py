@@ -21,7 +21,6 @@ from h2o_flexgen.units import counted, format_bytes
 
 
 def outlook_text(found: Mapping[str, Any]) -> str:
-    """`Outlook.to_json` for people."""
     new, seconds = found["new_tokens"], found["seconds"]
     lines = [
         f"{counted(found['requests'], 'request')}, {counted(found['prompt_tokens'], 'prompt token')}, "

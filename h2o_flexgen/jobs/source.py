@@ -67,7 +67,6 @@ class Source:
             _parquet()
 
     def scan(self) -> Scan:
-        """Reads the file once."""
         digest, size = hashlib.sha256(), 0
         with self._opened() as file:
             while data := file.read(_CHUNK):

@@ -164,7 +164,6 @@ def _levels(packing: Packing, codes: Tensor) -> Tensor:
 
 @cache
 def _floats(levels: str, device: torch.device) -> Tensor:
-    """The numbers that codes stand for."""
     if levels == "e4m3":
         return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
     return torch.tensor(LEVELS[levels], device=device)

@@ -132,7 +132,6 @@ class ConfigReader:
         return tuple(options[value] for value in values)
 
     def flag(self, key: str, default: bool) -> bool:
-        """true or false."""
         value = self._value(key, default)
         if not isinstance(value, bool):
             raise self._error(key, value, "true or false")

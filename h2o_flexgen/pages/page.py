@@ -77,7 +77,6 @@ class Chapter:
 
 
 def render(title: str, sections: Sequence[Chapter]) -> str:
-    """The whole page as HTML."""
     shown, figures = _named(sections)
     texts = {name: asset(name) for name in ("page.css", "page.js", "echarts.min.js")}
     scripts = " ".join(hashed(texts[name]) for name in ("echarts.min.js", "page.js"))

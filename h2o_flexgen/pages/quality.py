@@ -15,7 +15,6 @@ _FORMS: dict[str, Json] = {
 
 
 def section(material: Material) -> Chapter | None:
-    """The evaluations; None without one."""
     suites: dict[tuple[str, str], list[Json]] = {}
     for each in material.suites:
         suites.setdefault((each.data["suite"], each.data["model"]), []).append(each.data)
@@ -58,7 +57,6 @@ def _suite(title: str, rows: list[Json]) -> Passage:
 
 
 def _value(row: Json) -> list[str]:
-    """The value and its interval."""
     form = {"share": "{:.0%}", "increase": "{:+.1%}"}.get(row["kind"], "{:.3g}").format
     return [form(row["value"]), f"{form(row['low'])} to {form(row['high'])}"]
 

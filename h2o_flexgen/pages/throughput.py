@@ -203,7 +203,6 @@ def _table(systems: Mapping[str, Sequence[PlottedRun]]) -> Table:
 
 
 def rate_text(value: float | None) -> str:
-    """A rate with three digits."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

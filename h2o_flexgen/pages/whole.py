@@ -107,7 +107,6 @@ def _block(policy: Json) -> list[str]:
 
 
 def _plans(material: Material) -> Chapter | None:
-    """What searches chose."""
     if not material.plans:
         return None
     rows = []

@@ -112,7 +112,6 @@ def _recall(recall: Mapping[str, Any]) -> str:
 
 
 def _predicted(record: RunRecord) -> str:
-    """The prediction beside the measurement."""
     if record.predicted is None:
         return ONE_GPU if "num_gpus" in record.policy else NOT_CALIBRATED
     text = predicted_text(record.predicted)

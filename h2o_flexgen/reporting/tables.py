@@ -191,7 +191,6 @@ def answers_text(result: SideBySide) -> str:
 
 
 def figures_table(result: SideBySide) -> str:
-    """Budget, bytes and speed of the two runs."""
     full, evicted = _figures(result.full), _figures(result.evicted)
     rows = [(label, full[label], evicted[label]) for label in full]
     equal = sum(pair.equal for pair in result.pairs)

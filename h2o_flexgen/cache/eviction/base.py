@@ -55,7 +55,6 @@ class AttendedPrompts:
     soft_cap: float | None = None
 
     def of(self, rows: slice | Tensor) -> AttendedPrompts:
-        """The prompts of some rows."""
         own = {name: getattr(self, name) for name in ("k", "v", "stored_k", "queries", "column_sums")}
         taken: dict[str, Any] = {name: None if x is None else x[rows] for name, x in own.items()}
         return replace(self, **taken)
@@ -99,7 +98,6 @@ class AttendedPrompts:
 
     @property
     def length(self) -> int:
-        """S."""
         return self.k.shape[2] + (0 if self.past is None else self.past[0].shape[1])
 
     @cached_property

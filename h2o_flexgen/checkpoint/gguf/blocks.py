@@ -49,7 +49,6 @@ def _half(blocks: Bytes, start: int) -> np.ndarray:
 
 
 def _rows(values: np.ndarray) -> np.ndarray:
-    """All of a row, flat."""
     return values.reshape(len(values), -1)
 
 

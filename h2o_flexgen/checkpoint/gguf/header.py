@@ -229,7 +229,6 @@ class _Cursor:
         return np.frombuffer(bytes(self._data[start : self.at]), dtype)
 
     def texts(self, count: int, what: str) -> list[str]:
-        """The next `count` strings."""
         if count > (self.file.size - self.at) // 8:
             raise Fault(f"of {self.file.size} bytes claims {count} strings in {what}")
         found, data = [], self._data

@@ -142,7 +142,6 @@ class GgufSource(WeightSource):
             yield rows, chunk.numpy().reshape(len(rows), row // block, block)
 
     def _stored(self, bound: StoredTensor) -> FileTensor:
-        """The bytes of a tensor."""
         row = _row_bytes(bound)
         start = bound.tensor.offset + bound.place.start * row
         run = (start, start + bound.shape[0] * row)
@@ -175,7 +174,6 @@ def _destination(bound: StoredTensor, rows: range) -> slice | np.ndarray:
 
 
 def _fill(out: PackedWeight, where: slice | np.ndarray, parts: Parts) -> None:
-    """Rows `where` of `out`."""
     for name, values in parts.items():
         part = out.parts[name]
         if part.device.type == "cpu":

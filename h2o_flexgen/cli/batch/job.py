@@ -207,7 +207,6 @@ def job_identity(
 
 
 def _record(llm: LLM) -> dict[str, Any]:
-    """That of the last window, if there was one."""
     return {} if llm.last_record is None else dict(json.loads(llm.last_record.to_line()))
 
 

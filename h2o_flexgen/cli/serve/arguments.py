@@ -129,7 +129,6 @@ def _is_loopback(host: str) -> bool:
 
 
 def _serve_parser() -> Parser:
-    """The parser of `python -m h2o_flexgen.serve`."""
     parser = Parser(
         prog=called("serve"),
         usage="%(prog)s [--model MODEL] [--port PORT] [--data-dir DIR] [--hh-ratio R] [flags]",

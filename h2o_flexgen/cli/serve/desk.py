@@ -94,11 +94,9 @@ class Desk:
     # Files
 
     def new_upload(self) -> Path:
-        """A name for what is being uploaded."""
         return self.file_folder / f"{UPLOADING}{secrets.token_hex(16)}"
 
     def add_file(self, uploaded: Path, name: str, purpose: str, lives_s: int | None = None) -> Entry:
-        """Makes a file of what was uploaded, or written."""
         with self._writing():
             entry = self._file(f"file-{secrets.token_hex(16)}", uploaded.stat().st_size, name, purpose, lives_s)
             os.replace(uploaded, self.file_folder / entry["id"])
@@ -270,7 +268,6 @@ class Desk:
         return "expired" if time.time() >= batch["expires_at"] else None
 
     def folder_of(self, batch: Entry) -> Path:
-        """Where its results are written."""
         return self._batch_folder / str(batch["id"])
 
     def publish(self, batch: Entry, end: str) -> None:

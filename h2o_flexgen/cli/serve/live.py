@@ -108,12 +108,10 @@ class LiveRequests:
 
     @property
     def waiting(self) -> bool:
-        """Whether there is anything to run."""
         return bool(self._new or self._rows)
 
     @property
     def left(self) -> bool:
-        """Whether any wait that were looked at."""
         return bool(self._rows)
 
     def read(self) -> None:

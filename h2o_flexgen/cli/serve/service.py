@@ -80,7 +80,6 @@ def _listening(arguments: ServeArguments) -> Iterator[socket.socket]:
 
 @contextmanager
 def _answering(app: Any, listening: socket.socket) -> Iterator[None]:
-    """Within it a thread answers."""
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # requests that are no HTTP, clients that go
     config = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1, server_header=False
@@ -120,7 +119,6 @@ class Worker:
         self._use(next(iter(self._models)))
 
     def close(self) -> None:
-        """Nothing is loaded any more."""
         llm, self._llm, self._loaded = self._llm, None, ""
         if llm is not None:
             llm.close()
@@ -267,7 +265,6 @@ class Worker:
     def _run(
         self, batch: Entry, jobs: BatchArguments, llm: LLM, source: Source, scan: Scan, results: JobResults
     ) -> None:
-        """Answers what has no answer yet."""
         form = _form(jobs, llm, batch["model"], scan.doubled, results.header)
         before = results.state.count(OK), results.state.count(FAILED)
         outlook = expected(llm, source, form, scan.requests, results.state, jobs.at_risk, jobs.sample)
@@ -419,7 +416,6 @@ _STOPPED = {
 
 
 def _not_run(batch: Entry, record: Record, end: str) -> dict[str, Any]:
-    """The line for a request that was not run."""
     code, message = _STOPPED[end]
     name = f"batch_req_{batch['id'].removeprefix('batch_')[:16]}{record.line:08x}"
     return {

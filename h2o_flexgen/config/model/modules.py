@@ -116,7 +116,6 @@ class ModuleSpec(ModelSpec):
 
     @property
     def keeps_caches(self) -> bool:
-        """As of any model."""
         return not self.alone
 
     def heads_of(self, layer: int) -> LayerHeads:

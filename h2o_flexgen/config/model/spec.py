@@ -113,7 +113,6 @@ class ModelSpec:
 
     @cached_property
     def has_states(self) -> bool:
-        """Whether any layer keeps states."""
         return any(self.states_of(layer) for layer in range(self.num_layers))
 
     @property
@@ -261,7 +260,6 @@ class ModelSpec:
         return self.packings_of(0)
 
     def packings_of(self, layer: int) -> tuple[CachePacking, CachePacking] | None:
-        """How the cache of a layer keeps them."""
         return cache_packings(self.cache_bits, self.heads_of(layer).dim, self.cache_rotation)
 
     @property

@@ -124,7 +124,6 @@ class WeightGroup:
 
     @property
     def fewer_bits(self) -> bool:
-        """Whether any of its tensors is packed."""
         return any(tensor.packing is not None for tensor in self.tensors)
 
     def nbytes(self, dtype: str) -> int:

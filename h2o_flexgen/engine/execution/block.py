@@ -280,5 +280,4 @@ def _count_spans(row: Sequence, when: str, stages: list[Stage]) -> None:
 
 
 def _holding(row: Sequence, stages: list[Stage]) -> Iterator[tuple[int, KVCache, int]]:
-    """See `CacheStore.holding`."""
     return (held for stage in stages for held in stage.caches.holding(row.row_id))

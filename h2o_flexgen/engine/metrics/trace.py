@@ -142,7 +142,6 @@ class ScoreLog:
         self.begin()
 
     def begin(self) -> None:
-        """Forgets earlier calls."""
         self._scores: dict[int, dict[int, list[list[float]]]] = {}
         self._ended: dict[int, tuple[Sequence, dict[int, list[list[int]]]]] = {}
         self._returns: dict[int, dict[int, list[list[tuple[int, int]]]]] = {}

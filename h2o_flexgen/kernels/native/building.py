@@ -40,7 +40,6 @@ def file_of(machine: str) -> str:
 
 
 def sources() -> list[Path]:
-    """The C files, in order."""
     return sorted(FOLDER.glob("*.c"))
 
 

@@ -122,7 +122,6 @@ class PassedOn(Cache):
             raise NotUnderstood(f"layer {self.given[0]} fills its cache, and attention is not ours")
 
     def giver_of(self, key: Tensor) -> int | None:
-        """The layer that gave these very keys."""
         return next((layer for layer, given in self._passed.items() if given() is key), None)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -341,7 +340,6 @@ class RowStates(LinearAttentionLayer):
             self.is_recurrent_states_initialized[state_idx] = True
 
     def held(self) -> dict[Key, Tensor]:
-        """All states, as they are now."""
         found: dict[Key, Tensor] = {}
         for kind in KEPT:
             states: dict[int, Tensor | None] = getattr(self, f"{kind}_states")

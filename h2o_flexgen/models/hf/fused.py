@@ -144,7 +144,6 @@ class GatedMlp:
         self._activation, self._joint = activation, joint
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own forward."""
         if kwargs or len(args) != 1 or not torch.is_tensor(args[0]):
             return self._otherwise(*args, **kwargs)
         x: Tensor = args[0]
@@ -365,7 +364,6 @@ class _Rotation:
         self._original, self._count, self._rounds, self._some = original, count, rounds, some
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the function."""
         if len(args) == self._count + 2 and (not kwargs or kwargs.keys() == {"unsqueeze_dim"}):
             made = self.turned(args[: self._count], args[-2], args[-1], kwargs.get("unsqueeze_dim", 1))
             if made is not None:

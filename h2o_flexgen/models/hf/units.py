@@ -82,7 +82,6 @@ class RecordedUnits:
 
     @property
     def calls(self) -> list[Call]:
-        """Of attention, in order."""
         return [layer.call for layer in self.layers if layer.call is not None]
 
     @property
