@@ -140,6 +140,7 @@ class CostInputs(BlockShape):
     def shape(self) -> ScheduleShape:
         """The shape of the schedule that the engine would run."""
         placed, batches = self.placement, range(len(self.batches))
+        tokens = self.request.tokens_of(self.policy)
         parked = set(batches) - set(alone(len(batches)))
         return ScheduleShape(
             units=self.spec.units,
@@ -152,7 +153,7 @@ class CostInputs(BlockShape):
             hidden_moves=frozenset(batch for batch in parked if placed.hidden[batch] != self.compute_tier),
             lookahead=self.policy.lookahead,
             host_attends=frozenset(p for p in self._all_places() if self._attends_beside(p)),
-            expert_slots=expert_slots(self.spec, placed.weights, self.compute_tier, self.policy.block_size),
+            expert_slots=expert_slots(self.spec, placed.weights, self.compute_tier, tokens),
         )
 
     def attends_beside(self, task: Task) -> bool:

@@ -156,8 +156,9 @@ def _weight_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
         for each in {tier, both[-1]}:
             totals[each] += nbytes
     yield from (Item(tier, "weights", nbytes) for tier, nbytes in totals.items())
-    lookahead, sequences = block.policy.lookahead, block.policy.block_size
-    buffers = room_of(spec, placement.weights, block.dtype, block.compute_tier, lookahead, sequences).nbytes
+    tokens = block.request.tokens_of(block.policy)
+    lookahead = block.policy.lookahead
+    buffers = room_of(spec, placement.weights, block.dtype, block.compute_tier, lookahead, tokens).nbytes
     yield Item(block.compute_tier, "weight buffers", buffers)
     away = {tier for tier in placement.weights.values() if tier != block.compute_tier}
     yield Item("cpu", "weight staging buffers", buffers if block.staged(away) else 0)

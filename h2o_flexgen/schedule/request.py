@@ -140,6 +140,10 @@ class PlanRequest:
         asked = self.workload.prompt_len
         return asked if all(budget.full for budget in self.budgets) else self.eviction.computed(asked)
 
+    def tokens_of(self, policy: OffloadPolicy) -> tuple[int, int]:
+        """The sequences of a block of `policy`'s shape, and the tokens of their prompts."""
+        return policy.block_size, policy.block_size * self.computed_prompt
+
     def fixed_shares(self, policy: OffloadPolicy) -> dict[str, Mapping[str, float]]:
         """The placements that are fixed for a block of `policy`'s shape, by kind."""
         fixed: dict[str, Mapping[str, float]] = {k: getattr(self.policy, k) for k in KINDS if k in self.fixed}

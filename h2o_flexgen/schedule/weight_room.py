@@ -105,17 +105,22 @@ def _gap(taken: Iterable[tuple[int, ...]], nbytes: int) -> int:
 
 
 def room_of(
-    spec: ModelSpec, tiers: Mapping[str, str], dtype: str, compute_tier: str, lookahead: int, sequences: int
+    spec: ModelSpec,
+    tiers: Mapping[str, str],
+    dtype: str,
+    compute_tier: str,
+    lookahead: int,
+    block: tuple[int, int],
 ) -> WeightRoom:
     """The room of the weight groups that stream, and of `expert_slots` experts. tiers: of each group of a model or of a
-    stage. sequences: of a block."""
+    stage. block: its sequences, and the tokens of their prompts."""
 
     def streamed(keys: Iterable[str]) -> dict[str, int]:
         away = (key for key in keys if tiers.get(key, compute_tier) != compute_tier)
         return {key: group_bytes(spec.groups_by_key[key], dtype, tiers[key]) for key in away}
 
     experts = streamed(key for unit in spec.units for key in unit.experts)
-    largest, count = max(experts.values(), default=0), expert_slots(spec, tiers, compute_tier, sequences)
+    largest, count = max(experts.values(), default=0), expert_slots(spec, tiers, compute_tier, block)
     return weight_room(streamed(unit.weights for unit in spec.units), lookahead, largest, count)
 
 
@@ -124,10 +129,14 @@ def reads_all(spec: ModelSpec, tokens: int) -> bool:
     return spec.arch.experts is not None and spec.chosen_share(tokens) >= _ALL
 
 
-def expert_slots(spec: ModelSpec, tiers: Mapping[str, str], compute_tier: str, sequences: int) -> int:
-    """Places for streamed experts in a block of `sequences`: half of a layer's streamed ones if all are read in every
-    pass, so that reads go on while attention is computed; else EXPERT_SLOTS."""
-    if not reads_all(spec, sequences):
+def expert_slots(spec: ModelSpec, tiers: Mapping[str, str], compute_tier: str, block: tuple[int, int]) -> int:
+    """Places for streamed experts in a block of these sequences, with prompts of so many tokens.
+
+    Half of a layer's streamed ones if all are read in every pass, or for prompts of as many tokens as a layer has
+    experts, so that reads go on while attention is computed; else EXPERT_SLOTS.
+    """
+    sequences, tokens = block
+    if not reads_all(spec, sequences) and (spec.arch.experts is None or tokens < spec.arch.experts.count):
         return EXPERT_SLOTS
     away = (sum(tiers.get(key, compute_tier) != compute_tier for key in unit.experts) for unit in spec.units)
     return max(EXPERT_SLOTS, -(-max(away, default=0) // 2))

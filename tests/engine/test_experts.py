@@ -43,14 +43,21 @@ def test_experts_elsewhere_give_the_tokens_of_transformers(name: str, place: dic
     assert greedy(folder, prompts, policy=place, offload_dir=str(tmp_path), **gpu) == expected
 
 
-def test_several_experts_that_are_read_share_a_tick(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "batches", "slots"),
+    # an eighth of them is computed in a tick; two rows choose few experts, but 40 tokens of prompts choose all
+    [(LENGTHS * 4, 4, 18), ([20, 20], 1, 18), ([17, 17], 1, 4)],
+)
+def test_several_experts_that_are_read_share_a_tick(
+    lengths: list[int], batches: int, slots: int, tmp_path: Path
+) -> None:
     model = make_model("olmoe", num_local_experts=36, num_experts=36, num_experts_per_tok=8)
     save(model, tmp_path / "model")
-    prompts, expected = decided(prompts_of(LENGTHS * 4), lambda _, prompt: transformers_greedy(model, prompt, NEW)[0])
-    policy = {"gpu_batch_size": 6, "num_gpu_batches": 4, "weights": {"disk": 1.0}}
+    prompts, expected = decided(prompts_of(lengths), lambda _, prompt: transformers_greedy(model, prompt, NEW)[0])
+    policy = {"gpu_batch_size": 6, "num_gpu_batches": batches, "weights": {"disk": 1.0}}
     with Engine(str(tmp_path / "model"), dtype="float32", policy=policy, offload_dir=str(tmp_path / "offload")) as llm:
         found = llm.generate(prompts, max_new_tokens=NEW, ignore_eos=True)
-        assert llm.last_plan.expert_slots == 18  # an eighth of them is computed in a tick
+        assert llm.last_plan.expert_slots == slots
     assert [output.token_ids for output in found] == expected
 
 

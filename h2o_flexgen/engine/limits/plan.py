@@ -36,7 +36,8 @@ class Plan(PlacedPolicy):
     @property
     def expert_slots(self) -> int:
         request = self.request
-        return expert_slots(request.spec, self.placement.weights, request.compute_tier, self.policy.block_size)
+        tokens = request.tokens_of(self.policy)
+        return expert_slots(request.spec, self.placement.weights, request.compute_tier, tokens)
 
     def shortage(self) -> tuple[str, int, int] | None:
         """(tier, needed, cap) of the tier that is exceeded most; None if everything fits."""

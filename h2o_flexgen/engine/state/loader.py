@@ -158,8 +158,8 @@ def load(
                 copies.watch((extent.path for extent in unit.extents), ours=unit.checksum is not None)
             groups = {key: location.tier for key, location in own.items()}
             request, policy = plan.request, plan.policy
-            name, lookahead = each.compute.name, policy.lookahead
-            room = room_of(request.spec, groups, request.dtype, name, lookahead, policy.block_size)
+            name, tokens = each.compute.name, request.tokens_of(policy)
+            room = room_of(request.spec, groups, request.dtype, name, policy.lookahead, tokens)
             weights = WeightStore(own, each, copies, room, config.verify)
             stack.callback(weights.close)
             stages.append(LoadedStage(units, each, copies, weights))
