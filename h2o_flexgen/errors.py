@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Self, TypeVar
@@ -52,6 +53,26 @@ class ModelError(H2OFlexGenError):
 
 class OwnHeadError(ModelError):
     """A checkpoint has an output head of its own beside the token embedding, to which config.json ties it."""
+
+
+UNREACHABLE = (errno.EACCES, errno.ENAMETOOLONG)
+"""What asking whether a file is there may raise: a folder before it may not be entered, or its name is too long."""
+
+
+def place_of(error: OSError) -> str:
+    """The file that `error` is about, and what is wrong with it."""
+    return f"{os.fsdecode(error.filename or 'a file')}: {error.strerror}"
+
+
+@contextmanager
+def finding_model() -> Iterator[None]:
+    """Raises ModelError where a model's files are UNREACHABLE."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in UNREACHABLE or isinstance(error, H2OFlexGenError):
+            raise
+        raise ModelError(place_of(error), "needed a model whose files can be read") from None
 
 
 class PlanError(H2OFlexGenError):

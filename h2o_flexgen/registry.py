@@ -50,7 +50,7 @@ class Registry(Generic[T]):
         """The item called `name`; an unknown one raises `error` with the list of names and the closest of them."""
         if not isinstance(name, str) or name not in self._items:
             raise self._error(
-                f"unknown {self.kind} {name!r}",
+                f"unknown {self.kind} {str(name)[:60]!r}",
                 f"needed one of {', '.join(self.names())}",
                 suggestion(str(name), self.names()),
             )

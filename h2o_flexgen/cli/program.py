@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import functools
 import logging
 import os
@@ -20,13 +19,19 @@ from typing import Any
 
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.flags import Switch
-from h2o_flexgen.errors import H2OFlexGenError, ModelError, PlanError, UsageError, is_out_of_memory, writing
+from h2o_flexgen.errors import (
+    UNREACHABLE,
+    H2OFlexGenError,
+    PlanError,
+    UsageError,
+    finding_model,
+    is_out_of_memory,
+    place_of,
+    writing,
+)
 
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_UNREACHABLE = (errno.EACCES, errno.ENAMETOOLONG)
-"""What asking whether a file is there may raise: a folder before it may not be entered, or its name is too long."""
-
 
 _arrived: list[int] = []
 """The signal that has to end the program; raising it is not enough, a destructor may swallow what is raised in it."""
@@ -75,9 +80,9 @@ def exit_on_errors() -> Iterator[ProgramExit]:
             # The reader of stdout went away (`| head`): not an error of ours, and nothing more can be said there.
             outcome.code = 0
         except OSError as error:
-            if error.errno not in _UNREACHABLE:
+            if error.errno not in UNREACHABLE:
                 raise
-            outcome.code = _failed(UsageError(_place(error), "needed a path that can be reached"), outcome)
+            outcome.code = _failed(UsageError(place_of(error), "needed a path that can be reached"), outcome)
         finally:
             _arrived.clear()
             _let_go_of_stdout()
@@ -148,14 +153,11 @@ def look_up_model(config: EngineConfig) -> None:
     stored = config.weights != "dummy"
     logging.disable(logging.WARNING)  # whoever opens the model says it
     try:
-        found = resolve_model(
-            config.model, path=config.path, revision=config.revision, offline=config.offline, need_weights=stored
-        )
-        check_model(found, config.model_impl, stored)
-    except OSError as error:
-        if error.errno not in _UNREACHABLE or isinstance(error, H2OFlexGenError):
-            raise
-        raise ModelError(_place(error), "needed a model whose files can be read") from None
+        with finding_model():
+            found = resolve_model(
+                config.model, path=config.path, revision=config.revision, offline=config.offline, need_weights=stored
+            )
+            check_model(found, config.model_impl, stored)
     finally:
         logging.disable(logging.NOTSET)
 
@@ -199,11 +201,6 @@ def print_error(message: str) -> None:
     with contextlib.suppress(OSError), _above_bars():  # a stderr that is closed or full is no reason to fail
         sys.stderr.write(message + "\n")
         sys.stderr.flush()
-
-
-def _place(error: OSError) -> str:
-    """The file that `error` is about, and what is wrong with it."""
-    return f"{os.fsdecode(error.filename or 'a file')}: {error.strerror}"
 
 
 def _above_bars() -> contextlib.AbstractContextManager[None]:

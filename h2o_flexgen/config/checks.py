@@ -7,7 +7,8 @@ import functools
 import json
 import math
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from types import UnionType
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -19,10 +20,9 @@ T = TypeVar("T")
 
 def whole(value: object, label: str, minimum: int) -> int:
     """`value` as an int that is at least `minimum`; True and 2.0 are not ints here. `label` names the flag or field."""
-    index = getattr(type(value), "__index__", None)  # numpy's integers count too
-    if isinstance(value, bool) or index is None:
-        raise UsageError(f"{label} is {value!r}", f"needed a whole number, at least {minimum}")
-    number = int(index(value))
+    number = _as(int, value, "__index__")  # numpy's integers count too
+    if number is None:
+        raise UsageError(f"{label} is {shown(value)}", f"needed a whole number, at least {minimum}")
     if number < minimum:
         raise UsageError(f"{label} is {number}", f"needed at least {minimum}")
     return number
@@ -30,18 +30,27 @@ def whole(value: object, label: str, minimum: int) -> int:
 
 def truth(value: object, label: str) -> bool:
     if not isinstance(value, bool):
-        raise UsageError(f"{label} is {value!r}", "needed true or false")
+        raise UsageError(f"{label} is {shown(value)}", "needed true or false")
     return value
 
 
 def share(value: object, label: str) -> float:
     """`value` as a float in (0, 1]; nan, zero and everything outside raise."""
-    if isinstance(value, bool) or not hasattr(type(value), "__float__"):
-        raise UsageError(f"{label} is {value!r}", "needed a number above 0 and at most 1")
-    number = float(value)  # type: ignore[arg-type]  # __float__ was looked up above
-    if math.isnan(number) or not 0 < number <= 1:
-        raise UsageError(f"{label} is {value}", "needed a number above 0 and at most 1")
+    number = _as(float, value, "__float__")
+    if number is None or not 0 < number <= 1:
+        found = shown(value if number is None else number)
+        raise UsageError(f"{label} is {found}", "needed a number above 0 and at most 1")
     return number
+
+
+def _as(kind: Callable[[Any], T], value: object, method: str) -> T | None:
+    """`value` as a `kind`, None where it is none: True is no number, nor is an array of several."""
+    if isinstance(value, bool) or not hasattr(type(value), method):
+        return None
+    try:
+        return kind(getattr(value, method)())
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def number(
@@ -52,14 +61,41 @@ def number(
     real = isinstance(value, int | float) and not isinstance(value, bool) and value != math.inf
     if not real or not low <= value <= high or (above and value == low):  # type: ignore[operator]
         first, last = f"{'above' if above else 'from'} {low:g}", f" to {high:g}" if high < math.inf else ""
-        raise UsageError(f"{label} is {value!r}", needed or f"needed a number {first}{last}")
+        raise UsageError(f"{label} is {shown(value)}", needed or f"needed a number {first}{last}")
 
 
 def one_of(value: object, label: str, allowed: Collection[object]) -> None:
     """UsageError with a suggestion where `value` is not among those `allowed`."""
-    if value not in allowed:
+    if not among(value, allowed):
         words = [str(each) for each in allowed]
-        raise UsageError(f"{label} is {value!r}", f"needed one of {', '.join(words)}", suggestion(str(value), words))
+        raise UsageError(
+            f"{label} is {shown(value)}", f"needed one of {', '.join(words)}", suggestion(str(value), words)
+        )
+
+
+def among(value: object, allowed: Collection[object]) -> bool:
+    """Whether `value` is one of those `allowed`; arrays and lists, which `in` may raise an error for, are not."""
+    try:
+        return value in allowed
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def iterable(value: object, label: str, needed: str) -> Iterable[Any]:
+    """`value`, if it can be gone through: UsageError for anything else, and for a text."""
+    with suppress(TypeError):  # a tensor without dimensions has the method, too
+        if not isinstance(value, str) and iter(value):  # type: ignore[call-overload]
+            return value  # type: ignore[return-value]
+    raise UsageError(f"{label} is {shown(value)}", needed)
+
+
+def whole_text(text: str, where: str) -> str:
+    """`text`; UsageError if it cannot be encoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{where} holds half a surrogate pair, which is not text", "needed Unicode text") from None
+    return text
 
 
 def shown(value: object) -> str:
@@ -105,7 +141,7 @@ def given_as(cls: type[T], asked: Any, name: str, needed: str) -> T | None:
     if asked is None or isinstance(asked, cls):
         return asked
     if not isinstance(asked, Mapping):
-        raise UsageError(f"{name} is {asked!r}", f"needed {needed}")
+        raise UsageError(f"{name} is {shown(asked)}", f"needed {needed}")
     return cls(**known_keys(asked, cls))
 
 

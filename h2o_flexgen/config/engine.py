@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
-from os import PathLike
+from os import PathLike, fspath
 from typing import Any
 
-from h2o_flexgen.config.checks import known_keys, one_of, truth, whole
+from h2o_flexgen.config.checks import among, known_keys, one_of, shown, truth, whole
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import between_commas, option, with_commas
 from h2o_flexgen.config.model.packing import CACHE_ROTATIONS, CacheBits, CacheRotation
@@ -158,7 +158,7 @@ class EngineConfig:
         if self.keeps_prefixes and not self.share_prefixes:
             raise UsageError("a store of prefixes is asked for, and share_prefixes is off", "needed one or the other")
         object.__setattr__(self, "num_gpus", whole(self.num_gpus, "--num-gpus", 1))
-        whole(self.seed, "seed", 0)
+        object.__setattr__(self, "seed", whole(self.seed, "seed", 0))
         one_of(self.weights, "weights", WEIGHTS)
         one_of(self.model_impl, "model_impl", MODEL_IMPLS)
         one_of(self.dtype, "dtype", ("auto", *DTYPES))
@@ -169,7 +169,7 @@ class EngineConfig:
             object.__setattr__(self, "cache_bits", tuple(self.cache_bits))
         if self.cache_newest is not None:
             object.__setattr__(self, "cache_newest", whole(self.cache_newest, "cache_newest", 0))
-        if self.cache_bits not in (*BITS, *product(BITS[1:], (*BITS[1:], 3))):
+        if not among(self.cache_bits, (*BITS, *product(BITS[1:], (*BITS[1:], 3)))):
             needed = "needed 16, 8, 4, or two: of keys 8 or 4, of values 8, 4 or 3"
             raise UsageError(f"cache_bits is {self.cache_bits!r}", needed)
         group = whole(self.weight_group, "weight_group", 32)
@@ -192,7 +192,7 @@ class EngineConfig:
                     raise UsageError(
                         f"policy has no field {key!r}",
                         f"needed {', '.join(sorted(POLICY_FIELDS))}",
-                        suggestion(key, POLICY_FIELDS),
+                        suggestion(str(key), POLICY_FIELDS),
                     )
         self._check_kinds()
 
@@ -201,15 +201,18 @@ class EngineConfig:
             if isinstance(item.default, bool):
                 truth(getattr(self, item.name), item.name)
         for name in ("path", "revision", "offload_dir", "prefix_dir"):
-            if not isinstance(getattr(self, name), str | PathLike | None):
-                raise UsageError(f"{name} is {getattr(self, name)!r}", "needed a text")
+            value = getattr(self, name)
+            if not isinstance(value, str | PathLike | None):
+                raise UsageError(f"{name} is {shown(value)}", "needed a text")
+            object.__setattr__(self, name, value if value is None else fspath(value))
         if not isinstance(self.model, str | PathLike):
-            raise UsageError(f"model is {self.model!r}", "needed a name, a folder or a file")
+            raise UsageError(f"model is {shown(self.model)}", "needed a name, a folder or a file")
+        object.__setattr__(self, "model", fspath(self.model))
         if not isinstance(self.eviction, EvictionConfig):
-            raise UsageError(f"eviction is {self.eviction!r}", 'needed EvictionConfig(name="h2o", ratio=0.2)')
+            raise UsageError(f"eviction is {shown(self.eviction)}", 'needed EvictionConfig(name="h2o", ratio=0.2)')
 
     @classmethod
-    def of(cls, model: str, **settings: Any) -> EngineConfig:
+    def of(cls, model: str | PathLike[str], **settings: Any) -> EngineConfig:
         """From keyword arguments; an unknown name raises UsageError with a suggestion."""
         return cls(**known_keys({"model": model, **settings}, cls))
 

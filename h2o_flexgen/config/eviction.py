@@ -11,7 +11,7 @@ from typing import Literal
 from h2o_flexgen.config import budget as budgets
 from h2o_flexgen.config.budget import Budget as Budget
 from h2o_flexgen.config.budget import Range
-from h2o_flexgen.config.checks import KeptAsJson, one_of, refuses_unknown, share, truth, whole
+from h2o_flexgen.config.checks import KeptAsJson, iterable, one_of, refuses_unknown, share, truth, whole
 from h2o_flexgen.config.flags import layer_numbers, option
 from h2o_flexgen.config.recall import EVERY, RECALL_TIERS, STATIC, RecallTier
 from h2o_flexgen.config.splits import AUTO, CHOSEN, LAYER_SPLITS, THEN_H2O, LayerSplit, Share, Split, split_of
@@ -147,7 +147,8 @@ class EvictionConfig(KeptAsJson):
     def _check_far_layers(self) -> None:
         if self.far_layers is None:
             return
-        found = {whole(layer, "--far-layers", 0) for layer in self.far_layers}
+        layers = iterable(self.far_layers, "--far-layers", "needed a list of layers, counted from 0")
+        found = {whole(layer, "--far-layers", 0) for layer in layers}
         object.__setattr__(self, "far_layers", tuple(sorted(found)))
         if self.budget_split is None:
             object.__setattr__(self, "budget_split", "far")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from h2o_flexgen.config.checks import given_as, whole
+from h2o_flexgen.config.checks import given_as, iterable, whole
 from h2o_flexgen.errors import UsageError
 
 
@@ -70,6 +70,5 @@ class Thinking:
 
 
 def _token_ids(given: Any, label: str) -> tuple[int, ...]:
-    if isinstance(given, str) or not hasattr(given, "__iter__"):
-        raise UsageError(f"{label} is {given!r}", "needed a list of token ids")
+    given = iterable(given, label, "needed a list of token ids")
     return tuple(whole(token, f"a token of {label}", 0) for token in given)

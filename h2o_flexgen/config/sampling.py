@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from h2o_flexgen.config.checks import number, refuses_unknown, shown, truth, whole
+from h2o_flexgen.config.checks import iterable, number, refuses_unknown, shown, truth, whole
 from h2o_flexgen.config.flags import option
 from h2o_flexgen.config.fold import Fold, Thinking
 from h2o_flexgen.config.response_format import ResponseFormat
@@ -131,25 +131,24 @@ class SamplingParams:
                     raise UsageError(f"{name} holds token id {token}", f"needed 0 to {size - 1}")
 
     def _check_counts(self) -> None:
-        for name in ("max_new_tokens", "num_return_sequences"):
-            whole(getattr(self, name), name, 1)
-        for name in ("min_new_tokens", "top_k", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"):
-            whole(getattr(self, name), name, 0)
-        if self.logprobs is not None:
-            whole(self.logprobs, "logprobs", 0)
+        for name, minimum in _COUNTS.items():
+            value = getattr(self, name)
+            if value is not None or name != "logprobs":
+                object.__setattr__(self, name, whole(value, name, minimum))
         for name in ("do_sample", "ignore_eos", "remove_invalid_values", "renormalize_logits"):
             truth(getattr(self, name), name)
-        for name, values in (("seed", _tokens(self.seed)), ("eos_token_id", _tokens(self.eos_token_id))):
+        seeds = () if self.seed is None else (self.seed,)
+        for name, values in (("seed", seeds), ("eos_token_id", _tokens(self.eos_token_id))):
             for value in values:
-                if isinstance(value, bool) or not hasattr(value, "__index__"):
-                    raise UsageError(f"{name} is {value!r}", "needed a whole number")
+                if isinstance(value, bool) or not isinstance(value, int):
+                    raise UsageError(f"{name} is {shown(value)}", "needed a whole number")
         if self.min_new_tokens > self.max_new_tokens:
             raise UsageError(
                 f"min_new_tokens={self.min_new_tokens} is larger than max_new_tokens={self.max_new_tokens}"
             )
 
     def _check_shares(self) -> None:
-        if self.temperature == 0:
+        if isinstance(self.temperature, int | float) and self.temperature == 0:
             found, greedy = f"temperature is {self.temperature!r}", "for greedy search leave it and do_sample out"
             raise UsageError(found, "needed a number above 0", greedy)
         for name in ("temperature", "repetition_penalty", "encoder_repetition_penalty"):
@@ -201,9 +200,8 @@ class SamplingParams:
         if self.thinking is not None:
             named.append(("thinking", (*self.thinking.begin, *self.thinking.end, *self.thinking.then)))
         for name in ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"):
-            value = getattr(self, name)
-            if value not in (None, ()):
-                named.append((name, _tokens(value)))
+            if tokens := _tokens(getattr(self, name)):
+                named.append((name, tokens))
         return named
 
 
@@ -216,6 +214,13 @@ SAMPLING_ONLY = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p",
 _ELSEWHERE: tuple[str, ...] = ("max_new_tokens", "do_sample", "eos_token_id", "ignore_eos", "stop_strings", "max_time")
 _ELSEWHERE += ("seed", "num_return_sequences", "logprobs", "response_format", "fold", "thinking")
 """Settings that change no logits; all the others do, those in SAMPLING_ONLY of sampled rows alone."""
+
+_COUNTS = {"max_new_tokens": 1, "num_return_sequences": 1, "logprobs": 0, "min_new_tokens": 0, "top_k": 0}
+_COUNTS |= {"no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0}
+"""Whole numbers, and the least that each may be."""
+
+_NUMBERS = ("seed", "eos_token_id", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")
+"""Settings that may come as numpy's numbers or arrays, or as tensors."""
 
 _USUAL = frozenset(
     {"temperature", "top_k", "top_p", "min_p", "min_new_tokens", "repetition_penalty", "renormalize_logits"}
@@ -234,19 +239,20 @@ def warn_idle(names: list[str], stacklevel: int) -> None:
 
 def _frozen(params: SamplingParams) -> dict[str, Any]:
     """The settings that may come as lists, sets, a string or a dict, as nested tuples. UsageError where they cannot."""
-    bias = params.sequence_bias or ()
-    stops = params.stop_strings
-    if stops is not None and not hasattr(stops, "__iter__"):
-        raise UsageError(f"stop_strings is {stops!r}", "needed a string, or a list of them")
-    made: dict[str, Any] = {"stop_strings": (stops,) if isinstance(stops, str) else tuple(stops or ())}
+    bias = params.sequence_bias
+    bias = () if bias is None else bias
+    stops: Any = params.stop_strings
+    if not isinstance(stops, str | None):
+        stops = tuple(iterable(stops, "stop_strings", "needed a string, or a list of them"))
+    made: dict[str, Any] = {"stop_strings": (stops,) if isinstance(stops, str) else stops or ()}
     made["response_format"], made["fold"] = ResponseFormat.read(params.response_format), Fold.read(params.fold)
     made["thinking"] = Thinking.read(params.thinking)
     try:
         for name in ("suppress_tokens", "begin_suppress_tokens"):
             made[name] = tuple(getattr(params, name) or ())
-        for name in ("eos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"):
-            value = getattr(params, name)
-            made[name] = tuple(value) if isinstance(value, (list, set, frozenset)) else value
+        for name in _NUMBERS:
+            value = _plain(getattr(params, name))
+            made[name] = tuple(map(_plain, value)) if isinstance(value, (list, tuple, set, frozenset)) else value
         made["bad_words_ids"] = tuple(tuple(word) for word in params.bad_words_ids or ())
         made["sequence_bias"] = tuple(
             (tuple(word), value) for word, value in (bias.items() if isinstance(bias, dict) else bias)
@@ -257,6 +263,11 @@ def _frozen(params: SamplingParams) -> dict[str, Any]:
             "needed suppress_tokens=[id, ...], bad_words_ids=[[id, ...], ...], sequence_bias={(id, ...): number}",
         ) from error
     return made
+
+
+def _plain(value: Any) -> Any:
+    """`value`; of numpy and torch Python's own numbers, or a list of them."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _tokens(value: int | tuple[int, ...] | None) -> tuple[int, ...]:

@@ -140,7 +140,7 @@ THEN_H2O = "+h2o"
 def split_of(name: str) -> Split:
     """How the policy called `name` divides its budget; UsageError for an unknown one."""
     first = base_of(name)
-    if first in REFUSED:
+    if isinstance(first, str) and first in REFUSED:
         why, nearest = REFUSED[first]
         raise UsageError(f"--eviction {first} is not offered", why, f"--eviction {nearest}")
     split = SPLITS.get(first)

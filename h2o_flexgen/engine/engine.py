@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import closing, contextmanager
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ class Engine(Closing):
     places the weights; a later call whose plan differs places them anew. Not thread safe.
     """
 
-    def __init__(self, model: str = "demo", *, planner: Planner = by_rule, **settings: Any) -> None:
+    def __init__(self, model: str | PathLike[str] = "demo", *, planner: Planner = by_rule, **settings: Any) -> None:
         self.config = EngineConfig.of(model, **settings)
         self.device = devices.resolve_device(self.config)
         self._devices = devices.resolve_devices(self.config, self.device)

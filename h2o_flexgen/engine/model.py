@@ -28,7 +28,7 @@ from h2o_flexgen.config.recall import with_caches_near
 from h2o_flexgen.config.workload import check_eviction, counted_in_bytes
 from h2o_flexgen.engine.limits.devices import resolve_dtype
 from h2o_flexgen.engine.requests.tokenizer import TextCodec, read_json
-from h2o_flexgen.errors import ModelError, OwnHeadError, UsageError
+from h2o_flexgen.errors import ModelError, OwnHeadError, UsageError, finding_model
 from h2o_flexgen.memory.handle import torch_dtype
 from h2o_flexgen.models.decoder import Decoder, random_tokens
 from h2o_flexgen.models.families import by_modules, spec_from_config
@@ -100,6 +100,7 @@ def _no_collections() -> Iterator[None]:
 
 
 @_no_collections()
+@finding_model()
 def open_model(config: EngineConfig, device: torch.device, make: Callable[..., object]) -> Model:
     """Finds the model that `config` names, and checks it without reading weights. make: the Engine, see `self_test`.
     ModelError if it cannot be used. Dummy weights need only a config.json."""

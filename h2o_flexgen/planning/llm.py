@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import Any
 
 from h2o_flexgen.calibration.stored import cached_profile
@@ -17,7 +18,9 @@ class LLM(Engine):
     `settings` are the fields of EngineConfig by name.
     """
 
-    def __init__(self, model: str = "demo", *, hardware: HardwareProfile | None = None, **settings: Any) -> None:
+    def __init__(
+        self, model: str | PathLike[str] = "demo", *, hardware: HardwareProfile | None = None, **settings: Any
+    ) -> None:
         super().__init__(model, **settings)
         self._hardware = hardware
         self.planner = self.planning = SearchPlanner(self._rates)

@@ -117,6 +117,8 @@ def test_shares_that_make_no_sense(field: str, ratio: Any) -> None:
     ("options", "message"),
     [
         ({"name": "h20"}, "unknown eviction policy 'h20'.*did you mean 'h2o'"),
+        ({"name": ["h2o"]}, "unknown eviction policy"),
+        ({"name": "h2o", "far_layers": 3}, "--far-layers is 3. needed a list of layers"),
         ({"name": "h2o", "budget": 0}, "--kv-budget is 0. needed at least 1"),
         ({"name": "h2o", "budget": 2.0}, "--kv-budget is 2.0"),
         ({"name": "h2o", "recent": -1}, "--recent is -1"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from h2o_flexgen.config.fold import Thinking
 from h2o_flexgen.config.sampling import SamplingParams
@@ -41,6 +43,12 @@ from h2o_flexgen.errors import UsageError
         {"exponential_decay_length_penalty": (3,)},
         {"exponential_decay_length_penalty": (3, 0.0)},
         {"forced_eos_token_id": [4, 5], "suppress_tokens": [5, 4, 6]},
+        {"max_new_tokens": np.array([1, 2])},
+        {"temperature": np.array([1, 2])},
+        {"stop_strings": torch.tensor(2)},
+        {"forced_bos_token_id": np.float32(0.5)},
+        {"sequence_bias": np.array([1, 2])},
+        {"seed": [3]},
     ],
     ids=str,
 )

@@ -69,6 +69,12 @@ def test_refused_in_a_config_object_too(llm) -> None:
         ({"token_type_ids": IDS}, "'token_type_ids' is not an argument"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"max_new_tokens": -2}, "max_new_tokens=-2"),
+        ({"max_new_tokens": "9"}, "max_new_tokens is '9'. needed a whole number"),
+        ({"max_length": 9.5}, r"max_length is 9\.5"),
+        ({"max_new_tokens": 2, "pad_token_id": "x"}, "pad_token_id is 'x'"),
+        ({"max_new_tokens": 2, "eos_token_id": 1.5}, r"eos_token_id is 1\.5"),
+        ({"max_new_tokens": 2, "streamer": 5}, "streamer is 5"),
+        ({"attention_mask": [[None]]}, r"attention_mask is \[\[None\]\]"),
         ({"max_length": 4}, "input_ids has 4 tokens, and max_length is 4"),
         ({"max_new_tokens": 125}, "context of .* is 128"),
         ({"max_new_tokens": 2, "num_return_sequences": 2}, "num_return_sequences=2"),
@@ -101,6 +107,12 @@ def test_what_makes_no_sense_is_a_value_error(llm, settings: dict[str, Any], mat
 )
 def test_what_is_no_batch_of_ids(llm, ids: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="input_ids has shape"):
+        llm.generate_ids(ids, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("ids", ["x", [["a"]], [[1, 2], [3]], {}], ids=str)
+def test_what_is_no_tensor(llm, ids: Any) -> None:
+    with pytest.raises(UsageError, match="input_ids is "):
         llm.generate_ids(ids, max_new_tokens=2)
 
 

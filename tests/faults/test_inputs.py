@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.errors import UsageError
+from h2o_flexgen.errors import ModelError, UsageError
 from tests.programs import Run, answers, tensors, token
 
 
@@ -215,12 +216,20 @@ def test_arguments_of_another_kind_are_refused_in_words(model: Path) -> None:
             (["abc"], "pair 0 is 'abc'"),
             ([("a", "b"), ("a", "b", "c")], "pair 1 is"),
             ([7], "pair 0 is 7"),
+            (None, r"pairs is None\. needed a list of \(context, continuation\)"),
+            (7, "pairs is 7"),
+            ([("a", "\ud800")], "pair 0 holds half a surrogate pair"),
         ):
             with pytest.raises(UsageError, match=words):
                 llm.score(pairs)  # type: ignore[arg-type]
         for prompts, kind in ((None, "NoneType"), (5, "int"), ((text for text in "ab"), "generator")):
             with pytest.raises(UsageError, match=f"prompts is {kind}, not a list"):
                 llm.generate(prompts, max_new_tokens=2)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="prompt 1 holds half a surrogate pair"):
+            llm.generate(["a", "b\ud800"], max_new_tokens=2)
+        for talks in (None, 5, {"role": "user", "content": "a"}):
+            with pytest.raises(UsageError, match="conversations is"):
+                llm.chat(talks)  # type: ignore[arg-type]
         for params, words in (
             (5, "params are 5. needed SamplingParams, or a dict of its settings"),
             (["x"], "the settings of prompt 0 are 'x'"),
@@ -238,11 +247,26 @@ def test_arguments_of_another_kind_are_refused_in_words(model: Path) -> None:
     for settings, words in (
         ({"offload_dir": 5}, r"offload_dir is 5\. needed a text"),
         ({"dequantize": "no"}, r"dequantize is 'no'\. needed true or false"),
+        ({"policy": {1: 2}}, "policy has no field 1"),
+        ({"cache_bits": np.int64(3)}, r"cache_bits is .*3.*\. needed 16, 8, 4"),
     ):
         with pytest.raises(UsageError, match=words):
             LLM(str(model), **settings)
     with pytest.raises(UsageError, match="model is None"):
         LLM(None)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=r"File name too long\. needed a model"):
+        LLM("x" * 300)
+
+
+def test_a_model_may_be_a_path_and_numbers_may_be_those_of_numpy(model: Path) -> None:
+    """Seeds from `range` and from `np.arange` draw the same."""
+    settings = {"do_sample": True, "max_new_tokens": 6, "no_repeat_ngram_size": 3, "logprobs": 1, "top_k": 9}
+    with LLM(model, dtype="float32", seed=np.int64(1)) as llm:
+        expected = llm.generate(["a"], settings, seed=3, eos_token_id=[7, 8])
+        numbers = {name: np.uint8(value) if type(value) is int else value for name, value in settings.items()}
+        for seed, eos in ((np.int64(3), np.array([7, 8])), (torch.tensor(3), [torch.tensor(7), np.uint8(8)])):
+            assert llm.generate(["a"], numbers, seed=seed, eos_token_id=eos) == expected
+        assert llm.generate(["a"], max_new_tokens=3, forced_eos_token_id=np.int64(5))[0].token_ids[-1] == 5
 
 
 def test_a_dict_of_settings_is_as_good_as_sampling_params(model: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
 
+from h2o_flexgen.config.checks import iterable, whole_text
 from h2o_flexgen.config.prompt import Prompt, Span, token_spans
 from h2o_flexgen.errors import UsageError
 
@@ -47,10 +48,12 @@ def chat_prompts(
 ) -> list[Prompt | UsageError]:
     """The token ids of each conversation, ready for the model's answer. UsageError as from `chat_text`; with `skip` it
     takes the place of that conversation."""
-    if isinstance(conversations, str) or (conversations and isinstance(conversations[0], Mapping)):
+    talks = [conversations] if isinstance(conversations, str | Mapping) else conversations
+    talks = list(iterable(talks, "conversations", "needed a list of them"))
+    if isinstance(conversations, str | Mapping) or (talks and isinstance(talks[0], Mapping)):
         raise UsageError("conversations is one conversation", "needed a list of them", "wrap it: [conversation]")
     prompts = list[Prompt | UsageError]()
-    for index, talk in enumerate(conversations):
+    for index, talk in enumerate(talks):
         try:
             prompts.append(marked_chat(codec, model, talk, (), f"conversation {index}", arguments))
         except UsageError as error:
@@ -102,7 +105,7 @@ def marked_chat(
     """The token ids of a conversation, with `spans` of the rendered text, and the tokens that end the model's turn. The
     template writes BOS, so none is added."""
     text = chat_text(codec, model, conversation, where, arguments)
-    ids, prompt = codec.encode_bare(text) if codec is not None else [], Prompt(text, spans)
+    ids, prompt = codec.encode_bare(whole_text(text, where)) if codec is not None else [], Prompt(text, spans)
     found = token_spans(prompt, len(ids), offsets_of(prompt, codec, special=False))
     marks = [Span(span.start, span.stop, span.name, span.keep) for span in found]
     return Prompt(ids, marks, codec.turn_ends if codec is not None else ())

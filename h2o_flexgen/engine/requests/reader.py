@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from h2o_flexgen.config.budget import Budget, Range
+from h2o_flexgen.config.checks import iterable, shown, whole_text
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.prompt import Prompt, TokenSpan, marked, token_spans
@@ -77,7 +78,7 @@ class RequestReader:
         is raised as its own."""
         if isinstance(prompts, str):
             raise UsageError("prompts is one string", "needed a list of prompts", "wrap it: [prompt]")
-        if not hasattr(prompts, "__len__"):
+        if not hasattr(prompts, "__len__") or getattr(prompts, "shape", None) == ():
             raise UsageError(f"prompts is {type(prompts).__name__}, not a list", "needed a list of prompts")
         if isinstance(params, SamplingParams | Mapping) or not hasattr(params, "__iter__"):
             params = [SamplingParams.read(params, "params")] * len(prompts)
@@ -136,10 +137,10 @@ class RequestReader:
     def read_scored(self, pairs: Iterable[tuple[PromptLike, PromptLike]]) -> list[Sequence]:
         """One sequence per (context, continuation), which is forced; its length counts as gen_len."""
         sequences = []
-        for index, pair in enumerate(pairs):
+        for index, pair in enumerate(iterable(pairs, "pairs", "needed a list of (context, continuation)")):
             # A string of two letters would unpack too, and be scored without a word.
             if not isinstance(pair, tuple | list) or len(pair) != 2:
-                raise UsageError(f"pair {index} is {pair!r}", "needed a list of (context, continuation)")
+                raise UsageError(f"pair {index} is {shown(pair)}", "needed a list of (context, continuation)")
             context, continuation = pair
             ids, forced = self._split(_content(context), continuation, index)
             params, spans = SamplingParams(max_new_tokens=len(forced)), tuple[TokenSpan, ...]()
@@ -192,13 +193,14 @@ class RequestReader:
     def token_ids(self, prompt: str | SequenceOf[int], where: str) -> list[int]:
         """Ids of one prompt, special tokens as the tokenizer adds them; an empty one becomes BOS."""
         if isinstance(prompt, str):
-            return self._known(self._tokenizer(where).encode(prompt), where) or [self.spec.bos_token_id]
+            ids = self._tokenizer(where).encode(whole_text(prompt, where))
+            return self._known(ids, where) or [self.spec.bos_token_id]
         return self._bare(prompt, where) or [self.spec.bos_token_id]
 
     def _bare(self, prompt: str | SequenceOf[int], where: str) -> list[int]:
         """Ids of one prompt without added special tokens."""
         if isinstance(prompt, str):
-            return self._known(self._tokenizer(where).encode_bare(prompt), where)
+            return self._known(self._tokenizer(where).encode_bare(whole_text(prompt, where)), where)
         try:
             tokens = iter(prompt)
         except TypeError as error:

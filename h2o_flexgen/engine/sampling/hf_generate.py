@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.checkpoint.files import strict_json
+from h2o_flexgen.config.checks import iterable, shown
 from h2o_flexgen.config.sampling import SAMPLING_ONLY, SamplingParams, warn_idle
 from h2o_flexgen.engine.model import Model
 from h2o_flexgen.engine.requests.sequence import Hooks, Processor, Sequence
@@ -100,6 +101,14 @@ class Settings:
         value = self.values.get(name)
         return default if value is None else value
 
+    def whole(self, name: str) -> int | None:
+        """The value of a setting that is a whole number; UsageError for anything else."""
+        value = self.get(name)
+        value = value.tolist() if hasattr(value, "tolist") else value
+        if isinstance(value, bool) or not isinstance(value, int | None):
+            raise UsageError(f"{name} is {shown(value)}", "needed a whole number")
+        return value
+
     def eos(self, own: tuple[int, ...]) -> tuple[int, ...]:
         """The ids that end a sequence: `own` unless set; none for an explicit None."""
         if "eos_token_id" not in self.values:
@@ -142,7 +151,7 @@ def sampling_params(settings: Settings, new_tokens: int, min_new_tokens: int, **
 def lengths(settings: Settings, width: int, max_positions: int) -> tuple[int, int]:
     """(most, fewest) new tokens after prompts padded to `width`: by max_new_tokens, else max_length, which counts the
     prompt, else 20 within the context of `max_positions`. UsageError if none are left."""
-    most, total = settings.get("max_new_tokens"), settings.get("max_length")
+    most, total, fewest, shortest = (settings.whole(name) for name in LENGTHS)
     if most is not None:
         if total is not None:
             log.warning("max_new_tokens=%s and max_length=%s are both set; max_new_tokens counts", most, total)
@@ -157,7 +166,7 @@ def lengths(settings: Settings, width: int, max_positions: int) -> tuple[int, in
             f"input_ids has {width} tokens, and max_length is {total}",
             change="set max_new_tokens, or a larger max_length",
         )
-    fewest = settings.get("min_new_tokens", max(0, settings.get("min_length", 0) - width))
+    fewest = max(0, (shortest or 0) - width) if fewest is None else fewest
     if fewest > most:
         log.warning("at least %d new tokens are asked for, and at most %d: generation ends there", fewest, most)
     return most, min(fewest, most)
@@ -168,7 +177,7 @@ def token_ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     value = value.tolist() if hasattr(value, "tolist") else value
-    return (value,) if isinstance(value, int) else tuple(value)
+    return (value,) if isinstance(value, int) else tuple(iterable(value, "eos_token_id", "needed token ids"))
 
 
 _OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
@@ -259,7 +268,8 @@ class Generator:
         settings = read_settings(rest, config, self._model.folder)
         eos = settings.eos(self._model.spec.eos_token_ids)
         own = None if "pad_token_id" in settings.values else self._model.spec.pad_token_id
-        pad = settings.get("pad_token_id", own)
+        pad = settings.whole("pad_token_id")
+        pad = own if pad is None else pad
         pad = eos[0] if pad is None and eos else pad
         inputs = self._inputs(given if input_ids is None else input_ids, attention_mask, settings, (pad, eos))
         if not len(inputs.ids):
@@ -270,6 +280,8 @@ class Generator:
             return self._outcome(inputs, rows, settings, pad)
         if len(rows) > 1:
             raise UsageError(f"a streamer for {len(rows)} sequences", "needed a single one, as for transformers")
+        if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+            raise UsageError(f"streamer is {shown(streamer)}", "needed put(ids) and end(), as TextStreamer has")
         streamer.put(inputs.ids)
         _hooks(rows[0]).on_token = lambda token: streamer.put(torch.tensor([token]))
         try:
@@ -281,9 +293,9 @@ class Generator:
     def _inputs(self, ids: Any, mask: Any, settings: Settings, special: tuple[int | None, tuple[int, ...]]) -> Inputs:
         """Without ids a single BOS. Without a mask pad tokens are padding, unless they are an eos, too."""
         if ids is None:
-            bos = settings.get("bos_token_id", self._model.spec.bos_token_id)
-            ids = torch.tensor([[bos]])
-        ids = torch.as_tensor(ids)
+            bos = settings.whole("bos_token_id")
+            ids = [[self._model.spec.bos_token_id if bos is None else bos]]
+        ids = _tensor(ids, "input_ids")
         if ids.dim() != 2 or ids.is_floating_point() or (len(ids) and not ids.shape[1]):
             raise UsageError(
                 f"input_ids has shape {tuple(ids.shape)} and dtype {ids.dtype}", "needed (rows, tokens), int64"
@@ -295,7 +307,7 @@ class Generator:
         elif not hasattr(mask, "shape") and not isinstance(mask, (list, tuple)):
             raise UsageError(f"attention_mask is a {type(mask).__name__}", "needed a tensor (rows, tokens) of 0 and 1")
         else:
-            kept = torch.as_tensor(mask).to("cpu") != 0
+            kept = _tensor(mask, "attention_mask").to("cpu") != 0
         if kept.shape != host.shape:
             raise UsageError(
                 f"attention_mask has shape {tuple(kept.shape)}", f"needed that of input_ids: {tuple(host.shape)}"
@@ -379,6 +391,13 @@ def _steps(rows: list[list[Tensor]], steps: int, pad: int, size: int, device: to
 
 def _hooks(row: Sequence) -> Hooks:
     return required(row.hooks, f"sequence {row.row_id} was made without hooks")
+
+
+def _tensor(value: Any, name: str) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f"{name} is {shown(value)}", "needed a tensor (rows, tokens), or lists like it") from None
 
 
 def _listed(name: str, value: Any) -> list[Any]:
