@@ -28,7 +28,13 @@ _NO_MEMORY = re.compile(r"failed to allocate|insufficient memory")
 
 def measure(folder: str) -> Outcome:
     work, shape = _asked(folder)
-    command = [*_command(work), "-m", str(made(work, shape, work.options["type"]))]
+    # The first new token is of the prompt's last, so there is a step less than there are new tokens.
+    batch, prompt, steps = len(work.prompts), len(work.prompts[0]), max(1, work.gen_len - 1)
+    longest = prompt + max(steps, work.room_len - 1)
+    cells = batch * (-(-longest // _PADDING) * _PADDING)
+    sizes = {"b": max(_BATCH, batch), "ub": max(_MICRO_BATCH, batch)}
+    bench = batched_bench(Path(sys.prefix), batch, prompt, steps, cells, work.threads, **sizes)
+    command = [*bench, "-m", str(made(work, shape, work.options["type"]))]
     cores = CoreCount(_times_of_children)
     cores.start()
     started = time.perf_counter()
@@ -80,18 +86,6 @@ def _asked(folder: str) -> tuple[AdapterWork, GgufShape]:
     if len(work.prompts) > MOST_SEQUENCES:
         raise CannotRun(f"llama.cpp takes {MOST_SEQUENCES} sequences at most, not {len(work.prompts)}")
     return work, GgufShape.from_config(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
-
-
-def _command(work: AdapterWork) -> list[str]:
-    """`llama-batched-bench` for the work: cells for all tokens of all sequences, a step of all of them in one batch.
-
-    The first new token is of the prompt's last, so there is one step less than there are new tokens.
-    """
-    batch, prompt, steps = len(work.prompts), len(work.prompts[0]), max(1, work.gen_len - 1)
-    longest = prompt + max(steps, work.room_len - 1)
-    cells = batch * (-(-longest // _PADDING) * _PADDING)
-    sizes = {"b": max(_BATCH, batch), "ub": max(_MICRO_BATCH, batch)}
-    return batched_bench(Path(sys.prefix), batch, prompt, steps, cells, work.threads, **sizes)
 
 
 def _program(name: str) -> str:

@@ -113,17 +113,12 @@ def _module_spec(spec: ModuleSpec, config_of: Callable[[Mapping[str, Any]], Any]
     config = json.loads(config_of(json.loads(spec.config)).to_json_string())
     name = f"a short {spec.name}"
     made = spec_of_rows(config, name, spec.alone) if spec.alone else spec_of(config, name)
-    bits = _own_bits(spec)
-    return made if bits is None else made.with_bits(*bits)
-
-
-def _own_bits(spec: ModuleSpec) -> tuple[int, int] | None:
-    """Bits and group of weights that are packed while they are loaded: a short model has them too, as what products of
-    a few rows take in a row is not what each takes alone."""
+    # What products of a few rows take in a row is not what each takes alone: a short model is packed as well.
     kind = spec.packed_kind or {}
     bits, group = int(kind.get("bits") or 0), int(kind.get("group") or 0)
     usual = [groupwise(each, group) for each in (4, 8)] if group else []
-    return (bits, group) if usual and all(packing in usual for _, packing in spec.packings) else None
+    own = usual and all(packing in usual for _, packing in spec.packings)
+    return made.with_bits(bits, group) if own else made
 
 
 def _natives(spec: ModelSpec, dtype: str) -> Iterator[ModelSpec]:

@@ -342,7 +342,13 @@ class Binding:
         for name, options in self._wanted.options.items():
             if name not in self._found and not excused.intersection(option.name for option in options):
                 missing.setdefault(options[0].name, []).append(name)
-        layers = self._absent_layers(set(missing))
+        wanted: dict[int, bool] = {}
+        for name, options in self._wanted.options.items():
+            found = LAYER.match(name)
+            if found is not None:
+                absent = name not in self._found and options[0].name in missing
+                wanted[int(found[2])] = wanted.get(int(found[2]), True) and absent
+        layers = [layer for layer, absent in wanted.items() if absent]
         if layers:
             self.problems.add(
                 f"{_numbered('layer', layers)} {'is' if len(layers) == 1 else 'are'} missing: "
@@ -354,16 +360,6 @@ class Binding:
             if found is None or int(found[2]) not in layers:
                 shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
                 self.problems.add(f"tensor {stored!r} ({shown}) is missing", download=True)
-
-    def _absent_layers(self, missing: set[str]) -> list[int]:
-        """The layers of which nothing is there."""
-        wanted: dict[int, bool] = {}
-        for name, options in self._wanted.options.items():
-            found = LAYER.match(name)
-            if found is not None:
-                absent = name not in self._found and options[0].name in missing
-                wanted[int(found[2])] = wanted.get(int(found[2]), True) and absent
-        return [layer for layer, absent in wanted.items() if absent]
 
 
 def bind_files(root: str, shards: Shards, binding: Binding, files: list[CheckpointFile]) -> dict[str, FoundTensor]:

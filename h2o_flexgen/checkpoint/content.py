@@ -54,7 +54,18 @@ def model_content(found: ResolvedModel, source: WeightSource) -> dict[str, str]:
         own = {key: value for key, value in found.gguf.metadata.items() if key.startswith("tokenizer.")}
         digests["tokenizer"] = _of_json(own)
     elif found.tokenizer_folder is not None:
-        digests["tokenizer"] = _of_files(Path(found.tokenizer_folder))
+        folder = Path(found.tokenizer_folder)
+        digest = hashlib.sha256()
+        for name in sorted(TOKENIZER_SIDE_FILES):
+            try:
+                data = (folder / name).read_bytes()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                unread = f"{folder / name} cannot be read: {error.strerror}"
+                raise ModelError(unread, change="download it again") from error
+            digest.update(f"{name} {len(data)}\n".encode() + data)
+        digests["tokenizer"] = digest.hexdigest()
     return digests
 
 
@@ -108,17 +119,3 @@ def _of_generation(path: Path) -> str:
     if isinstance(settings, dict):
         settings = {key: value for key, value in settings.items() if key not in _ABOUT_FILES}
     return _of_json(settings)
-
-
-def _of_files(folder: Path) -> str:
-    """Of those of a tokenizer, by their names."""
-    found = hashlib.sha256()
-    for name in sorted(TOKENIZER_SIDE_FILES):
-        try:
-            data = (folder / name).read_bytes()
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise ModelError(f"{folder / name} cannot be read: {error.strerror}", change="download it again") from error
-        found.update(f"{name} {len(data)}\n".encode() + data)
-    return found.hexdigest()

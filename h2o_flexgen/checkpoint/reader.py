@@ -70,7 +70,12 @@ def open_checkpoint(
         problems.raise_any(root)
         source = CheckpointSource(tensors, files, quantization.method if quantization else None)
         try:
-            _check_tied(source, binding, root)
+            if binding.tied_copy is not None and not source.equals("embed.tokens", binding.tied_copy[1]):
+                raise OwnHeadError(
+                    f"{binding.tied_copy[0]} in {root} is not the token embedding, to which config.json ties it",
+                    "needed a config.json that says what the checkpoint is",
+                    "if the model has a head of its own, set tie_word_embeddings to false in config.json",
+                )
         except BaseException:
             source.close()
             raise
@@ -79,16 +84,6 @@ def open_checkpoint(
         for file in files:
             file.close()
         raise
-
-
-def _check_tied(source: CheckpointSource, binding: Binding, root: str) -> None:
-    """OwnHeadError where the head that a tied model's checkpoint has besides the token embedding is another matrix."""
-    if binding.tied_copy is not None and not source.equals("embed.tokens", binding.tied_copy[1]):
-        raise OwnHeadError(
-            f"{binding.tied_copy[0]} in {root} is not the token embedding, to which config.json ties it",
-            "needed a config.json that says what the checkpoint is",
-            "if the model has a head of its own, set tie_word_embeddings to false in config.json",
-        )
 
 
 class CheckpointSource(WeightSource):

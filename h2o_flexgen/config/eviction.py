@@ -280,18 +280,13 @@ class EvictionConfig(KeptAsJson):
         for total, window, sees_all in zip(totals, windows, far, strict=True):
             recent = budget.recent if how == "pyramid" and budget.heavy else None
             if halved and sees_all and differ:
-                recent = self._far_recent(self._divided(total, prompt_len, gen_len))
+                # What is newest is for layers with a window: these are there for what lies far back.
+                own = self._divided(total, prompt_len, gen_len)
+                asked = self.recent is not None or self.recent_ratio is not None or not self.split.takes_recent
+                recent = None if asked or own.full or not own.heavy else min(own.recent, FAR_RECENT)
             divided = self._divided(total, prompt_len, gen_len, recent).within(window)
             found.append(self._marked(divided, prompt_len, gen_len, spans, window))
         return tuple(found)
-
-    def _far_recent(self, budget: Budget) -> int | None:
-        """The recent tokens of a layer that sees everything where others do not; None: as `budget` has them.
-
-        What the newest tokens are to the next one layers with a window keep; these are there for what lies far back.
-        """
-        asked = self.recent is not None or self.recent_ratio is not None or not self.split.takes_recent
-        return None if asked or budget.full or not budget.heavy else min(budget.recent, FAR_RECENT)
 
     def _whole(self, prompt_len: int, gen_len: int) -> Budget:
         length = prompt_len + gen_len
@@ -311,20 +306,16 @@ class EvictionConfig(KeptAsJson):
         chosen = 1 if recent is None else 0  # at least; the last layers of a pyramid may keep the window alone
         recent = self._recent(share, length) if recent is None else min(recent, total - sinks)
         if not split.prompt_only:
-            return self._evicting(total, sinks, recent)
+            heavy, burst = total - sinks - recent, split.burst
+            going = 1 if burst is None else max(1, min(burst(total), heavy))
+            kept = total + 1 - going if split.early else total
+            prompt = kept if kept < total else None
+            return Budget(total, kept - sinks - recent, recent, sinks, full=False, burst=going, prompt=prompt)
         kept = max(kept, sinks + recent + chosen)
         if kept >= prompt_len:
             return self._whole(prompt_len, gen_len)
         heavy = kept - sinks - recent
         return Budget(total=kept + gen_len, heavy=heavy, recent=recent, sinks=sinks, full=False, prompt=kept)
-
-    def _evicting(self, total: int, sinks: int, recent: int) -> Budget:
-        """A budget of `total` tokens that is kept while decoding."""
-        heavy, burst = total - sinks - recent, self.split.burst
-        going = 1 if burst is None else max(1, min(burst(total), heavy))
-        kept = total + 1 - going if self.split.early else total
-        prompt = kept if kept < total else None
-        return Budget(total, kept - sinks - recent, recent, sinks, full=False, burst=going, prompt=prompt)
 
     def _sinks_of(self, prompt_len: int) -> int:
         """Of a prompt so long: all of it, if it is to stay."""

@@ -43,7 +43,14 @@ class Compute:
         unit, rows = self._block.spec.units[task.unit], self._block.batches[task.batch]
         make = {"embed": self._embed, "attn": self._attn, "mlp": self._mlp, "head": self._head}[unit.kind]
         parts = make(unit, task.step, rows, task.batch)
-        parts["moving state"] = parts.get("moving state", 0.0) + self._arrival(unit, task)
+        shape, seconds = self._block.shape, 0.0  # of state that has just arrived
+        if unit.kind != "embed" and task.batch in shape.hidden_moves:
+            load = Task(TaskKind.LOAD_HIDDEN, task.step, task.unit, task.batch)
+            seconds += self._elementwise(2 * self._moves.state_bytes(load))
+        if unit.kind == "attn" and task.step > 0 and (unit.layer, task.batch) in shape.cache_moves:
+            waiting = (task.step - 1) % REWRITE_EVERY
+            seconds += waiting * self._new_tokens(unit.layer or 0, task.batch)
+        parts["moving state"] = parts.get("moving state", 0.0) + seconds
         replayed = self._block.recorded and task.step >= FIRST_REPLAYED
         if task.step > 0:
             parts["overhead"] = self._rates.tick_seconds(unit.kind, rows, replayed=replayed)
@@ -272,17 +279,6 @@ class Compute:
             seconds = self._rates.decode_attention["scored"].time_at(block.batches[batch] * seen * heads.keys * key)
             found["attention"] = seconds * share_of_looks(step - 1, block.request.eviction.recall_every)
         return found
-
-    def _arrival(self, unit: UnitSpec, task: Task) -> float:
-        """Seconds of the computing thread for state that has just arrived."""
-        block, seconds = self._block, 0.0
-        if unit.kind != "embed" and task.batch in block.shape.hidden_moves:
-            load = Task(TaskKind.LOAD_HIDDEN, task.step, task.unit, task.batch)
-            seconds += self._elementwise(2 * self._moves.state_bytes(load))
-        if unit.kind == "attn" and task.step > 0 and (unit.layer, task.batch) in block.shape.cache_moves:
-            waiting = (task.step - 1) % REWRITE_EVERY
-            seconds += waiting * self._new_tokens(unit.layer or 0, task.batch)
-        return seconds
 
     def _new_tokens(self, layer: int, batch: int) -> float:
         """Copying one token of each row out of a cache that moves, or into it, by an index of each number or byte."""

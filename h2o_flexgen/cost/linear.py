@@ -10,7 +10,7 @@ save is saved wherever weights are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -140,27 +140,18 @@ class Programs:
             if waits and policy.overlap and policy.lookahead == 1 and in_halves:
                 price, size = self._priced(policy, True)[None], policy.block_size
                 halves = [count * price.half_seconds(kind, passes, size) for kind in ("attn", "mlp")]
-                self._ping_pong(base, slope, halves)
+                # With two buffers each unit is read while the one before computes, and the longer of the two counts.
+                for tier in self.request.tiers[1:]:
+                    reads = [self._read_seconds(tier, kind) for kind in ("attn", "mlp")]
+                    waiting = max(0.0, reads[0] - halves[1]) + max(0.0, reads[1] - halves[0])
+                    late = self.request.spec.num_layers * waiting / (1 - _HIDDEN)
+                    row = f"compute and waiting for weights from {tier}"
+                    base[row] = base["compute"] - _HIDDEN * late
+                    for each in slope.values():
+                        each[row] = each.get("compute", 0.0)
+                    slope["weights", tier][row] = late
             phase = PassTimes(name, len(passes), base, slope, summed=not policy.overlap)
             yield phase.contended(self.request.machine.slowdown) if policy.overlap else phase
-
-    def _ping_pong(
-        self, base: dict[str, float], slope: dict[KindTier, dict[str, float]], halves: Sequence[float]
-    ) -> None:
-        """The waiting if nearly all units are streamed: with two buffers, each is read while the one before
-        computes, and the longer of the two is what counts.
-
-        halves: seconds that the attention and the MLP of a layer compute.
-        """
-        for tier in self.request.tiers[1:]:
-            reads = [self._read_seconds(tier, kind) for kind in ("attn", "mlp")]
-            waits = max(0.0, reads[0] - halves[1]) + max(0.0, reads[1] - halves[0])
-            late = self.request.spec.num_layers * waits / (1 - _HIDDEN)
-            row = f"compute and waiting for weights from {tier}"
-            base[row] = base["compute"] - _HIDDEN * late
-            for each in slope.values():
-                each[row] = each.get("compute", 0.0)
-            slope["weights", tier][row] = late
 
     def _read_seconds(self, tier: str, kind: str) -> float:
         """Seconds to read one half of a layer from `tier` to the compute tier, link after link."""

@@ -164,7 +164,11 @@ class BatchPrices:
         found, waiting, computing = defaultdict[str, float](float), defaultdict[str, float](float), 0.0
         for unit, count in self._units.items():
             computing += count * (self._computing(unit, step) + self._experts(unit, step, sequences))
-            self._add_host(found, Task(TaskKind.COMPUTE, step, unit, self._batch), count)
+            task = Task(TaskKind.COMPUTE, step, unit, self._batch)
+            price = self._model.price(task)
+            found[HOST_ATTENTION] += count * price.host
+            for link, _, seconds in price.transfers:
+                found[link] += count * seconds
             for task, times in self._moves(unit, step, passes):
                 transfers = self._model.price(task).transfers
                 for link, _, seconds in transfers:
@@ -179,13 +183,6 @@ class BatchPrices:
         for kind, what in waited if self._model.policy.overlap else ():
             found[f"compute and waiting for {what}"] = computing + waiting[kind]
         return dict(found)
-
-    def _add_host(self, found: dict[str, float], task: Task, count: int) -> None:
-        """The work that `count` such computes leave to the host, and the links to it and back."""
-        price = self._model.price(task)
-        found[HOST_ATTENTION] += count * price.host
-        for link, _, seconds in price.transfers:
-            found[link] += count * seconds
 
     def half_seconds(self, kind: str, passes: range, sequences: int) -> float:
         """The longest that the attention or MLP half of a layer computes for this GPU batch, wherever its cache is, its

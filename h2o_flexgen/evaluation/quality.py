@@ -153,8 +153,13 @@ def recall(llm: LLM, cases: Sequence[Question]) -> tuple[RecallTally, ...]:
     `llm.last_record` is that of the first pass. UsageError where the model has no tokenizer.
     """
     asked = [asked_case(llm, case, case.question_at) for case in cases]
-    later = _asked_later(llm, cases, asked)
-    shown = _asked_in_prompt(llm, cases, asked)
+    # The passage is prefilled and pruned, question and answer are decoded as given.
+    apart = [index for index, case in enumerate(cases) if case.question_at is not None]
+    scores = llm.score([(asked[index].context, asked[index].continuation) for index in apart])
+    later = {index: asked[index].right(score) for index, score in zip(apart, scores, strict=True)}
+    params = [SamplingParams(max_new_tokens=each.answer + SPARE_TOKENS) for each in asked]
+    outputs = llm.generate([case.prompt for case in cases], params)
+    shown = [answered(output.text or "", case.answer) for output, case in zip(outputs, cases, strict=True)]
     tallies = []
     for kind in dict.fromkeys(case.kind for case in cases):
         mine = [index for index, case in enumerate(cases) if case.kind == kind]
@@ -178,20 +183,6 @@ def answered(text: str, answer: str) -> bool:
     """`text` starts with `answer`, as a whole word, whatever white space comes before it."""
     text, answer = text.lstrip(), answer.strip()
     return text.startswith(answer) and not text[len(answer) :][:1].isalnum()
-
-
-def _asked_in_prompt(llm: LLM, cases: Sequence[Question], asked: Sequence[AskedCase]) -> list[bool]:
-    """Generates greedily after every prompt and compares."""
-    params = [SamplingParams(max_new_tokens=each.answer + SPARE_TOKENS) for each in asked]
-    outputs = llm.generate([case.prompt for case in cases], params)
-    return [answered(output.text or "", case.answer) for output, case in zip(outputs, cases, strict=True)]
-
-
-def _asked_later(llm: LLM, cases: Sequence[Question], asked: Sequence[AskedCase]) -> dict[int, bool]:
-    """By index of the case: the passage is prefilled and pruned, question and answer are decoded as given."""
-    split = [index for index, case in enumerate(cases) if case.question_at is not None]
-    scores = llm.score([(asked[index].context, asked[index].continuation) for index in split])
-    return {index: asked[index].right(score) for index, score in zip(split, scores, strict=True)}
 
 
 def asked_case(llm: LLM, case: Question, at: int | None) -> AskedCase:

@@ -125,18 +125,6 @@ def _unknown(kind: str, name: str) -> ModelError:
     )
 
 
-def _check_angles(config: Mapping[str, Any], name: str) -> None:
-    """ModelError for rotary angles that depend on how long a sequence is: modules take the longest of all that go
-    through them together, and some keep it for those that follow."""
-    ropes = [part.get(key) for part in (config, config.get("text_config") or {}) for key in _ROPES]
-    for rope in (each for each in ropes if isinstance(each, Mapping)):
-        for fields in (rope, *(each for each in rope.values() if isinstance(each, Mapping))):
-            kind = str(fields.get("rope_type", fields.get("type")))
-            if kind in ("longrope", "su") or "dynamic" in kind:
-                found = f"{name}: rope_type is {kind}, whose angles depend on the length of each sequence"
-                raise ModelError(found, "needed a model with a family of its own here, or another rope_type")
-
-
 def _spec_of_modules(config: Mapping[str, Any], name: str) -> ModelSpec:
     """Packed where that is known to be right, else by rows. Untested where neither is known."""
     from h2o_flexgen.models.hf.build import model_types
@@ -148,7 +136,14 @@ def _spec_of_modules(config: Mapping[str, Any], name: str) -> ModelSpec:
     if kind not in model_types():
         raise _unknown(kind, name)
     read_quantization(config, name)
-    _check_angles(config, name)
+    # Modules take the longest of all sequences that go through them together, and some keep it.
+    ropes = [part.get(key) for part in (config, config.get("text_config") or {}) for key in _ROPES]
+    for rope in (each for each in ropes if isinstance(each, Mapping)):
+        for fields in (rope, *(each for each in rope.values() if isinstance(each, Mapping))):
+            rope_type = str(fields.get("rope_type", fields.get("type")))
+            if rope_type in ("longrope", "su") or "dynamic" in rope_type:
+                found = f"{name}: rope_type is {rope_type}, whose angles depend on the length of each sequence"
+                raise ModelError(found, "needed a model with a family of its own here, or another rope_type")
     way, refused = way_of(config), ""
     if way is not None and way.how == "packed":
         try:

@@ -67,7 +67,14 @@ class SearchPlanner:
             if not plan.over:
                 binding = (self._last.predicted or {}).get("binding")
                 return _priced(replace(plan, searched=True), binding=binding)
-        self._last = _searched(request)
+        found = search(request)
+        best = found.best
+        plan = require_fit(make_plan(best.request, best.policy))
+        predicted = {**_predicted(request, best.prediction), "binding": found.binding}
+        predicted["runner_up"] = runner_up_text(found)
+        if found.bits is not None:
+            predicted["bits"] = found.bits.to_json()
+        self._last = replace(plan, predicted=predicted, searched=True)
         return self._last
 
 
@@ -96,17 +103,6 @@ def _priced(plan: Plan, **more: Any) -> Plan:
     request = plan.request
     prediction = predict(CostModel(request, plan.policy, plan.placement))
     return replace(plan, predicted={**_predicted(request, prediction), **more})
-
-
-def _searched(request: PlanRequest) -> Plan:
-    """The plan that a search chooses, with its prediction."""
-    found = search(request)
-    best = found.best
-    plan = require_fit(make_plan(best.request, best.policy))
-    predicted = {**_predicted(request, best.prediction), "binding": found.binding, "runner_up": runner_up_text(found)}
-    if found.bits is not None:
-        predicted["bits"] = found.bits.to_json()
-    return replace(plan, predicted=predicted, searched=True)
 
 
 def _predicted(request: PlanRequest, prediction: Prediction) -> dict[str, Any]:

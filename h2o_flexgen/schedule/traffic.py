@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from h2o_flexgen.config.eviction import Budget
-from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.schedule.request import PlanRequest
 
 
@@ -35,7 +34,12 @@ def io_lower_bound(
     The tiers on the near side of a link hold M of them when it starts, so that W + K - M come in. Outward goes what the
     caches hold before the last step and the near side has no room for. No workspace, buffer or padding is counted.
     """
-    weights = _needed_weights(request.spec, request.dtype)
+    # Of tables every pass reads single rows, of experts those of one token.
+    spec, dtype = request.spec, request.dtype
+    tables = {"embed.positions"} if spec.arch.tied_head else {"embed.positions", "embed.tokens"}
+    sizes = (tensor for group in spec.weight_groups for tensor in group.tensors if tensor.name not in tables)
+    share = spec.chosen_share(1)
+    weights = round(sum(tensor.nbytes(dtype) * (share if ".experts." in tensor.name else 1) for tensor in sizes))
     caches = [sequences * held for held in _held(request, budgets)]
     bound: dict[str, int] = {}
     near = 0
@@ -51,14 +55,6 @@ def io_lower_bound(
             if nbytes:
                 bound[link] = nbytes
     return bound
-
-
-def _needed_weights(spec: ModelSpec, dtype: str) -> int:
-    """Bytes that every pass reads: without tables of which it reads single rows, and with the experts of one token."""
-    tables = {"embed.positions"} if spec.arch.tied_head else {"embed.positions", "embed.tokens"}
-    sizes = (tensor for group in spec.weight_groups for tensor in group.tensors if tensor.name not in tables)
-    share = spec.chosen_share(1)
-    return round(sum(tensor.nbytes(dtype) * (share if ".experts." in tensor.name else 1) for tensor in sizes))
 
 
 def _held(request: PlanRequest, budgets: Sequence[Budget] | None) -> list[int]:

@@ -87,7 +87,13 @@ def parse_batch(argv: Sequence[str] | None = None, environ: Mapping[str, str] = 
     """Parses `argv` and what `environ` adds. Exits (2) where argparse objects, UsageError where the configs do."""
     parser = _batch_parser()
     with parser.parsed(argv, environ) as args:
-        _require_files(given(BatchArguments, args))
+        typed = given(BatchArguments, args)
+        lacking = [flag for flag, name in (("-i", "input"), ("-o", "output")) if name not in typed]
+        if "plan" not in typed and lacking:
+            raise UsageError(f"{' and '.join(lacking)} {'are' if lacking[1:] else 'is'} missing", _FILES)
+        if "plan" in typed and (len(lacking) < 2 or "ray" in typed):
+            other = "--ray" if len(lacking) == 2 else "-i or -o"
+            raise UsageError(f"--plan is given beside {other}", "needed --plan FILE alone, which runs nothing")
         return job_arguments(args, misspelt(parser, environ))
 
 
@@ -116,16 +122,6 @@ def job_arguments(args: argparse.Namespace, notes: list[str]) -> BatchArguments:
         notes=tuple(notes),
         **{"input": typed.get("plan", Path()), **typed},
     )
-
-
-def _require_files(typed: Mapping[str, Any]) -> None:
-    """UsageError unless there are files to run, or one to plan."""
-    lacking = [flag for flag, name in (("-i", "input"), ("-o", "output")) if name not in typed]
-    if "plan" not in typed and lacking:
-        raise UsageError(f"{' and '.join(lacking)} are missing" if lacking[1:] else f"{lacking[0]} is missing", _FILES)
-    if "plan" in typed and (len(lacking) < 2 or "ray" in typed):
-        other = "--ray" if len(lacking) == 2 else "-i or -o"
-        raise UsageError(f"--plan is given beside {other}", "needed --plan FILE alone, which runs nothing")
 
 
 _FILES = "needed -i requests.jsonl -o results.jsonl, or --plan requests.jsonl"

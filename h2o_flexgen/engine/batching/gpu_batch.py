@@ -120,7 +120,15 @@ class GpuBatch:
         positions = torch.tensor(self._next[: self.decoding], dtype=torch.int64)
         lengths, totals = positions + 1, torch.tensor(self._planned[: self.decoding], dtype=torch.int64)
         if self.segments:
-            tokens, positions, lengths, totals = self._with_prompts(tokens, positions, lengths, totals)
+            places, ends, planned = [positions], [lengths], [totals]  # those of the packed prompts follow
+            for segment in self.segments:
+                for row in () if segment.held is not None else segment.rows or (segment.rows.start,):
+                    prompt, stop = self.fresh[row].prompt_ids, segment.past + segment.length
+                    tokens.extend(self.fresh[row].pass_ids[segment.past : stop])
+                    places.append(torch.arange(segment.past, stop))
+                    ends.append(torch.full((segment.length,), len(prompt)))
+                    planned.append(torch.full((segment.length,), self._planned[self.decoding + row]))
+            positions, lengths, totals = torch.cat(places), torch.cat(ends), torch.cat(planned)
         for row in range(self.decoding):
             self._next[row] += 1
         numbers = torch.stack([torch.tensor(tokens, dtype=torch.int64), positions, lengths, totals])
@@ -199,17 +207,3 @@ class GpuBatch:
                     continue
             parts.append(AttentionPart(span, 0, chunk))
         return parts or [AttentionPart(slice(0, rows), rows, None)]
-
-    def _with_prompts(
-        self, tokens: list[int], positions: Tensor, lengths: Tensor, totals: Tensor
-    ) -> tuple[list[int], Tensor, Tensor, Tensor]:
-        """Ids, positions, lengths and full lengths of the decode rows, then those of the packed prompts."""
-        ids, places, ends, planned = list(tokens), [positions], [lengths], [totals]
-        for segment in self.segments:
-            for row in () if segment.held is not None else segment.rows or (segment.rows.start,):
-                prompt, stop = self.fresh[row].prompt_ids, segment.past + segment.length
-                ids.extend(self.fresh[row].pass_ids[segment.past : stop])
-                places.append(torch.arange(segment.past, stop))
-                ends.append(torch.full((segment.length,), len(prompt)))
-                planned.append(torch.full((segment.length,), self._planned[self.decoding + row]))
-        return ids, torch.cat(places), torch.cat(ends), torch.cat(planned)

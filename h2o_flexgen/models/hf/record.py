@@ -170,8 +170,11 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
     shared = SharedInputs(model)
     events = record(model, name)
     timeline = RecordedUnits(model, events, name)
-    _check_layers(model, timeline, name)
     calls, heads = timeline.calls, _covering([heads_of(call) for call in timeline.calls])
+    if calls and not _takes_positions(model):
+        raise ModelError(f"{type(model).__name__} takes no positions")
+    if len({call.chunked for call in calls if call.window is not None}) > 1:
+        raise ModelError(f"{name}: some of its layers have windows, and some chunks", "needed either in all")
     layers = _layers_of(timeline, heads, name)
     windows = [None if layer.call is None else layer.call.window for layer in timeline.layers]
     tables = [module for path, module in model.named_modules() if timeline.first.get(path) == 0]
@@ -239,15 +242,6 @@ def plain_spec(
         matrices=matrices,
         starts=tuple(timeline.starts),
     )
-
-
-def _check_layers(model: PreTrainedModel, timeline: RecordedUnits, name: str) -> None:
-    """ModelError for layers that differ in what the engine has one of."""
-    calls = timeline.calls
-    if calls and not _takes_positions(model):
-        raise ModelError(f"{type(model).__name__} takes no positions")
-    if len({call.chunked for call in calls if call.window is not None}) > 1:
-        raise ModelError(f"{name}: some of its layers have windows, and some chunks", "needed either in all")
 
 
 def _takes_positions(model: nn.Module) -> bool:

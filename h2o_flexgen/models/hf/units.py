@@ -161,21 +161,17 @@ class RecordedUnits:
                 stack.append(len(self.starts) + routed)
                 self.first.setdefault(path, stack[-1])
             elif kind == "exit":
-                self._note_call(path, stack.pop(), len(self.starts) + routed)
+                begun, known = stack.pop(), self._units.get(path)
+                if begun != len(self.starts) + routed or known == ():
+                    self._units[path] = ()
+                elif known is None or begun not in known:
+                    self._units[path] = (*(known or ()), begun)
         if len(self.starts) != len(self.halves) + 1:
             raise self._refused("there is no output head behind its layers")
         for number in self.routings:
             self.halves[number - 1] = self.halves[number - 1]._replace(products="router")
         parts = [path.split(".") for path in self.first]
         self._around = {".".join(part[:end]) for part in parts for end in range(len(part) + 1)}
-
-    def _note_call(self, path: str, begun: int, ended: int) -> None:
-        """That a call of a module began in one unit, and ended in one."""
-        known = self._units.get(path)
-        if begun != ended or known == ():
-            self._units[path] = ()
-        elif known is None or begun not in known:
-            self._units[path] = (*(known or ()), begun)
 
     def _begins(self, i: int, path: str, inside: str, behind: bool) -> bool:
         """Whether a unit begins with the call of the module at `path`, which is a half unless it is `behind` all
