@@ -36,23 +36,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = program.main(rest)
         return code
     with exit_on_errors() as outcome:
-        _about(name)
+        command = called()
+        if name in ("-h", "--help", "help"):
+            rows = "\n".join(f"  {name:{max(map(len, PROGRAMS))}}  {text}" for name, text in PROGRAMS.items())
+            write_result(f"usage: {command} PROGRAM [flags]\n\n{rows}\n\n{command} PROGRAM --help lists its flags.\n")
+        elif name in ("-V", "--version"):
+            write_result(f"h2o-flexgen {h2o_flexgen.__version__}\n")
+        elif name.startswith("-"):
+            raise UsageError(f"the program's name comes before {name}", f"needed one of {', '.join(PROGRAMS)}")
+        else:
+            near = suggestion(name, PROGRAMS)
+            raise UsageError(f"{name!r} is not a program", f"needed one of {', '.join(PROGRAMS)}", near)
     return outcome.code
-
-
-def _about(word: str) -> None:
-    """Answers --help and --version. UsageError for any other word."""
-    command = called()
-    if word in ("-h", "--help", "help"):
-        rows = "\n".join(f"  {name:{max(map(len, PROGRAMS))}}  {text}" for name, text in PROGRAMS.items())
-        write_result(f"usage: {command} PROGRAM [flags]\n\n{rows}\n\n{command} PROGRAM --help lists its flags.\n")
-    elif word in ("-V", "--version"):
-        write_result(f"h2o-flexgen {h2o_flexgen.__version__}\n")
-    elif word.startswith("-"):
-        raise UsageError(f"the program's name comes before {word}", f"needed one of {', '.join(PROGRAMS)}")
-    else:
-        near = suggestion(word, PROGRAMS)
-        raise UsageError(f"{word!r} is not a program", f"needed one of {', '.join(PROGRAMS)}", near)
 
 
 if __name__ == "__main__":

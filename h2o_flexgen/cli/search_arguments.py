@@ -105,9 +105,13 @@ def _request(args: argparse.Namespace) -> PlanRequest:
     profile = named or kept_profile(spec, engine.dtype, engine.device)
     tier = _compute_tier(engine, profile)
     eviction = counted_in_bytes(eviction, spec)
+    # As the engine runs it: what a prompt has beyond the context goes through decode steps.
+    asked = from_namespace(Workload, args, defaults=_LENGTHS)
+    check_eviction(spec, eviction)
+    most = first_pass(spec, eviction, asked.prompt_len, asked.gen_len, "a prompt (--prompt-len, --gen-len)")
     return PlanRequest(
         spec=spec,
-        workload=_workload(from_namespace(Workload, args, defaults=_LENGTHS), spec, eviction),
+        workload=replace(asked, prompt_len=most, gen_len=asked.total_len - most),
         eviction=eviction,
         dtype=profile.dtype if engine.dtype == "auto" else engine.dtype,
         caps=_caps(engine, profile, tier),
@@ -119,14 +123,6 @@ def _request(args: argparse.Namespace) -> PlanRequest:
         triton=not profile.rates(tier).torch_attention,
         choices=engine.choices(stored),
     )
-
-
-def _workload(asked: Workload, spec: ModelSpec, eviction: EvictionConfig) -> Workload:
-    """As the engine runs it: what a prompt has beyond the context goes through decode steps. UsageError where it
-    refuses."""
-    check_eviction(spec, eviction)
-    most = first_pass(spec, eviction, asked.prompt_len, asked.gen_len, "a prompt (--prompt-len, --gen-len)")
-    return replace(asked, prompt_len=most, gen_len=asked.total_len - most)
 
 
 def _compute_tier(engine: EngineConfig, profile: HardwareProfile) -> str:
