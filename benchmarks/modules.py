@@ -12,7 +12,6 @@ one (without AVX-512) it has float32 ones.
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Iterator
 from statistics import median
@@ -20,6 +19,7 @@ from typing import Any
 
 from benchmarks.records import LLAMA_1B, ROOT, arguments, in_process, provenance, run_all, shaped, spread, timed
 from h2o_flexgen.baselines.store import Record
+from h2o_flexgen.cli.prompts import random_prompts
 
 MODULES, NATIVE, PEER = "modules", "native", "transformers"
 LONG = {"vocab_size": 32000, "max_position_embeddings": 8192, "torch_dtype": "bfloat16", "rope_theta": 10000.0}
@@ -65,8 +65,7 @@ def _folder(point: Record) -> str:
 
 
 def _prompts(point: Record, batch: int) -> list[list[int]]:
-    draw, vocab = random.Random(0), SHAPES[point["shape"]]["vocab_size"]
-    return [[draw.randrange(4, vocab) for _ in range(point["prompt"])] for _ in range(batch)]
+    return random_prompts(batch, point["prompt"], SHAPES[point["shape"]]["vocab_size"], 0)
 
 
 def ours(point: Record) -> list[Record]:

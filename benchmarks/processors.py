@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 import time
 from argparse import Namespace
@@ -31,6 +30,7 @@ from h2o_flexgen.baselines.process import run_command
 from h2o_flexgen.baselines.settings import usable_threads
 from h2o_flexgen.baselines.store import Record
 from h2o_flexgen.baselines.work import PASSIVE, batched_bench, bench_row
+from h2o_flexgen.cli.prompts import random_prompts
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.folders import expanded
@@ -73,10 +73,9 @@ def ours(point: Record) -> Record:
 def _prompts(engine: Engine, batch: int, point: Record) -> list[list[int]]:
     """As many stretches of ids as the batch has sequences: of random weights by the demo's tokenizer, whose ids they
     know too."""
-    length, vocab = point["prompt"], engine.model.spec.vocab_size
+    length = point["prompt"]
     if point["random_ids"]:
-        draw = random.Random(0)
-        return [[draw.randrange(4, vocab) for _ in range(length)] for _ in range(batch)]
+        return random_prompts(batch, length, engine.model.spec.vocab_size, 0)
     codec = engine.model.codec or TextCodec.open(DEMO)
     assert codec is not None, "the demo has a tokenizer"
     ids = codec.encode_bare((DEMO / "heldout.txt").read_text(encoding="utf-8"))

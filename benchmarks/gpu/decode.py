@@ -65,6 +65,7 @@ def one(told: dict[str, Any]) -> Record:
     """Facts of one Work, measured in this process."""
     from benchmarks.gpu.kernels import bandwidth, best
     from h2o_flexgen import LLM, EvictionConfig
+    from h2o_flexgen.cli.prompts import random_prompts
 
     work = Work(**told)
     rates = bandwidth()
@@ -76,10 +77,7 @@ def one(told: dict[str, Any]) -> Record:
         work.model, weights="dummy", dtype="bfloat16", eviction=eviction, policy=policy, share_prefixes=False, **machine
     ) as llm:
         spec = llm.model.spec
-        prompts = [
-            [4 + (7919 * row + 104729 * i) % (spec.vocab_size - 4) for i in range(work.prompt_len)]
-            for row in range(work.batch)
-        ]
+        prompts = random_prompts(work.batch, work.prompt_len, spec.vocab_size, 0)
         record, load_s, steady_step_s = timed(llm, prompts, work.generated)
     tensors = [tensor for group in spec.weight_groups for tensor in group.tensors]
     # Position tables are read by the row; everything else once per step.
