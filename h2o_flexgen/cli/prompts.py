@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from h2o_flexgen.config.checks import json_fault
+from h2o_flexgen.config.checks import is_text, json_fault
 from h2o_flexgen.config.fold import Fold
 from h2o_flexgen.config.prompt import Prompt, Span
 from h2o_flexgen.config.response_format import ResponseFormat
@@ -67,10 +67,8 @@ def read_prompts(path: Path, *, skip: bool = False) -> list[GivenPrompt]:
 
 def checked_text(text: str, where: str) -> str:
     """`text` if it can be encoded; UsageError for a command line that is not UTF-8, and half surrogate pairs."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UsageError(f"{where} is not valid Unicode text: {text!r}", "needed UTF-8") from None
+    if not is_text(text):
+        raise UsageError(f"{where} is not valid Unicode text: {text!r}", "needed UTF-8")
     return text
 
 
@@ -155,10 +153,8 @@ def _parsed(lines: list[str], name: str, parse: Callable[[str], GivenPrompt], sk
 
 
 def _line(line: str) -> str:
-    try:
-        line.encode()
-    except UnicodeEncodeError:
-        raise UsageError("is not UTF-8 text", _TEXT) from None
+    if not is_text(line):
+        raise UsageError("is not UTF-8 text", _TEXT)
     if "\0" in line:
         raise UsageError("is not text: it holds a NUL byte", _TEXT)
     return line
@@ -220,10 +216,8 @@ def _messages(entry: dict[str, Any]) -> Messages:
 
 
 def _whole_text(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UsageError("holds half a surrogate pair, which is not text") from None
+    if not is_text(text):
+        raise UsageError("holds half a surrogate pair, which is not text")
     return text
 
 

@@ -89,12 +89,19 @@ def iterable(value: object, label: str, needed: str) -> Iterable[Any]:
     raise UsageError(f"{label} is {shown(value)}", needed)
 
 
-def whole_text(text: str, where: str) -> str:
-    """`text`; UsageError if it cannot be encoded."""
+def is_text(text: str) -> bool:
+    """Whether `text` can be encoded: halves of surrogate pairs cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"{where} holds half a surrogate pair, which is not text", "needed Unicode text") from None
+        return False
+    return True
+
+
+def whole_text(text: str, where: str) -> str:
+    """`text`; UsageError if it cannot be encoded."""
+    if not is_text(text):
+        raise UsageError(f"{where} holds half a surrogate pair, which is not text", "needed Unicode text")
     return text
 
 

@@ -148,21 +148,7 @@ class _PlanSearch:
             self._last_resort(shapes)
         for _ in range(_ROUNDS if self._fitting else 0):
             list(shapes.fine(self._fitting))
-        # In the order of bounds, until none beats what was found.
-        waiting: list[tuple[int, int, BlockChoice, bool]] = []
-        for shape, bound in self._fitting.items():
-            waiting.append((_grade(bound), shape.num_gpu_batches, shape, False))
-            resident = self._resident(shape)
-            if resident is not None:
-                seconds = self._known[shape].seconds(resident) / shape.block_size
-                waiting.append((_grade(seconds), shape.num_gpu_batches, shape, True))
-        least = math.inf
-        for grade, _, shape, resident_only in sorted(waiting):
-            tried = {_shape(each)[:2] for each in self._found.values()}
-            enough = len(self._found) >= _MOST or self._spent > _TICKS or grade > _grade(least) + 1
-            if enough and len(tried) > 1:  # one to run, and one to compare it with
-                break
-            least = min(least, self._try(shape, resident_only))
+        self._simulate()
         if not self._found:
             self._last_resort(shapes)
         # Prompts were cut as small as they get until now, so that nothing has to move for them.
@@ -181,6 +167,23 @@ class _PlanSearch:
             self._known[shape] = self._programs.of(shape.policy(self._request), waits=False)
             self._bounds[shape], self._full[shape] = _relaxed(self._known[shape], shape, self._solver)
         return self._bounds[shape]
+
+    def _simulate(self) -> None:
+        """Candidates in the order of their bounds, until no bound beats what was found."""
+        waiting: list[tuple[int, int, BlockChoice, bool]] = []
+        for shape, bound in self._fitting.items():
+            waiting.append((_grade(bound), shape.num_gpu_batches, shape, False))
+            resident = self._resident(shape)
+            if resident is not None:
+                seconds = self._known[shape].seconds(resident) / shape.block_size
+                waiting.append((_grade(seconds), shape.num_gpu_batches, shape, True))
+        best = math.inf
+        for grade, _, shape, resident_only in sorted(waiting):
+            shapes = {_shape(each)[:2] for each in self._found.values()}
+            enough = len(self._found) >= _MOST or self._spent > _TICKS or grade > _grade(best) + 1
+            if enough and len(shapes) > 1:  # one to run, and one to compare it with
+                break
+            best = min(best, self._try(shape, resident_only))
 
     def _try(self, shape: BlockChoice, resident_only: bool) -> float:
         """Seconds per sequence of the best placement found for `shape`; infinite without any."""

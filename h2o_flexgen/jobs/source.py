@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from h2o_flexgen.config.checks import json_fault
+from h2o_flexgen.config.checks import is_text, json_fault
 from h2o_flexgen.errors import UsageError
 
 FORMATS = ("openai", "jsonl", "text", "parquet")
@@ -171,11 +171,8 @@ def load_json(data: bytes | None) -> Any:
         raise BadLine("is nested too deeply") from None
     except ValueError as error:
         raise BadLine(f"is not JSON ({json_fault(error)})") from None
-    if "\\ud" in text.lower():
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise BadLine("holds half a surrogate pair, which is not text") from None
+    if "\\ud" in text.lower() and not is_text(json.dumps(value, ensure_ascii=False)):
+        raise BadLine("holds half a surrogate pair, which is not text")
     return value
 
 
