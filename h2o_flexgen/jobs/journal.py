@@ -10,6 +10,7 @@ lock of the job, too.
 from __future__ import annotations
 
 import array
+import errno
 import json
 import os
 import socket
@@ -32,6 +33,8 @@ _NAMED = {"h2o_flexgen": "journal of a batch job"}
 OK, FAILED = 1, 2
 """The states of a request; 0 is that of one that is not finished."""
 _WORDS = {OK: "ok", FAILED: "failed"}
+_BARRED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENAMETOOLONG)
+"""Why a file cannot be made in a place, however often it is tried."""
 _STATES = {word.encode(): state for state, word in _WORDS.items()}
 
 
@@ -53,7 +56,8 @@ class JobResults(Closing):
 
     def __init__(self, output: Path, error_file: Path | None = None, *, overwrite: bool = False) -> None:
         named = (("--output", output), ("--error-file", error_file))
-        self.paths = [_regular(path, flag) for flag, path in named if path is not None]
+        with _failing(f"cannot write {output}", begun=False):
+            self.paths = [_regular(path, flag) for flag, path in named if path is not None]
         if len(set(self.paths)) < len(self.paths):
             raise UsageError(f"--output and --error-file are both {output}", "needed two files")
         self._beside = Path(f"{self.paths[0]}.journal")
@@ -64,8 +68,12 @@ class JobResults(Closing):
         self.header: dict[str, Any] | None = None
         """What was begun, None where there is nothing to go on with."""
         self.state = bytearray()
-        with _failing(f"cannot open {self._beside}"):
-            self._look()
+        try:
+            with _failing(f"cannot open {self._beside}", begun=False):
+                self._look()
+        except BaseException:
+            self.close()  # the lock, too
+            raise
 
     def begin(self, job: Mapping[str, Any], lines: int) -> None:
         """Goes on, or starts anew, with requests in lines 1 to `lines`. `job` is what must be the same for both: JSON.
@@ -73,7 +81,7 @@ class JobResults(Closing):
         UsageError naming what differs.
         """
         self.state = bytearray(lines + 1)
-        with _failing(f"cannot write {self._beside}"):
+        with _failing(f"cannot write {self._beside}", begun=False):
             if self.header is None:
                 self._create(job)
                 return
@@ -339,8 +347,8 @@ def _header(journal: AppendedFile) -> dict[str, Any] | None:
         if isinstance(header, dict) and header.get("version") == VERSION and isinstance(header.get("job"), dict):
             journal.size = os.fstat(journal.fd).st_size
             return header
-    found = f"{journal.path} is not the journal of a job, or another version's"
-    raise UsageError(found, change="name another --output")
+    found = f"{journal.path} is not the journal of a job, or another version's, and stands where this job's has to be"
+    raise UsageError(found, "--overwrite replaces jobs only", "move it away, or name another --output")
 
 
 def _require_same(begun: Mapping[str, Any], job: dict[str, Any], path: Path) -> None:
@@ -360,6 +368,8 @@ def _regular(path: Path, flag: str) -> Path:
     if not real.parent.is_dir():
         needed = "needed a file that can be written"
         raise UsageError(f"{flag} {path}: the folder {real.parent} is not there", needed, "make the folder first")
+    if not os.access(real if real.exists() else real.parent, os.W_OK):
+        raise UsageError(f"{flag} {path}: permission denied", "needed a file that can be written")
     if str(path) == "-" or (real.exists() and not real.is_file()):
         raise UsageError(f"{flag} {path} is not a file", "needed one on a disk, which a job can go on with")
     return real
@@ -395,9 +405,15 @@ def _holder(journal: AppendedFile) -> str:
 
 
 @contextmanager
-def _failing(what: str) -> Iterator[None]:
-    """Within it the file system's errors become StorageErrors that say what could not be done."""
+def _failing(what: str, *, begun: bool = True) -> Iterator[None]:
+    """Within it the file system's errors become StorageErrors that say what could not be done; before anything is
+    `begun`, UsageErrors where a file may not be made there at all."""
     try:
         yield
+    except H2OFlexGenError:
+        raise
     except OSError as error:
-        raise error if isinstance(error, H2OFlexGenError) else storage_failure(what, error) from error
+        if not begun and error.errno in _BARRED:
+            found, change = f"{what}: {error.strerror}", "name another --output"
+            raise UsageError(found, "needed a file that can be written", change) from error
+        raise storage_failure(what, error) from error

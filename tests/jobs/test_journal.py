@@ -231,3 +231,31 @@ def test_places_where_no_results_can_be(tmp_path: Path, where: str) -> None:
     with pytest.raises(H2OFlexGenError) as caught:
         JobResults(tmp_path / where)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else for a while")
+def test_a_folder_of_somebody_else_is_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("old")
+    tmp_path.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        for name in ("new", "old"):
+            with pytest.raises(UsageError, match=f"{name}: [pP]ermission denied"):
+                JobResults(tmp_path / name, overwrite=True)
+    finally:
+        os.seteuid(0)
+
+
+def test_a_journal_that_cannot_be_there_is_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "out.journal").mkdir()
+    for name, why in (("out", "Is a directory"), ("x" * 250, "File name too long")):
+        with pytest.raises(UsageError, match=rf"{why}\. needed a file that can be written\. name another --output"):
+            JobResults(tmp_path / name)
+
+
+def test_a_file_where_the_journal_has_to_be_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "out.journal").write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(UsageError, match=r"--overwrite replaces jobs only\. move it away, or name another"):
+            JobResults(tmp_path / "out", overwrite=overwrite)
+    assert (tmp_path / "out.journal").read_text() == "mine"
