@@ -70,7 +70,7 @@ class FusedStep:
                 "adds": bool(adds),
                 "rule": own,
                 "packings": packings,
-                "newest": kept.newest,
+                "exact": kept.exact,
             }
             masks = scored.table[1] if lengths.hides and scored is not None else None
             native = self._kernel = NativeAttend(table, size, masks=masks, **how)
@@ -98,7 +98,7 @@ class FusedStep:
         (rows, kv_heads, capacity, _), heads, dim = kv.shape, q.shape[1], q.shape[2]
         dtype = kv.dtype if packings is None else q.dtype
         triton = triton_available.serves(kv.device)
-        if triton and (lengths.hides or kept.newest is not None):
+        if triton and (lengths.hides or kept.exact is not None):
             return None  # its kernel can hide only sinks, and reads only packed tokens
         if triton:
             from h2o_flexgen.kernels import triton_decode  # imports Triton, which is not there on every machine

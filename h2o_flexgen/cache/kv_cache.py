@@ -12,12 +12,13 @@ from torch import Tensor
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.cache.lengths import CacheLengths
-from h2o_flexgen.cache.packing import Keeping, KeyScales
+from h2o_flexgen.cache.packing import Keeping, KeyScales, Leading
 from h2o_flexgen.cache.recall import Recall
 from h2o_flexgen.cache.ring_slots import CacheSlots, Queries, RingSlots, Rows, SlotChoice, arrived
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.cache.vectors import (
+    beginning,
     ending,
     index_of,
     move_down,
@@ -195,9 +196,12 @@ class KVCache:
                         buffer[target, :, :before] = self._kept.stored(i, shared, target)
                 if not self._reads_occupied:
                     buffer[target, :, held:] = 0
-            if last := min(self.shape.newest, length if kept is None else budget.latest):
+            if self.shape.exact:
+                last = min(self.shape.newest, length if kept is None else budget.latest)
                 ends = KeysValues(*(ending(x[source], past and past[i], last) for i, x in enumerate((k, v))))
-                self._kept.fill(target, held, ends, self.buffers)
+                starts = KeysValues(*(beginning(x[source], past and past[i]) for i, x in enumerate((k, v))))
+                there = torch.tensor(True) if kept is None else kept[..., 0] == 0
+                self._kept.fill(target, held, ends, Leading(starts, torch.atleast_2d(there)), self.buffers)
 
     def scores_of(self, rows: Sequence[int], prompts: AttendedPrompts) -> Tensor | None:
         """The scores by which `fill` chooses: float32, (n, parts, kv_heads, S); None if no score decides.
@@ -251,11 +255,16 @@ class KVCache:
         scaled = k if self.scales is None else self.scales.packed(k, prompts)
         window, table, packings = self._lengths.window, self._slots.table, self._kept.packings
         keep_prompts(prompts, KeysValues(scaled, v), self.buffers, window, column_sums, table, packings)
-        for row in prompts.rows if self.shape.newest else ():
-            last = min(self.shape.newest, row.length if row.length <= row.total else row.recent)
-            tokens = slice(row.first + row.length - last, row.first + row.length)
-            own = KeysValues(*(x[tokens].transpose(0, 1).unsqueeze(0) for x in (k, v)))
-            self._kept.fill(slice(row.place, row.place + 1), min(row.length, row.total), own, self.buffers)
+        for row in prompts.rows if self.shape.exact else ():
+            end, whole = row.first + row.length, row.length <= row.total
+            last = min(self.shape.newest, row.length if whole else row.recent)
+            ends, starts = (
+                KeysValues(*(x[tokens].transpose(0, 1).unsqueeze(0) for x in (k, v)))
+                for tokens in (slice(end - last, end), slice(row.first, row.first + 1))
+            )
+            there = torch.tensor([whole or row.sinks > 0]) if table is None else table[1][row.place, :, 0] == 0
+            leading, place = Leading(starts, there.unsqueeze(0)), slice(row.place, row.place + 1)
+            self._kept.fill(place, min(row.length, row.total), ends, leading, self.buffers)
 
     @property
     def buffers(self) -> KeysValues:
@@ -296,7 +305,7 @@ class KVCache:
             self.recall.step(asked, new, self._lengths, self._slots, buffers, self._kept)
         keys = None
         if self._slots.scores_keys:
-            keys = k if self._kept.newest is not None else self._kept.once(k)
+            keys = k if self.shape.newest else self._kept.once(k)
         if self._fused is not None:
             if table is not None:
                 raise RuntimeError("this cache was started without rolling positions")
@@ -350,7 +359,7 @@ class KVCache:
         for buffer in self._distinct():
             buffer[index, :, :held] = reordered(buffer[index], order[..., :held])
         self._slots.go_on(self._lengths)
-        self._kept.forget(index)
+        self._kept.move(index, order[..., :held])
         self.rewritten += 1
 
     @property
@@ -367,6 +376,7 @@ class KVCache:
         self._lengths.start()
         self._slots.start(rolling)
         torch_only = rolling or self.choice is not None or (sinks and self.device.type != "cpu")
+        torch_only = torch_only or (self.shape.centred and (sinks or self.soft_cap is not None))
         self._fused = None if torch_only else FusedStep.of(self._lengths, self._slots, k, q, self._kept)
         if self._fused is not None:
             self._fused.attach(k, v)
@@ -392,7 +402,7 @@ class KVCache:
                 buffer.select(2, slot).copy_(x)
             else:
                 flat.index_copy_(0, slot, x.reshape(len(slot), -1))
-        if self.shape.newest:
+        if self.shape.exact:
             self._kept.take(self.last_slots, new, stored)
         out, row = self._attend_all(asked, table)
         length = self._lengths.occupied().length

@@ -6,6 +6,7 @@ The layout is `CachePacking`'s; the numbers are bit for bit those of `quant.grou
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +20,13 @@ from h2o_flexgen.huge import LARGE
 from h2o_flexgen.kernels import pieces, triton_available
 from h2o_flexgen.kernels.layers import rotate_halves
 from h2o_flexgen.kernels.pieces import hadamard
-from h2o_flexgen.kernels.types import KeysValues, Newest, PackedPrompts, Quantised
+from h2o_flexgen.kernels.types import Exact, KeysValues, PackedPrompts, Quantised
 from h2o_flexgen.quant import groupwise
 from h2o_flexgen.quant.groupwise import GroupFormat
 
 LAST = 64
 """Queries and keys of a prompt that scales of keys follow from, its last ones."""
+_NONE = "no prompt has come in"
 _MOST = 8
 """Of the exponents of two of such scales."""
 
@@ -69,20 +71,31 @@ def expand(packed: Tensor, packing: CachePacking, dtype: torch.dtype) -> Tensor:
 
 
 class KeyScales:
-    """Of the rows of a cache, what each number of their keys is multiplied by when it comes in, and queries divided by.
+    """Of the rows of a cache, what is taken from each number of their keys when it comes in, and what it is then
+    multiplied by, as queries are divided.
 
-    No score changes but for rounding: with numbers that are transformed together before they are rounded, the error of
-    q k is about |q / s| |k s|, which s = sqrt(|q_i| / |k_i|) makes smallest. |q_i| and |k_i| are root mean squares over
-    the last tokens of the row's own prompt, and the query heads of a KV head. s is a power of two: nothing is rounded.
+    With numbers that are transformed together before they are rounded, the error of q k is about |q / s| |k s|, which
+    s = sqrt(|q_i| / |k_i|) makes smallest. |q_i| and |k_i| are root mean squares over the last tokens of the row's own
+    prompt, and the query heads of a KV head. s is a power of two: nothing is rounded.
+
+    `centred` keys lose their mean over the same tokens first. Logits of a query that has not been told of it are all
+    smaller by one number, which changes no softmax over tokens alone: no sink's logit, no soft cap.
     """
 
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
+    def __init__(self, rows: int, centred: bool) -> None:
+        self._rows, self.centred = rows, centred
         self._of: Tensor | None = None  # (rows, kv_heads, d) in the dtype of keys
+        self._means: Tensor | None = None  # likewise, where keys are centred
 
     def settle(self, rows: Sequence[int], queries: Tensor, keys: Tensor, device: torch.device) -> None:
         """Those of `rows`, from the last of their queries (n, heads, m, d) and keys (n, kv_heads, m', d)."""
         asked, held = queries[:, :, -LAST:], keys[:, :, -LAST:]
+        if self.centred:
+            means = mean_of(held)
+            held = held - means.unsqueeze(2)
+            if self._means is None:
+                self._means = torch.zeros(self._rows, *means.shape[1:], dtype=keys.dtype, device=device)
+            self._means[list(rows)] = means.to(device)
         scales = scales_of(asked, held).to(device, keys.dtype)
         if self._of is None:
             self._of = scales.new_ones(self._rows, *scales.shape[1:])
@@ -114,71 +127,98 @@ class KeyScales:
         kept = LARGE.like(k)
         for row in prompts.rows:
             tokens = slice(row.first, row.first + row.length)
-            torch.mul(k[tokens], self.of[row.place], out=kept[tokens])
+            own = k[tokens] if self._means is None else k[tokens] - self._means[row.place]
+            torch.mul(own, self.of[row.place], out=kept[tokens])
         return kept
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[KeyScales | None, Sequence[int]]]) -> KeyScales | None:
         """The given rows, in this order; None of caches without."""
-        made = cls(sum(len(rows) for _, rows in parts))
-        found = [scales.of[list(rows)] for scales, rows in parts if scales is not None]
+        found = [(scales, list(rows)) for scales, rows in parts if scales is not None]
         if not found:
             return None
-        made._of = torch.cat(found)
+        made = cls(sum(len(rows) for _, rows in found), found[0][0].centred)
+        made._of = torch.cat([scales.of[rows] for scales, rows in found])
+        if made.centred:
+            made._means = torch.cat([required(scales._means, _NONE)[rows] for scales, rows in found])
         return made
 
     @property
     def of(self) -> Tensor:
         """(rows, kv_heads, d)."""
-        return required(self._of, "no prompt has come in")
+        return required(self._of, _NONE)
 
     def kept(self, k: Tensor, rows: Tensor | slice | None = None) -> Tensor:
         """Keys (n, kv_heads, ..., d), of `rows` or all, as they are kept."""
-        return k * self._like(k, rows)
+        own = k if self._means is None else k - _like(self._means, k, rows)
+        return own * _like(self.of, k, rows)
 
     def seen(self, k: Tensor, rows: slice | None = None) -> Tensor:
         """The keys that are kept as `k`."""
-        return k / self._like(k, rows)
+        own = k / _like(self.of, k, rows)
+        return own if self._means is None else own + _like(self._means, k, rows)
+
+    def of_row(self, row: int, heads: Tensor, k: Tensor) -> Tensor:
+        """Keys (n, d) of a row and these KV heads (n,) as they are kept."""
+        own = k if self._means is None else k - self._means[row][heads]
+        return own * self.of[row][heads]
 
     def asked(self, q: Tensor) -> Tensor:
         """Queries (rows, heads, d) as keys that are kept are asked."""
         return (q.unflatten(1, (self.of.shape[1], -1)) / self.of.unsqueeze(2)).flatten(1, 2)
 
-    def _like(self, k: Tensor, rows: Tensor | slice | None) -> Tensor:
-        scales = self.of if rows is None else self.of[rows]
-        return scales if k.dim() == 3 else scales.unsqueeze(2)
+
+def _like(x: Tensor, k: Tensor, rows: Tensor | slice | None) -> Tensor:
+    """What x has of `rows`, or all, for keys (n, kv_heads, ..., head_dim)."""
+    some = x if rows is None else x[rows]
+    return some if k.dim() == 3 else some.unsqueeze(2)
+
+
+class Leading(NamedTuple):
+    """The first tokens of prompts (n, kv_heads, 1, d), and in which heads the first slot has them, bool (n or 1,
+    kv_heads or 1)."""
+
+    tokens: KeysValues
+    there: Tensor
 
 
 class Keeping:
-    """How a cache keeps keys and values: as they are; or keys scaled, both rotated and packed, and beside them what
-    that has cost the newest tokens."""
+    """How a cache keeps keys and values: as they are; or keys centred and scaled, both rotated and packed, and beside
+    them what that has cost the newest tokens and the first."""
 
     def __init__(self, shape: CacheShape, device: torch.device) -> None:
         self.packings, self._shape, self._device = shape.packings, shape, device
-        self.scales = KeyScales(shape.batch) if shape.scaled else None
-        self.newest: Newest | None = None
+        self.scales = KeyScales(shape.batch, shape.centred) if shape.scaled else None
+        self.exact: Exact | None = None
 
     @classmethod
     def joined(cls, shape: CacheShape, parts: Sequence[tuple[Keeping, Sequence[int]]]) -> Keeping:
         """The given rows of these go on, in this order."""
         made = cls(shape, parts[0][0]._device)
         made.scales = KeyScales.joined([(part.scales, rows) for part, rows in parts])
-        found = [(part.newest, list(rows)) for part, rows in parts if part.newest is not None]
+        found = [(part.exact, list(rows)) for part, rows in parts if part.exact is not None]
         if found:
-            newest = made._newest(found[0][0].lost.k.dtype)
+            exact = made._exact(found[0][0].lost.k.dtype)
 
-            def rows_of(name: Callable[[Newest], Tensor]) -> Tensor:
-                return torch.cat([name(each)[rows].roll(each.count - 1 - each.at, 2) for each, rows in found])
+            def rows_of(name: Callable[[Exact], Tensor]) -> Tensor:
+                joined = torch.cat([name(each)[rows] for each, rows in found])
+                start, newest = 0, exact.newest
+                for each, rows in found:  # where each has its newest token last
+                    own = joined[start : start + len(rows), :, :newest]
+                    own.copy_(own.roll(newest - 1 - each.at, 2))
+                    start += len(rows)
+                return joined
 
-            newest.lost = KeysValues(rows_of(lambda each: each.lost.k), rows_of(lambda each: each.lost.v))
-            newest.slots = rows_of(lambda each: each.slots)
+            exact.lost = KeysValues(rows_of(lambda each: each.lost.k), rows_of(lambda each: each.lost.v))
+            exact.slots = rows_of(lambda each: each.slots)
         return made
 
-    def _newest(self, dtype: torch.dtype) -> Newest:
-        if self.newest is None:
+    def _exact(self, dtype: torch.dtype) -> Exact:
+        if self.exact is None:
             shape = self._shape
-            self.newest = Newest(shape.newest, (shape.batch, shape.kv_heads, shape.head_dim), dtype, self._device)
-        return self.newest
+            size = shape.batch, shape.kv_heads, shape.head_dim
+            self.exact = Exact(shape.newest, shape.first, size, dtype, self._device)
+        return self.exact
 
     def stored(self, part: int, x: Tensor, rows: Tensor | slice | None = None) -> Tensor:
         """Keys (part 0) or values (1) (n, kv_heads, ..., head_dim) of `rows`, or all, as buffers hold them."""
@@ -188,12 +228,12 @@ class Keeping:
         """The keys and values (n, kv_heads, slots, head_dim), from the first slot on, that buffers hold so."""
         if self.packings is None:
             return held
-        exact = dtype if self.newest is None else torch.float32
-        keys, values = (expand(part, packing, exact) for part, packing in zip(held, self.packings, strict=True))
-        if self.newest is not None:
-            slots = some_of(self.newest.slots, rows)
+        wide = torch.float32 if self.exact is not None or self._shape.centred else dtype
+        keys, values = (expand(part, packing, wide) for part, packing in zip(held, self.packings, strict=True))
+        if self.exact is not None:
+            slots = some_of(self.exact.slots, rows)
             gone, places = (slots < 0).unsqueeze(-1), slots.clamp(0).long().unsqueeze(-1)
-            for x, lost in zip((keys, values), self.newest.lost, strict=True):
+            for x, lost in zip((keys, values), self.exact.lost, strict=True):
                 missing = some_of(lost, rows).float().masked_fill(gone, 0.0)
                 x.scatter_add_(2, places.expand_as(missing), missing)
         seen = keys if self.scales is None else self.scales.seen(keys, rows)
@@ -206,29 +246,36 @@ class Keeping:
         packed = expand(self.stored(0, k), self.packings[0], k.dtype)
         return packed if self.scales is None else self.scales.seen(packed)
 
-    def fill(self, rows: Tensor | slice, held: int, last: KeysValues, buffers: KeysValues) -> None:
+    def fill(self, rows: Tensor | slice, held: int, last: KeysValues, first: Leading, buffers: KeysValues) -> None:
         """The prompts of `rows` are in, in the first `held` slots of `buffers`, of which the last m hold their last
         tokens, (n, kv_heads, m, head_dim), m at most as many as newest ones are kept."""
-        if self.packings is None or not self._shape.newest:
+        if self.packings is None or not self._shape.exact:
             return
-        newest, count = self._newest(last.k.dtype), last.k.shape[2]
-        for i, (lost, x) in enumerate(zip(newest.lost, last, strict=True)):
+        exact, count = self._exact(last.k.dtype), last.k.shape[2]
+        newest = exact.newest
+        for i, (lost, x) in enumerate(zip(exact.lost, last, strict=True)):
             pieces = buffers[i][rows, :, held - count : held]
-            lost[rows, :, newest.count - count :] = self._lost(i, x, pieces, rows)
-        newest.slots[rows] = -1
-        places = torch.arange(held - count, held, dtype=torch.int32, device=newest.slots.device)
-        newest.slots[rows, :, newest.count - count :] = places
+            lost[rows, :, newest - count : newest] = self._lost(i, x, pieces, rows)
+        slots = torch.full_like(exact.slots[rows], -1)
+        slots[..., newest - count : newest] = torch.arange(held - count, held, device=slots.device)
+        if self._shape.first:
+            for i, (lost, x) in enumerate(zip(exact.lost, first.tokens, strict=True)):
+                lost[rows, :, newest:] = self._lost(i, x, buffers[i][rows, :, :1], rows)
+            there = first.there.to(slots.device).unsqueeze(-1)
+            slots[..., :newest].masked_fill_(there & (slots[..., :newest] == 0), -1)  # it is once among these
+            slots[..., newest:].masked_fill_(there, 0)
+        exact.slots[rows] = slots
 
     def put(self, row: int, heads: Tensor, slots: Tensor, tokens: KeysValues, buffers: KeysValues) -> None:
         """Tokens (n, head_dim) go into slots of a row, of these KV heads, (n,) each, as when they first came in; what
         packing costs them is not kept."""
         for i, (buffer, x) in enumerate(zip(buffers, tokens, strict=True)):
             if self.packings is not None:
-                scaled = x if i or self.scales is None else x * self.scales.of[row][heads]
+                scaled = x if i or self.scales is None else self.scales.of_row(row, heads, x)
                 x = pack(scaled, self.packings[i])
             buffer[row, heads, slots] = x
-        if self.newest is not None:
-            own = self.newest.slots[row]
+        if self.exact is not None:
+            own = self.exact.slots[row]
             places, which = (own[heads] == slots.unsqueeze(1)).nonzero(as_tuple=True)
             own[heads[places], which] = -1
 
@@ -240,23 +287,26 @@ class Keeping:
         return [None] if some >= shape.batch else [slice(row, row + some) for row in range(0, shape.batch, some)]
 
     def advance(self) -> None:
-        if self.newest is not None:
-            self.newest.at = (self.newest.at + 1) % self.newest.count
+        if self.exact is not None and self.exact.newest:
+            self.exact.at = (self.exact.at + 1) % self.exact.newest
 
     def take(self, slots: Tensor, new: KeysValues, pieces: Sequence[Tensor]) -> None:
         """The step's tokens (b, kv_heads, head_dim) were packed as `pieces`, into `slots` (b, kv_heads)."""
-        newest = self.newest
-        if newest is None:
+        exact = self.exact
+        if exact is None:
             return
-        for i, (lost, x) in enumerate(zip(newest.lost, new, strict=True)):
-            lost[:, :, newest.at] = self._lost(i, x, pieces[i], None)
-        newest.slots.masked_fill_(newest.slots == slots.unsqueeze(-1), -1)
-        newest.slots[:, :, newest.at] = slots.int()
+        exact.slots.masked_fill_(exact.slots == slots.unsqueeze(-1), -1)
+        if exact.newest:
+            for i, (lost, x) in enumerate(zip(exact.lost, new, strict=True)):
+                lost[:, :, exact.at] = self._lost(i, x, pieces[i], None)
+            exact.slots[:, :, exact.at] = slots.int()
 
-    def forget(self, rows: Tensor | slice) -> None:
-        """What `rows` hold has moved."""
-        if self.newest is not None:
-            self.newest.slots[rows] = -1
+    def move(self, rows: Tensor | slice, order: Tensor) -> None:
+        """The slots of `rows` have taken the contents of the slots `order` (n, kv_heads, slots), in this order."""
+        if self.exact is not None:
+            found = self.exact.slots[rows].unsqueeze(-1) == order.unsqueeze(2)
+            places = found.int().argmax(-1).masked_fill(~found.any(-1), -1)
+            self.exact.slots[rows] = places.int()
 
     def _scaled(self, part: int, x: Tensor, rows: Tensor | slice | None) -> Tensor:
         return x if part or self.scales is None else self.scales.kept(x, rows)
@@ -265,6 +315,14 @@ class Keeping:
         """What packing has cost x."""
         kept = expand(pieces, required(self.packings, "nothing is packed")[part], torch.float32)
         return (self._scaled(part, x, rows).float() - kept).to(x.dtype)
+
+
+def mean_of(keys: Tensor) -> Tensor:
+    """The mean key of the last tokens of prompts, (n, kv_heads, m, d), rounded to their dtype: (n, kv_heads, d). Where
+    there may be fewer than LAST the first is left out, which may be far from all others; zeros where it is alone."""
+    some = keys if keys.shape[2] == LAST else keys[:, :, 1:]
+    means = some.float().mean(2) if some.shape[2] else keys.new_zeros(keys.shape[0], keys.shape[1], keys.shape[3])
+    return means.to(keys.dtype)
 
 
 def scales_of(queries: Tensor, keys: Tensor) -> Tensor:

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from h2o_flexgen.cache.lengths import slots_needed
 from h2o_flexgen.config.budget import Budget
-from h2o_flexgen.config.model.packing import CacheBits, CachePacking, CacheRotation, cache_packings, scales_keys
+from h2o_flexgen.config.model.packing import (
+    CacheBits,
+    CachePacking,
+    CacheRotation,
+    cache_packings,
+    centres_keys,
+    scales_keys,
+)
 
 
 @dataclass(frozen=True)
@@ -19,7 +26,7 @@ class CacheShape:
     """The shape of K and V: (batch, kv_heads, capacity, head_dim), with `capacity` slots, see `slots_needed`.
 
     Packed K and V (`bits` below 16, see `CachePacking`) are uint8, and their last dimension is bytes. joint: values are
-    the keys, in one tensor. newest: tokens of a packed cache whose rounding errors are stored, too.
+    the keys, in one tensor. newest, first: tokens of a packed cache whose rounding errors are stored, too.
     """
 
     batch: int
@@ -30,6 +37,7 @@ class CacheShape:
     joint: bool = False
     rotation: CacheRotation = "rotate"
     newest: int = 0
+    first: int = 0
 
     @classmethod
     def of(
@@ -56,6 +64,11 @@ class CacheShape:
         return scales_keys(self.bits, self.rotation) and not self.joint
 
     @property
+    def centred(self) -> bool:
+        """Whether keys are centred before they are scaled."""
+        return centres_keys(self.bits, self.rotation) and not self.joint
+
+    @property
     def sizes(self) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
         packings, slots = self.packings, (self.batch, self.kv_heads, self.capacity)
         keys, values = (self.head_dim,) * 2 if packings is None else (packing.nbytes for packing in packings)
@@ -72,9 +85,14 @@ class CacheShape:
     def nbytes(self, dtype: torch.dtype) -> int:
         return sum(map(prod, self.sizes[: 1 if self.joint else 2])) * self.kept(dtype).itemsize
 
-    def newest_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the rounding errors of the newest tokens, beside K and V."""
-        return 2 * self.batch * self.kv_heads * self.newest * self.head_dim * dtype.itemsize
+    @property
+    def exact(self) -> int:
+        """Tokens of a row whose rounding errors are stored."""
+        return self.newest + self.first
+
+    def exact_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the rounding errors of the newest and first tokens, beside K and V."""
+        return 2 * self.batch * self.kv_heads * self.exact * self.head_dim * dtype.itemsize
 
     def buffers(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """A K and a V of this shape, zeros."""

@@ -19,11 +19,16 @@ def index_of(rows: Sequence[int], device: torch.device) -> slice | Tensor:
     return torch.tensor(rows, device=device)
 
 
+def beginning(own: Tensor, shared: Tensor | None) -> Tensor:
+    """The first token of own (n, kv_heads, S, d), which follow those that the rows share, (kv_heads, P, d)."""
+    return own[:, :, :1] if shared is None else shared[:, :1].expand(len(own), -1, -1, -1)
+
+
 def ending(own: Tensor, shared: Tensor | None, count: int) -> Tensor:
     """The last `count` tokens of own (n, kv_heads, S, d), which follow those that the rows share, (kv_heads, P, d)."""
     missing = count - own.shape[2]
     if missing <= 0 or shared is None:
-        return own[:, :, -count:]
+        return own[:, :, max(0, -missing) :]
     return torch.cat([shared[:, -missing:].expand(len(own), -1, -1, -1), own], dim=2)
 
 

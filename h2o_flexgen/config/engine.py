@@ -25,7 +25,7 @@ DEVICES = ("auto", "cpu", "cuda")
 MODEL_IMPLS = ("auto", "native", "transformers")
 BITS = (16, 8, 4)
 LARGEST_GROUP = 1024
-NEWEST = 16
+NEWEST = 4
 """Tokens that a cache whose budget is in bytes keeps in 16 bits besides: queries look at what is near most of all."""
 FEW = (4, 3)
 """Bits of its keys and values, unless asked for, where heads allow that: values bear more rounding than keys do."""
@@ -76,7 +76,8 @@ class EngineConfig:
     Fields mean what the flags' help says; besides:
 
     policy        "auto", an OffloadPolicy, or a mapping of the fields that are fixed; the others are then chosen
-    cache_rotation  "rotate" is a Hadamard transform; with "scale" keys are scaled by channel first
+    cache_rotation  "rotate" is a Hadamard transform; with "scale" keys are scaled by channel first, with "centre" after
+                  their mean has been taken from them, and the first token is also kept in 16 bits
     prefix_mem, prefix_dir, prefix_disk   a store of keys and values of prefixes that come back over blocks, calls and,
                   in a folder, processes; none without one of the first two
     trace         whether `LLM.timeline` has who was busy when, and memory over time
@@ -111,13 +112,14 @@ class EngineConfig:
         parse=_cache_bits,
         show=_shown_bits,
     )
-    cache_rotation: CacheRotation = option(
-        "scale",
-        help="before packing: rotate spreads outliers over all numbers, scale also fits keys to queries; or none",
+    cache_rotation: CacheRotation | None = option(
+        None,
+        help="before packing: rotate spreads outliers, scale also fits keys to queries, centre takes their mean; none",
         metavar="HOW",
+        unset="centre with --kv-bytes where logits have neither caps nor sinks, else scale",
     )
     cache_newest: int | None = option(
-        None, help="newest tokens that packed caches also keep in 16 bits", unset="16 with --kv-bytes, else 0"
+        None, help="newest tokens that packed caches also keep in 16 bits", unset="4 with --kv-bytes, else 0"
     )
     dequantize: bool = option(False, help="expand weights that the checkpoint has packed")
     device: str = option("auto", help="auto, cpu, cuda")
@@ -163,7 +165,8 @@ class EngineConfig:
         one_of(self.model_impl, "model_impl", MODEL_IMPLS)
         one_of(self.dtype, "dtype", ("auto", *DTYPES))
         one_of(self.device, "device", DEVICES)
-        one_of(self.cache_rotation, "cache_rotation", CACHE_ROTATIONS)
+        if self.cache_rotation is not None:
+            one_of(self.cache_rotation, "cache_rotation", CACHE_ROTATIONS)
         one_of(self.weight_bits, "weight_bits", BITS)
         if isinstance(self.cache_bits, list):  # as JSON has pairs
             object.__setattr__(self, "cache_bits", tuple(self.cache_bits))
@@ -245,7 +248,8 @@ class EngineConfig:
         if by_bytes and bits == 16:  # which by bytes are the same as by tokens
             dims = [spec.heads_of(layer).dim for layer in range(spec.num_layers) if spec.attends(layer)]
             bits = FEW[0] if any(dim % 16 for dim in dims) else FEW
-        return spec.with_cache_bits(bits, self.cache_rotation, newest)
+        centred = by_bytes and not spec.arch.sinks and spec.arch.attention_cap is None
+        return spec.with_cache_bits(bits, self.cache_rotation or ("centre" if centred else "scale"), newest)
 
     @property
     def keeps_prefixes(self) -> bool:

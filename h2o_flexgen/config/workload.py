@@ -9,7 +9,7 @@ from pathlib import PurePath
 from h2o_flexgen.config.checks import whole
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import option
-from h2o_flexgen.config.model.packing import scales_keys
+from h2o_flexgen.config.model.packing import channel_numbers, first_tokens
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.recall import check_recall
 from h2o_flexgen.config.splits import FAR_LAYERS, THEN_H2O
@@ -50,8 +50,9 @@ def counted_in_bytes(eviction: EvictionConfig, spec: ModelSpec) -> EvictionConfi
         return kept, whole
 
     kept, whole = token(own)
-    scaled = own if scales_keys(spec.cache_bits, spec.cache_rotation) else []
-    beside = spec.cache_newest * whole + sum(2 * spec.heads_of(i).keys * spec.heads_of(i).dim for i in scaled)
+    scales = channel_numbers(spec.cache_bits, spec.cache_rotation)
+    exact = spec.cache_newest + first_tokens(spec.cache_bits, spec.cache_rotation)
+    beside = exact * whole + scales * sum(2 * spec.heads_of(i).keys * spec.heads_of(i).dim for i in own)
     narrow = sorted({window for layer in own if (window := spec.windows[layer]) is not None})
     windows = ((window - 1, *token([layer for layer in own if spec.windows[layer] == window])) for window in narrow)
     return replace(eviction, token_bytes=(kept, whole, beside), window_bytes=tuple(windows)) if own else eviction

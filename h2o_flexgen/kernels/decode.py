@@ -10,7 +10,7 @@ from torch import Tensor
 
 from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.kernels.native import function, library, structure
-from h2o_flexgen.kernels.types import RULES, Newest, Ranking, RankRule, SlotRule, fit
+from h2o_flexgen.kernels.types import RULES, Exact, Ranking, RankRule, SlotRule, fit
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 """Of keys, values and queries."""
@@ -44,7 +44,7 @@ class NativeAttend:
         masks: Tensor | None = None,
         rule: RankRule | None = None,
         packings: tuple[CachePacking, CachePacking] | None = None,
-        newest: Newest | None = None,
+        exact: Exact | None = None,
     ) -> None:
         """As `DecodeStep` says; rules may be (rows, 8) int64. ValueError where there is no kernel, see `available`.
 
@@ -52,8 +52,8 @@ class NativeAttend:
         that rules hide.
 
         rule: what slots of a ranking are compared by; None: their scores. With `packings` K and V are packed so, uint8
-        (rows, kv_heads, capacity, bytes of a piece). newest: what that has cost the newest tokens, which steps go on
-        with; q, k and v are then in its dtype.
+        (rows, kv_heads, capacity, bytes of a piece). exact: what that has cost the newest tokens, which steps go on
+        with, and the first; q, k and v are then in its dtype.
         """
         if library() is None or len(rules) != size[0] or size[3] > MAX_DIM:
             raise ValueError(f"no kernel for {len(rules)} rules and a cache of {size}: see `available`")
@@ -81,11 +81,11 @@ class NativeAttend:
             self._step.by = RULES.index(rule.by)
             self._step.squares = None if rule.squares is None else rule.squares.data_ptr()
             self._step.scopes = None if rule.scopes is None else rule.scopes.data_ptr()
-        self._newest = newest
-        if newest is not None:
-            step, (lost_k, lost_v) = self._step, newest.lost
-            step.newest, step.lost_k, step.lost_v = newest.count, lost_k.data_ptr(), lost_v.data_ptr()
-            step.lost_slots = newest.slots.data_ptr()
+        self._exact = exact
+        if exact is not None:
+            step, (lost_k, lost_v) = self._step, exact.lost
+            step.exact, step.lost_k, step.lost_v = exact.count, lost_k.data_ptr(), lost_v.data_ptr()
+            step.lost_slots = exact.slots.data_ptr()
         self._kv: tuple[Tensor, Tensor] | None = None
         self._dtype = torch.float32
         self._strides: object = None
@@ -134,10 +134,10 @@ class NativeAttend:
             self._compute_in(qkv[0].dtype)
         q, k, v = (fit(x, self._dtype) for x in qkv)
         heads, step = q.shape[1], self._step
-        if self._newest is not None:
-            if self._newest.lost.k.dtype != self._dtype:
-                raise ValueError(f"q is {self._dtype}, and the newest tokens are {self._newest.lost.k.dtype}")
-            step.newest_at = self._newest.at
+        if self._exact is not None:
+            if self._exact.lost.k.dtype != self._dtype:
+                raise ValueError(f"q is {self._dtype}, and the newest tokens are {self._exact.lost.k.dtype}")
+            step.newest_at = self._exact.at
         if self._kv is None:
             raise RuntimeError("no K and V are attached")
         if q.shape != (self._rows, heads, self._new[2]) or heads % self._new[1] or not k.shape == v.shape == self._new:

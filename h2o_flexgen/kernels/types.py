@@ -148,16 +148,18 @@ class RankRule(NamedTuple):
     """(rows,) int64, of "steady": of how many tokens, the steadiest that may go, the one that does is chosen."""
 
 
-class Newest:
-    """What packing has cost the newest tokens of each row: their keys and values as they are kept, less what they are
-    packed as. Steps see these tokens as they came."""
+class Exact:
+    """What packing has cost the newest tokens of each row, and its first: their keys and values as they are kept, less
+    what they are packed as. Steps see these tokens as they came."""
 
-    def __init__(self, count: int, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        """Of the last `count` tokens, none yet; size: (rows, kv_heads, d)."""
+    def __init__(
+        self, newest: int, first: int, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Of the last `newest` tokens, and behind them the `first` ones, none yet; size: (rows, kv_heads, d)."""
         rows, heads, dim = size
-        self.count, self.at = count, count - 1
-        """How many, and which of them the newest is."""
-        shape = rows, heads, count, dim
+        self.newest, self.at, self.count = newest, newest - 1, newest + first
+        """How many are the newest, which of them came last (-1: there are none), and how many there are in all."""
+        shape = rows, heads, self.count, dim
         self.lost = KeysValues(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
         self.slots = torch.full(shape[:3], -1, dtype=torch.int32, device=device)
         """Where they lie, from the first slot of their row and head; -1: nowhere any more."""

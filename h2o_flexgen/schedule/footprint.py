@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Self
 
-from h2o_flexgen.config.model.packing import scales_keys
+from h2o_flexgen.config.model.packing import channel_numbers, first_tokens
 from h2o_flexgen.config.model.tensors import PAGE, round_up, states_bytes
 from h2o_flexgen.config.offload import TIERS, Kernels, OffloadPolicy
 from h2o_flexgen.config.placement import Placement
@@ -223,10 +223,10 @@ def _record_bytes(block: BlockShape, layer: int) -> int:
     kv_heads, C), with rolling positions a rank int32, eight int64 of (b, kv_heads), a policy's last queries. Also the
     scales of keys, and the rounding errors of the newest tokens."""
     request, split, heads = block.request, block.request.eviction.split, block.spec.heads_of(layer)
-    scaled = scales_keys(block.spec.cache_bits, block.spec.cache_rotation) and not heads.joint
-    scales = block.rows * heads.keys * heads.dim * block.size if scaled else 0
-    newest = 0 if heads.joint else block.spec.cache_newest
-    scales += block.rows * heads.keys * newest * (2 * heads.dim * block.size + 4)
+    kept = block.spec.cache_bits, block.spec.cache_rotation
+    scales, exact = channel_numbers(*kept), block.spec.cache_newest + first_tokens(*kept)
+    numbers = 0 if heads.joint else scales * heads.dim * block.size + exact * (2 * heads.dim * block.size + 4)
+    scales = block.rows * heads.keys * numbers
     if request.budgets[layer].full or not request.slots[layer]:
         return scales if request.slots[layer] else 0
     numbers = split.numbers + 1 + block.rolling

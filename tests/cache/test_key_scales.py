@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h2o_flexgen.cache.packing import KeyScales, scales_of
+from h2o_flexgen.cache.packing import KeyScales, mean_of, scales_of
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.errors import UsageError
 from tests.oracles.packed import channel_scales
@@ -21,7 +21,7 @@ def _looked_at(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_scales_equal_the_loop_and_change_no_score() -> None:
     queries, keys = _looked_at(torch_generator(3))
-    scales = KeyScales(3)
+    scales = KeyScales(3, centred=False)
     scales.settle([2, 0], queries, keys, keys.device)
     for row, place in enumerate((2, 0)):
         for head in range(2):
@@ -34,6 +34,26 @@ def test_scales_equal_the_loop_and_change_no_score() -> None:
     assert torch.equal(before, after)  # powers of two round nothing
     assert torch.equal(scales_of(7.0 * queries, keys), scales_of(queries, 0.3 * keys))
     assert torch.equal(scales.of[1], torch.ones(2, 6))
+
+
+def test_centred_keys_are_less_their_mean_and_differ_by_one_number_for_a_query() -> None:
+    queries, keys = _looked_at(torch_generator(5))
+    scales, queries, keys = KeyScales(2, centred=True), queries.double(), keys.double() + 3.0
+    scales.settle([0, 1], queries, keys, keys.device)
+    kept, asked = scales.kept(keys), torch.randn(2, 4, 6, generator=torch_generator(6)).double()
+    torch.testing.assert_close(kept[:, :, -64:].mean(2), torch.zeros(2, 2, 6).double(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(scales.seen(kept), keys)
+    found = scales.asked(asked).view(2, 2, 2, 6) @ kept.transpose(-1, -2)
+    shift = asked.view(2, 2, 2, 6) @ keys.transpose(-1, -2) - found
+    torch.testing.assert_close(shift, shift[..., :1].expand_as(shift))
+
+
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65])
+def test_the_mean_is_of_the_last_tokens_without_the_first(length: int) -> None:
+    keys = torch.randn(1, 1, length, 4, generator=torch_generator(7))
+    some = keys[0, 0, -64:] if length >= 64 else keys[0, 0, 1:]
+    expected = some.mean(0) if len(some) else torch.zeros(4)
+    torch.testing.assert_close(mean_of(keys[:, :, -64:])[0, 0], expected)
 
 
 def test_channels_without_numbers() -> None:

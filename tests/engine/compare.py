@@ -41,7 +41,9 @@ def assert_engine_equals_oracle(
     # A last digit that differs may make another code of a number, and that another answer.
     close, loose = (CLOSE, 1e-3) if bits == 16 else (1e-3, 1e-2)
     eviction = policy.eviction(**changes)
-    oracle = rounding(policy.oracle, bits, scaled=True, newest=(places or {}).get("cache_newest", 0))
+    centred = (places or {}).get("cache_rotation") == "centre"
+    newest = (places or {}).get("cache_newest", 0)
+    oracle = rounding(policy.oracle, bits, scaled=True, newest=newest, centred=centred)
     prompts, runs = _expected(model, oracle, eviction, tuple(lengths), new_tokens, close)
     settings = {"max_new_tokens": new_tokens, "ignore_eos": True, "logprobs": 0}
     engine = {"dtype": "float32", "eviction": eviction, "seed": eviction.seed, "cache_bits": bits}

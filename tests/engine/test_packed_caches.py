@@ -61,6 +61,27 @@ def test_the_newest_tokens_are_seen_as_they_came(
     assert_engine_equals_oracle(checkpoint("llama-gqa"), policy, LENGTHS, NEW, history, bits, places)
 
 
+@pytest.mark.parametrize(
+    ("policy", "place", "bits", "newest"),
+    [pytest.param(*cell.values, newest, id=f"{cell.id}-{newest}") for newest in (0, 3) for cell in CELLS[newest::4]],
+)
+def test_centred_keys(
+    policy: PolicyRow, place: str, bits: CacheBits, newest: int, checkpoint, history: History
+) -> None:
+    places = {**PLACES[place], "cache_rotation": "centre", "cache_newest": newest}
+    assert_engine_equals_oracle(checkpoint("llama-gqa"), policy, LENGTHS, NEW, history, bits, places)
+
+
+@pytest.mark.parametrize(
+    ("name", "rolling"),
+    [("gemma2", False), ("gemma3", False), ("gpt-oss", False), ("opt", False), ("gemma2", True), ("gpt-oss", True)],
+)
+def test_centred_keys_beside_caps_sinks_and_windows(name: str, rolling: bool, checkpoint, history: History) -> None:
+    changes = {"budget": 12, "sinks": 1, "rolling_positions": rolling}
+    places = {"cache_rotation": "centre", "cache_newest": 2}
+    assert_engine_equals_oracle(checkpoint(name), POLICIES[1], [*LENGTHS, 70], NEW, history, 8, places, **changes)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "rolling"), [("opt", False), ("gemma3", True), ("gpt-neox", True)], ids=str)
 def test_other_families(name: str, rolling: bool, checkpoint, history: History) -> None:
@@ -146,8 +167,8 @@ def test_values_of_three_bits(tmp_path: Path, history: History) -> None:
         llm.generate(prompts_of([30]), **SETTINGS)
         assert llm.model.spec.cache_bits == (4, 3)
         assert llm.last_record.quantization["cache"]["bits"] == [4, 3]
-        plain, lost = 2 * 16 * 2, 16 * 2 * 16 * 2
-        assert llm.last_record.eviction["budget"] == int((0.5 * 39 * plain - 2 * 16 - lost) / (8 + 4 + 6 + 4))
+        plain, lost = 2 * 16 * 2, (4 + 1) * 2 * 16 * 2
+        assert llm.last_record.eviction["budget"] == int((0.5 * 39 * plain - 2 * 2 * 16 - lost) / (8 + 4 + 6 + 4))
 
 
 def test_bits_that_there_are_not(checkpoint) -> None:
@@ -168,17 +189,18 @@ def test_a_share_of_bytes_is_filled_with_packed_tokens(checkpoint) -> None:
             assert spec.cache_bits == (4 if bits == 16 else bits), "heads of 8 numbers take no 3 bits"
     lengths, plain = [30 + NEW, 41 + NEW], 2 * spec.head_dim * 2
     for name, token in (("bytes", spec.head_dim + 8), ("bytes, 8 and 4", spec.head_dim * 12 // 8 + 8)):
-        totals = [int((0.3 * length * plain - 2 * spec.head_dim) / token) for length in lengths]  # less the scales
+        beside = 2 * 2 * spec.head_dim + plain  # scales and means, and the first token
+        totals = [int((0.3 * length * plain - beside) / token) for length in lengths]
         assert found[name][1].eviction["budget"] == totals
         assert found[name][1].quantization["cache"]["bits"] == (4 if name == "bytes" else [8, 4])
     assert totals != lengths
     assert found["whole"][1].eviction["budget"] == lengths
     token = spec.head_dim + 8
-    totals = [int((0.6 * length * plain - 2 * spec.head_dim - 16 * plain) / token) for length in lengths]
+    totals = [int((0.6 * length * plain - beside - 4 * plain) / token) for length in lengths]
     assert found["newest"][1].eviction["budget"] == totals
-    assert found["newest"][1].quantization["cache"]["newest"] == 16
+    assert found["newest"][1].quantization["cache"]["newest"] == 4
     eviction = EvictionConfig("h2o", budget=found["bytes"][1].eviction["budget"][0])
-    with Engine(checkpoint("llama-gqa")[1], cache_bits=4, eviction=eviction) as llm:
+    with Engine(checkpoint("llama-gqa")[1], cache_bits=4, cache_rotation="centre", eviction=eviction) as llm:
         assert llm.generate(prompts[:1], **SETTINGS)[0].token_ids == found["bytes"][0][0]
 
 

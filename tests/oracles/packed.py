@@ -44,11 +44,11 @@ def channel_scales(queries: Sequence[Sequence[Vector]], keys: Sequence[Vector]) 
 
 @cache
 def rounding(
-    oracle: type[EvictionOracle], bits: CacheBits, scaled: bool = False, newest: int = 0
+    oracle: type[EvictionOracle], bits: CacheBits, scaled: bool = False, newest: int = 0, centred: bool = False
 ) -> type[EvictionOracle]:
     """`oracle` with a cache of `bits`. Prompts attend to exact keys; what stays of them is rounded. A new token is
     rounded before any query sees it, its own included, unless it is one of the `newest`. scaled: keys by channel before
-    all.
+    all. centred: less their mean before that, and the first token is not rounded.
     """
     if bits == 16:
         return oracle
@@ -60,13 +60,17 @@ def rounding(
         ) -> list[list[list[float]]]:
             outputs: list[list[list[float]]] = super().prompt(queries, keys, values)
             asked = [[self.rotate(head, i) for head in query] for i, query in enumerate(queries)]
-            self.by = channel_scales(asked[-64:], keys[-64:]) if scaled else [1.0] * len(keys[0])
+            some = (keys[-64:] if len(keys) >= 64 else keys[1:]) if centred else []
+            self.mean = [sum(numbers) / len(some) for numbers in zip(*some, strict=True)] or [0.0] * len(keys[0])
+            last = [[x - m for x, m in zip(key, self.mean, strict=True)] for key in keys[-64:]]
+            self.by = channel_scales(asked[-64:], last) if scaled else [1.0] * len(keys[0])
             known = len(keys) if len(self.keys) == len(keys) else self.budget.latest
             self.recent = len(keys) - min(newest, known)
             self.round([position for position in self.keys if position < self.recent])
             return outputs
 
         def round(self, positions: Sequence[int]) -> None:
+            positions = [p for p in positions if p or not centred]
             if positions:
                 keys = self.scaled([self.keys[p] for p in positions])
                 values = rounded([self.values[p] for p in positions], each[1])
@@ -74,8 +78,9 @@ def rounding(
                     self.keys[p], self.values[p] = key, value
 
         def scaled(self, keys: Sequence[Vector]) -> list[list[float]]:
-            held = rounded([[x * s for x, s in zip(key, self.by, strict=True)] for key in keys], each[0])
-            return [[x / s for x, s in zip(key, self.by, strict=True)] for key in held]
+            by = list(zip(self.by, self.mean, strict=True))
+            held = rounded([[(x - m) * s for x, (s, m) in zip(key, by, strict=True)] for key in keys], each[0])
+            return [[x / s + m for x, (s, m) in zip(key, by, strict=True)] for key in held]
 
         def step(self, queries: Sequence[Vector], key: Vector, value: Vector) -> list[list[float]]:
             self.raw = key, value

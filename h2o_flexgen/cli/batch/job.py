@@ -195,7 +195,7 @@ def job_identity(
         "dtype": llm.model.dtype,
         "weight bits": [engine.weight_bits, engine.weight_group, engine.weight_importance, engine.allow_compress],
         "cache bits": llm.model.spec.cache_bits,
-        **({} if llm.model.spec.cache_bits == 16 else {"cache rotation": engine.cache_rotation}),
+        **({} if llm.model.spec.cache_bits == 16 else {"cache rotation": llm.model.spec.cache_rotation}),
         **({"newest in the cache": llm.model.spec.cache_newest} if llm.model.spec.cache_newest else {}),
         "dequantize": engine.dequantize,
         "seed": engine.seed,

@@ -137,9 +137,12 @@ CacheBits = int | tuple[int, int]
 computation's dtype."""
 
 
-CacheRotation = Literal["scale", "rotate", "none"]
-"""Before keys and values are packed both are rotated, and keys are scaled by channel first (`cache.packing.KeyScales`);
-both are rotated; or neither."""
+CacheRotation = Literal["centre", "scale", "rotate", "none"]
+"""Before keys and values are packed both are rotated, and keys are centred and scaled by channel first
+(`cache.packing.KeyScales`); only scaled first; both are rotated; or neither."""
+FIRST = 1
+"""Tokens of a prompt, its first ones, whose rounding errors are kept where keys are centred: what draws most of the
+attention to itself is far from the mean."""
 CACHE_ROTATIONS: tuple[CacheRotation, ...] = get_args(CacheRotation)
 
 
@@ -155,7 +158,22 @@ def cache_packings(
 
 def scales_keys(bits: CacheBits, rotation: CacheRotation) -> bool:
     """Whether keys are scaled before they are packed, unless they are the values as well."""
-    return bits != 16 and rotation == "scale"
+    return bits != 16 and rotation in ("centre", "scale")
+
+
+def centres_keys(bits: CacheBits, rotation: CacheRotation) -> bool:
+    """Whether their mean is taken from keys before they are scaled."""
+    return bits != 16 and rotation == "centre"
+
+
+def channel_numbers(bits: CacheBits, rotation: CacheRotation) -> int:
+    """Numbers that a row keeps of each channel of its keys: a scale, and a mean."""
+    return scales_keys(bits, rotation) + centres_keys(bits, rotation)
+
+
+def first_tokens(bits: CacheBits, rotation: CacheRotation) -> int:
+    """Tokens whose rounding errors are kept, beside those of the newest ones."""
+    return FIRST if centres_keys(bits, rotation) else 0
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.cache.prefix_store import PrefixStore
 from h2o_flexgen.cache.recall import DiskShelves, Recall, RecallCounts
 from h2o_flexgen.cache.shape import CacheShape
+from h2o_flexgen.config.model.packing import first_tokens
 from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.batching.scheduler import BatchScheduler, BlockRoom, StoredPrefixes, WaitingQueue
@@ -173,8 +174,10 @@ class BlockRunner:
                 heads = spec.heads_of(layer)
                 shape = CacheShape.of(budgets, heads.keys, heads.dim, spec.cache_bits, heads.joint, spec.cache_rotation)
                 slots = max(shape.capacity, later) if spec.attends(layer) else 0
-                exact = spec.cache_newest if slots and not heads.joint and spec.arch.chunk_of(layer) is None else 0
-                shapes[layer, gpu_batch] = replace(shape, capacity=slots, newest=exact)
+                exact = spec.cache_newest, first_tokens(spec.cache_bits, spec.cache_rotation)
+                if not slots or heads.joint or spec.arch.chunk_of(layer) is not None:
+                    exact = 0, 0
+                shapes[layer, gpu_batch] = replace(shape, capacity=slots, newest=exact[0], first=exact[1])
                 on_cpu = plan.policy.cpu_cache_compute and plan.placement.cache[layer, gpu_batch] == "cpu"
                 devices[layer, gpu_batch] = torch.device("cpu") if on_cpu else at[layer]
         watch = None if self.scores is None else self.scores.filled

@@ -66,10 +66,10 @@ typedef struct {
     int64_t by;             /* what ranked slots are compared by */
     float *squares;         /* as `score`, BY_STEADY: sums of squared probabilities beside the sums */
     const int64_t *scopes;  /* (rows): of how many, the steadiest, the one that goes is chosen */
-    /* Of packed keys and values what packing has cost the newest tokens: */
-    int64_t newest, newest_at; /* how many; which of them the new token is */
-    char *lost_k, *lost_v;     /* (rows, kv_heads, newest, dim), in the dtype of new ones */
-    int32_t *lost_slots;       /* (rows, kv_heads, newest): where they lie; -1: nowhere any more */
+    /* Of packed keys and values what packing has cost the newest tokens and the first: */
+    int64_t exact, newest_at; /* how many; which of them the new token is, -1: none */
+    char *lost_k, *lost_v;    /* (rows, kv_heads, exact, dim), in the dtype of new ones */
+    int32_t *lost_slots;      /* (rows, kv_heads, exact): where they lie; -1: nowhere any more */
 } Step;
 
 INLINE __m512 dot(__m512 sum, __m512i a, __m512i b, int bf16) {
@@ -296,37 +296,37 @@ INLINE Head begin(const Step *s, int64_t row, int64_t head, const Pieces *keys, 
     s->used[h.task] = h.slot;
     uint8_t *k = (uint8_t *)s->k + (h.base + h.slot) * kept_bytes(keys);
     uint8_t *v = (uint8_t *)s->v + (h.base + h.slot) * kept_bytes(values);
-    const int64_t lost = (h.task * s->newest + s->newest_at) * vector_bytes(keys);
-    keep_vector(keys, s->new_k.at + row * s->new_k.row + head * s->new_k.head, k, s->newest ? s->lost_k + lost : NULL);
-    keep_vector(values, s->new_v.at + row * s->new_v.row + head * s->new_v.head, v, s->newest ? s->lost_v + lost : NULL);
+    const int64_t lost = (h.task * s->exact + s->newest_at) * vector_bytes(keys), stays = s->exact && s->newest_at >= 0;
+    keep_vector(keys, s->new_k.at + row * s->new_k.row + head * s->new_k.head, k, stays ? s->lost_k + lost : NULL);
+    keep_vector(values, s->new_v.at + row * s->new_v.row + head * s->new_v.head, v, stays ? s->lost_v + lost : NULL);
     return h;
 }
 
-/* The new token is among the newest; others of them that lay in its slot are gone. */
+/* The new token is among the newest, if these are kept exact; what lay in its slot before is gone. */
 static void remember(const Step *s, const Head *h) {
-    int32_t *slots = s->lost_slots + h->task * s->newest;
-    for (int64_t j = 0; j < s->newest; j++) slots[j] = slots[j] == h->slot ? -1 : slots[j];
-    slots[s->newest_at] = (int32_t)h->slot;
+    int32_t *slots = s->lost_slots + h->task * s->exact;
+    for (int64_t j = 0; j < s->exact; j++) slots[j] = slots[j] == h->slot ? -1 : slots[j];
+    if (s->newest_at >= 0) slots[s->newest_at] = (int32_t)h->slot;
 }
 
-/* Where the newest token j is among those that are seen; -1: nowhere. */
+/* Where the exact token j is among those that are seen; -1: nowhere. */
 INLINE int64_t seen_at(const Step *s, const Head *h, int64_t j) {
-    const int64_t slot = s->lost_slots[h->task * s->newest + j], i = slot - h->first;
+    const int64_t slot = s->lost_slots[h->task * s->exact + j], i = slot - h->first;
     return slot >= 0 && i >= 0 && i < h->n ? i : -1;
 }
 
-/* Adds to the logits x (group, pitch) what packing has cost the newest. tanh(a + b) is (tanh a + tanh b) / (1 + tanh a
+/* Adds to the logits x (group, pitch) what packing has cost exact tokens. tanh(a + b) is (tanh a + tanh b) / (1 + tanh a
    tanh b). */
 static void mend_logits(const Step *s, const Head *h, const Pieces *keys, float *x) {
     const int64_t bytes = vector_bytes(keys);
     const int nv = (int)((bytes + VECTOR - 1) / VECTOR);
-    const char *k = s->lost_k + h->task * s->newest * bytes;
+    const char *k = s->lost_k + h->task * s->exact * bytes;
     const char *q = s->new_q.at + h->row * s->new_q.row + h->head * s->group * s->new_q.head;
     for (int64_t g = 0; g < s->group; g++, x += h->pitch, q += s->new_q.head)
-        for (int64_t j = 0; j < s->newest; j++) {
+        for (int64_t j = 0; j < s->exact; j++) {
             float sums[LANES];
             if (j % LANES == 0) {
-                const __m512 products = products_of(q, k + j * bytes, s->newest - j, s->dim, (int)s->bf16, nv);
+                const __m512 products = products_of(q, k + j * bytes, s->exact - j, s->dim, (int)s->bf16, nv);
                 _mm512_storeu_ps(sums, _mm512_mul_ps(products, _mm512_set1_ps((float)s->scale)));
             }
             const int64_t i = seen_at(s, h, j);
@@ -340,16 +340,16 @@ static void mend_logits(const Step *s, const Head *h, const Pieces *keys, float 
         }
 }
 
-/* What packing has cost the newest values, by the weights x of all that are seen. There is room for whole vectors. */
+/* What packing has cost exact values, by the weights x of all that are seen. There is room for whole vectors. */
 static void mend_values(const Step *s, const Head *h, const Pieces *values, const float *x, float *beside) {
     const int64_t bytes = vector_bytes(values);
-    const char *lost = s->lost_v + h->task * s->newest * bytes;
+    const char *lost = s->lost_v + h->task * s->exact * bytes;
     for (int64_t d = 0; d < s->dim; d += LANES) _mm512_storeu_ps(beside + d, _mm512_setzero_ps());
-    for (int64_t first = 0; first < s->newest; first += LANES) {
+    for (int64_t first = 0; first < s->exact; first += LANES) {
         const char *v[LANES];
         float weight[LANES];
         int count = 0;
-        for (int64_t j = first; j < least(first + LANES, s->newest); j++) {
+        for (int64_t j = first; j < least(first + LANES, s->exact); j++) {
             const int64_t i = seen_at(s, h, j);
             if (i >= 0) v[count] = lost + j * bytes, weight[count++] = x[i];
         }
@@ -489,7 +489,7 @@ INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scrat
     const Pieces keys = {s->dim, kf.bits, !s->bf16, s->block}, values = {s->dim, vf.bits, !s->bf16, s->block};
     const Order k_order = order_of(&keys, kf.bits, kf.units), v_order = order_of(&values, vf.bits, vf.units);
     const Head h = begin(s, row, head, &keys, &values);
-    if (s->newest) remember(s, &h);
+    if (s->exact) remember(s, &h);
     const int accs = vf.units * vectors_of(vf.bits), together = accs > 8 ? 1 : 8 / accs * 2;
     const int64_t wide = width_of(kf.bits, kf.units) * LANES, width = width_of(vf.bits, vf.units) * LANES;
     const int64_t n = h.n, pitch = h.pitch, group = s->group, k_piece = k_order.piece, v_piece = v_order.piece;
@@ -508,7 +508,7 @@ INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scrat
         for (int64_t g = 0; g < group; g++)
             _mm512_storeu_ps(x + g * pitch + i, logits_of(s, packed_sums(lanes + g * LANES * LANES, kf.paired), n - i));
     }
-    if (s->newest) mend_logits(s, &h, &keys, x);
+    if (s->exact) mend_logits(s, &h, &keys, x);
     if (s->masks) hide(s, &h, x);
     const float *sinks = s->sinks ? s->sinks + head * group : NULL;
     for (int64_t g = 0; g < group; g++) sums[g] = exponentials(x + g * pitch, pitch, sinks ? sinks + g : NULL);
@@ -525,8 +525,8 @@ INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scrat
     }
     for (int64_t g = 0; g < group; g++) {
         float beside[MOST_DIM];
-        if (s->newest) mend_values(s, &h, &values, x + g * pitch, beside);
-        bring_back(&values, mixed + g * width, 1.0f / sums[g], vf.bits, vf.units, s->newest ? beside : NULL,
+        if (s->exact) mend_values(s, &h, &values, x + g * pitch, beside);
+        bring_back(&values, mixed + g * width, 1.0f / sums[g], vf.bits, vf.units, s->exact ? beside : NULL,
                    s->out + (h.task * group + g) * vector_bytes(&values));
     }
     settle(s, &h, x, sums, scratch);
