@@ -25,8 +25,9 @@ DEVICES = ("auto", "cpu", "cuda")
 MODEL_IMPLS = ("auto", "native", "transformers")
 BITS = (16, 8, 4)
 LARGEST_GROUP = 1024
-NEWEST = 4
-"""Tokens that a cache whose budget is in bytes keeps in 16 bits besides: queries look at what is near most of all."""
+NEWEST, LEAST_NEWEST, MOST_NEWEST = 40, 4, 16
+"""Times the share of bytes that is a cache's budget, at least and at most: as many tokens it keeps in 16 bits besides.
+Queries look at what is near most of all; a small budget cannot afford many."""
 FEW = (4, 3)
 """Bits of its keys and values, unless asked for, where heads allow that: values bear more rounding than keys do."""
 VERIFY = ("first", "always", "never")
@@ -119,7 +120,7 @@ class EngineConfig:
         unset="centre with --kv-bytes where logits have neither caps nor sinks, else scale",
     )
     cache_newest: int | None = option(
-        None, help="newest tokens that packed caches also keep in 16 bits", unset="4 with --kv-bytes, else 0"
+        None, help="newest tokens that packed caches also keep in 16 bits", unset="with --kv-bytes 40 times that, 4 to 16, else 0"
     )
     dequantize: bool = option(False, help="expand weights that the checkpoint has packed")
     device: str = option("auto", help="auto, cpu, cuda")
@@ -243,8 +244,10 @@ class EngineConfig:
 
     def caching(self, spec: ModelSpec) -> ModelSpec:
         """`spec`, as caches keep its keys and values. UsageError where they cannot."""
-        by_bytes, bits = self.eviction.bytes is not None, self.cache_bits
-        newest = (NEWEST if by_bytes else 0) if self.cache_newest is None else self.cache_newest
+        share, bits, newest = self.eviction.bytes, self.cache_bits, self.cache_newest
+        by_bytes = share is not None
+        if newest is None:
+            newest = 0 if share is None else min(max(round(NEWEST * share), LEAST_NEWEST), MOST_NEWEST)
         if by_bytes and bits == 16:  # which by bytes are the same as by tokens
             dims = [spec.heads_of(layer).dim for layer in range(spec.num_layers) if spec.attends(layer)]
             bits = FEW[0] if any(dim % 16 for dim in dims) else FEW

@@ -167,7 +167,7 @@ def test_values_of_three_bits(tmp_path: Path, history: History) -> None:
         llm.generate(prompts_of([30]), **SETTINGS)
         assert llm.model.spec.cache_bits == (4, 3)
         assert llm.last_record.quantization["cache"]["bits"] == [4, 3]
-        plain, lost = 2 * 16 * 2, (4 + 1) * 2 * 16 * 2
+        plain, lost = 2 * 16 * 2, (16 + 1) * 2 * 16 * 2
         assert llm.last_record.eviction["budget"] == int((0.5 * 39 * plain - 2 * 2 * 16 - lost) / (8 + 4 + 6 + 4))
 
 
@@ -196,9 +196,9 @@ def test_a_share_of_bytes_is_filled_with_packed_tokens(checkpoint) -> None:
     assert totals != lengths
     assert found["whole"][1].eviction["budget"] == lengths
     token = spec.head_dim + 8
-    totals = [int((0.6 * length * plain - beside - 4 * plain) / token) for length in lengths]
+    totals = [int((0.6 * length * plain - beside - 16 * plain) / token) for length in lengths]
     assert found["newest"][1].eviction["budget"] == totals
-    assert found["newest"][1].quantization["cache"]["newest"] == 4
+    assert found["newest"][1].quantization["cache"]["newest"] == 16
     eviction = EvictionConfig("h2o", budget=found["bytes"][1].eviction["budget"][0])
     with Engine(checkpoint("llama-gqa")[1], cache_bits=4, cache_rotation="centre", eviction=eviction) as llm:
         assert llm.generate(prompts[:1], **SETTINGS)[0].token_ids == found["bytes"][0][0]

@@ -91,7 +91,7 @@ def test_bits_of_packed_caches_are_recorded(checkpoint) -> None:
     with LLM(checkpoint("llama-gqa")[1], eviction=EvictionConfig("h2o", bytes=0.5), record_scores=True) as llm:
         llm.generate([list(range(3, 90))], max_new_tokens=2, ignore_eos=True)
         log = llm.score_log.to_json({}, None)
-    assert (log["bits"], log["newest"]) == ([4, 4], 4)
+    assert (log["bits"], log["newest"]) == ([4, 4], 16)
     assert len(log["sequences"]) == 1
     assert "returns" not in log["sequences"][0]
 
