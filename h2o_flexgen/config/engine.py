@@ -120,7 +120,9 @@ class EngineConfig:
         unset="centre with --kv-bytes where logits have neither caps nor sinks, else scale",
     )
     cache_newest: int | None = option(
-        None, help="newest tokens that packed caches also keep in 16 bits", unset="with --kv-bytes 40 times that, 4 to 16, else 0"
+        None,
+        help="newest tokens that packed caches also keep in 16 bits",
+        unset="with --kv-bytes 40 times that, 4 to 16, else 0",
     )
     dequantize: bool = option(False, help="expand weights that the checkpoint has packed")
     device: str = option("auto", help="auto, cpu, cuda")

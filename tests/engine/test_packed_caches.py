@@ -204,6 +204,15 @@ def test_a_share_of_bytes_is_filled_with_packed_tokens(checkpoint) -> None:
         assert llm.generate(prompts[:1], **SETTINGS)[0].token_ids == found["bytes"][0][0]
 
 
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+@pytest.mark.parametrize(("name", "rotation"), [("llama-gqa", "centre"), ("gemma2", "scale"), ("gpt-oss", "scale")])
+def test_keys_are_centred_by_itself_where_only_tokens_have_logits(
+    name: str, rotation: str, impl: str, checkpoint
+) -> None:
+    with Engine(checkpoint(name)[1], model_impl=impl, eviction=EvictionConfig("h2o", bytes=0.2)) as llm:
+        assert (llm.model.spec.cache_rotation, llm.model.spec.cache_newest) == (rotation, 8)
+
+
 def test_shares_of_bytes_that_there_are_not() -> None:
     with pytest.raises(UsageError, match=r"--kv-bytes is 1\.5"):
         EvictionConfig("h2o", bytes=1.5)

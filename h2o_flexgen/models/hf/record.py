@@ -188,6 +188,8 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
         window_layers=None if len(windowed) == len(windows) or not windowed else windowed,
         own_windows=tuple(windows) if len({*windows} - {None}) > 1 else (),
         chunked=any(each.chunked for each in calls),
+        sinks=any(each.sinks is not None for each in calls),
+        attention_cap=next((each.soft_cap for each in calls if each.soft_cap), None),
     )
     return replace(
         spec,
