@@ -13,7 +13,7 @@ from torch import Tensor
 
 from h2o_flexgen.cache.eviction.base import AttendedPrompts
 from h2o_flexgen.cache.shape import CacheShape
-from h2o_flexgen.cache.vectors import some_of
+from h2o_flexgen.cache.vectors import ending, some_of
 from h2o_flexgen.config.model.packing import CACHE_GROUP, EXPANDED, CachePacking
 from h2o_flexgen.errors import required
 from h2o_flexgen.huge import LARGE
@@ -78,7 +78,7 @@ class KeyScales:
     s = sqrt(|q_i| / |k_i|) makes smallest. |q_i| and |k_i| are root mean squares over the last tokens of the row's own
     prompt, and the query heads of a KV head. s is a power of two: nothing is rounded.
 
-    `centred` keys lose their mean over the same tokens first. Logits of a query that has not been told of it are all
+    `centred` keys lose their mean over the prompt first. Logits of a query that has not been told of it are all
     smaller by one number, which changes no softmax over tokens alone: no sink's logit, no soft cap.
     """
 
@@ -87,11 +87,14 @@ class KeyScales:
         self._of: Tensor | None = None  # (rows, kv_heads, d) in the dtype of keys
         self._means: Tensor | None = None  # likewise, where keys are centred
 
-    def settle(self, rows: Sequence[int], queries: Tensor, keys: Tensor, device: torch.device) -> None:
-        """Those of `rows`, from the last of their queries (n, heads, m, d) and keys (n, kv_heads, m', d)."""
-        asked, held = queries[:, :, -LAST:], keys[:, :, -LAST:]
+    def settle(
+        self, rows: Sequence[int], queries: Tensor, keys: Tensor, device: torch.device, past: Tensor | None = None
+    ) -> None:
+        """Those of `rows`, from the last of their queries (n, heads, m, d) and all keys (n, kv_heads, S, d), which
+        follow those that the rows share, `past` (kv_heads, P, d)."""
+        asked, held = queries[:, :, -LAST:], ending(keys, past, LAST)
         if self.centred:
-            means = mean_of(held)
+            means = mean_of(keys, past)
             held = held - means.unsqueeze(2)
             if self._means is None:
                 self._means = torch.zeros(self._rows, *means.shape[1:], dtype=keys.dtype, device=device)
@@ -104,8 +107,7 @@ class KeyScales:
     def settle_prompts(
         self, rows: Sequence[int], prompts: AttendedPrompts, length: int, raw: bool, device: torch.device
     ) -> None:
-        """Those of `rows`, from their prompts of `length` tokens, which more may follow. raw: queries are not rotated.
-        """
+        """Those of `rows`, from their prompts of `length` tokens, which more may follow. raw: queries are not rotated."""
         if prompts.queries is None:
             raise ValueError(f"the last {LAST} queries are needed")
         queries, last = prompts.queries[:, :, : prompts.queries.shape[2] - (prompts.length - length)], min(LAST, length)
@@ -113,13 +115,14 @@ class KeyScales:
             cos, sin = prompts.turn(torch.arange(length - last, length, device=queries.device))
             half = cos.shape[-1] // 2
             queries = rotate_halves(queries[:, :, -last:].float(), cos[:, :half], sin[:, :half])
-        self.settle(rows, queries, prompts.first(length).last(last).stored_keys, device)
+        known = prompts.first(length)
+        self.settle(rows, queries, known.stored_k, device, None if known.past is None else known.past[2])
 
     def settle_packed(self, prompts: PackedPrompts, q: Tensor, k: Tensor) -> None:
         """Those of all `prompts`, from q (T, heads, d) and k (T, kv_heads, d) of packed tokens."""
         for row in prompts.rows:
-            last = slice(row.first + max(0, row.length - LAST), row.first + row.length)
-            asked, held = (x[last].transpose(0, 1).unsqueeze(0) for x in (q, k))
+            tokens = slice(row.first, row.first + row.length)
+            asked, held = (x[tokens].transpose(0, 1).unsqueeze(0) for x in (q, k))
             self.settle([row.place], asked, held, k.device)
 
     def packed(self, k: Tensor, prompts: PackedPrompts) -> Tensor:
@@ -317,12 +320,20 @@ class Keeping:
         return (self._scaled(part, x, rows).float() - kept).to(x.dtype)
 
 
-def mean_of(keys: Tensor) -> Tensor:
-    """The mean key of the last tokens of prompts, (n, kv_heads, m, d), rounded to their dtype: (n, kv_heads, d). Where
-    there may be fewer than LAST the first is left out, which may be far from all others; zeros where it is alone."""
-    some = keys if keys.shape[2] == LAST else keys[:, :, 1:]
-    means = some.float().mean(2) if some.shape[2] else keys.new_zeros(keys.shape[0], keys.shape[1], keys.shape[3])
-    return means.to(keys.dtype)
+def mean_of(keys: Tensor, past: Tensor | None) -> Tensor:
+    """The mean key (n, kv_heads, d) of prompts, in their dtype, from keys (n, kv_heads, S, d) behind the `past`, which
+    all share, (kv_heads, P, d). The first token is left out, which is far from all others; zeros where it is alone."""
+    sums = torch.stack([_summed(row) for row in keys])  # one by one: none depends on its neighbours
+    first, count = keys[:, :, 0] if past is None else past[:, 0], keys.shape[2] - 1
+    if past is not None:
+        sums, count = sums + _summed(past), count + past.shape[1]
+    # In few digits, so that it does not show how they were added up.
+    return ((sums - first) / max(1, count)).bfloat16().to(keys.dtype)
+
+
+def _summed(keys: Tensor) -> Tensor:
+    """Of keys (kv_heads, T, d) the sum over tokens, of some at a time in float64."""
+    return torch.stack([part.double().sum(1) for part in keys.split(1024, 1)]).sum(0)
 
 
 def scales_of(queries: Tensor, keys: Tensor) -> Tensor:

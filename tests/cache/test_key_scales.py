@@ -41,19 +41,22 @@ def test_centred_keys_are_less_their_mean_and_differ_by_one_number_for_a_query()
     scales, queries, keys = KeyScales(2, centred=True), queries.double(), keys.double() + 3.0
     scales.settle([0, 1], queries, keys, keys.device)
     kept, asked = scales.kept(keys), torch.randn(2, 4, 6, generator=torch_generator(6)).double()
-    torch.testing.assert_close(kept[:, :, -64:].mean(2), torch.zeros(2, 2, 6).double(), atol=1e-4, rtol=0)
+    assert torch.equal(scales.seen(torch.zeros_like(kept))[:, :, 0], mean_of(keys, None))
     torch.testing.assert_close(scales.seen(kept), keys)
     found = scales.asked(asked).view(2, 2, 2, 6) @ kept.transpose(-1, -2)
     shift = asked.view(2, 2, 2, 6) @ keys.transpose(-1, -2) - found
     torch.testing.assert_close(shift, shift[..., :1].expand_as(shift))
 
 
-@pytest.mark.parametrize("length", [1, 2, 63, 64, 65])
-def test_the_mean_is_of_the_last_tokens_without_the_first(length: int) -> None:
-    keys = torch.randn(1, 1, length, 4, generator=torch_generator(7))
-    some = keys[0, 0, -64:] if length >= 64 else keys[0, 0, 1:]
-    expected = some.mean(0) if len(some) else torch.zeros(4)
-    torch.testing.assert_close(mean_of(keys[:, :, -64:])[0, 0], expected)
+@pytest.mark.parametrize("shared", [0, 1, 5])
+@pytest.mark.parametrize("length", [1, 2, 65])
+def test_the_mean_is_of_the_prompt_without_its_first_token(length: int, shared: int) -> None:
+    whole = torch.randn(2, 3, shared + length, 4, generator=torch_generator(7))
+    whole[:, :, :shared] = whole[:1, :, :shared]
+    past = whole[0, :, :shared] if shared else None
+    some = whole[:, :, 1:]
+    expected = some.mean(2) if some.shape[2] else torch.zeros(2, 3, 4)
+    assert torch.equal(mean_of(whole[:, :, shared:], past), expected.bfloat16().float())
 
 
 def test_channels_without_numbers() -> None:

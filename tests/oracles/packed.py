@@ -60,8 +60,9 @@ def rounding(
         ) -> list[list[list[float]]]:
             outputs: list[list[list[float]]] = super().prompt(queries, keys, values)
             asked = [[self.rotate(head, i) for head in query] for i, query in enumerate(queries)]
-            some = (keys[-64:] if len(keys) >= 64 else keys[1:]) if centred else []
-            self.mean = [sum(numbers) / len(some) for numbers in zip(*some, strict=True)] or [0.0] * len(keys[0])
+            some = keys[1:] if centred else []
+            means = [sum(numbers) / len(some) for numbers in zip(*some, strict=True)] or [0.0] * len(keys[0])
+            self.mean = torch.tensor(means, dtype=torch.bfloat16).tolist()
             last = [[x - m for x, m in zip(key, self.mean, strict=True)] for key in keys[-64:]]
             self.by = channel_scales(asked[-64:], last) if scaled else [1.0] * len(keys[0])
             known = len(keys) if len(self.keys) == len(keys) else self.budget.latest
