@@ -107,7 +107,7 @@ class KeyScales:
     def settle_prompts(
         self, rows: Sequence[int], prompts: AttendedPrompts, length: int, raw: bool, device: torch.device
     ) -> None:
-        """Those of `rows`, from their prompts of `length` tokens, which more may follow. raw: queries are not rotated."""
+        """Those of `rows`, from their prompts of `length` tokens; more may follow. raw: queries are not rotated."""
         if prompts.queries is None:
             raise ValueError(f"the last {LAST} queries are needed")
         queries, last = prompts.queries[:, :, : prompts.queries.shape[2] - (prompts.length - length)], min(LAST, length)
