@@ -53,6 +53,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 16, **EXPERTS},
     "glm4_moe": {"head_dim": 16, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, **EXPERTS},
     "mixtral": EXPERTS,
+    "phimoe": {"sliding_window": 8, **EXPERTS},
     "gpt_oss": {"head_dim": 16, "intermediate_size": 24, **WINDOWED, **EXPERTS},
     "deepseek_v3": {
         **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12},

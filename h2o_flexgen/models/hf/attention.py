@@ -65,7 +65,8 @@ class Call(NamedTuple):
 
 class ModelRun(greenlet):
     """A forward of a model. `attend` answers its calls of attention, `route` those of experts, `mix` those of modules
-    that keep states; `cache` stands for the caches. `positions` (T,): of its tokens. `unit`: that which it is in."""
+    that keep states; `cache` stands for the caches. `positions` (T,): of its tokens. `unit`: that which it is in.
+    `masks`: the windows of those that it has made, None: all tokens."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class ModelRun(greenlet):
     ) -> None:
         super().__init__(run)
         self.attend, self.route, self.mix, self.positions = attend, route, mix, positions
-        self.cache, self.unit = PassedOn(), 0
+        self.cache, self.unit, self.masks = PassedOn(), 0, set[int | None]()
 
 
 def current() -> ModelRun:
@@ -286,13 +287,19 @@ def _window(module: nn.Module, given: int | None) -> tuple[int | None, bool]:
         raise NotUnderstood(f"a layer's attention is of the kind {kind!r}")
     if kind == "chunked_attention":
         return getattr(config, "attention_chunk_size", None), True
+    masks = current().masks
+    if masks == {None} or (kind is None and len(masks) == 1):  # of all layers, whatever their arguments say
+        return next(iter(masks)), False
     if given is None and kind in ("sliding_attention", "hybrid_sliding"):
         return getattr(config, "sliding_window", None), False
     return given, False
 
 
-def _no_mask(*args: Any, allow_is_causal_skip: bool = True, **kwargs: Any) -> Tensor | None:
+def _no_mask(
+    *args: Any, allow_is_causal_skip: bool = True, local_size: int | None = None, **kwargs: Any
+) -> Tensor | None:
     """Masks are made where attention is."""
+    current().masks.add(local_size)
     return None if allow_is_causal_skip else torch.zeros(1, 1, 1, 1)
 
 
