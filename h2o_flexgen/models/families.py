@@ -115,9 +115,6 @@ def _in_transformers(kind: str) -> bool:
     return not tables or any(f'"{kind}"' in path.read_text(encoding="utf-8") for path in tables)
 
 
-_ROPES = ("rope_parameters", "rope_scaling")
-
-
 def _unknown(kind: str, name: str) -> ModelError:
     return ModelError(
         f"{name} is of the family {kind!r}, which is not supported, and transformers has no decoder of that type",
@@ -136,14 +133,6 @@ def _spec_of_modules(config: Mapping[str, Any], name: str) -> ModelSpec:
     if kind not in model_types():
         raise _unknown(kind, name)
     read_quantization(config, name)
-    # Modules take the longest of all sequences that go through them together, and some keep it.
-    ropes = [part.get(key) for part in (config, config.get("text_config") or {}) for key in _ROPES]
-    for rope in (each for each in ropes if isinstance(each, Mapping)):
-        for fields in (rope, *(each for each in rope.values() if isinstance(each, Mapping))):
-            rope_type = str(fields.get("rope_type", fields.get("type")))
-            if rope_type in ("longrope", "su") or "dynamic" in rope_type:
-                found = f"{name}: rope_type is {rope_type}, whose angles depend on the length of each sequence"
-                raise ModelError(found, "needed a model with a family of its own here, or another rope_type")
     way, refused = way_of(config), ""
     if way is not None and way.how == "packed":
         try:

@@ -3,6 +3,7 @@ context, others leave them as they are, and what a sequence may become changes n
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.fold import Fold
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.engine import Engine
-from h2o_flexgen.errors import ModelError, UsageError
+from h2o_flexgen.engine.self_test import way_by_test
+from h2o_flexgen.errors import ContextLengthError, UsageError
 from tests.checkpoint.gguf_files import SIZES, write_gguf
+from tests.engine.test_modules import tiny
 from tests.tiny import FAMILIES, make_model, prompts_of, save
 
 ORIGINAL, NEW = 16, 12
@@ -161,11 +164,37 @@ def test_the_plan_has_room_for_the_keys_that_are_computed_anew(by_length) -> Non
     assert lengths == ([(17, 28)] * 2 if model.config.model_type == "phi3" else [(5, 40)])
 
 
-def test_modules_of_transformers_are_refused(by_length) -> None:
-    """They would take the angles of the longest sequence in a GPU batch for all of them."""
-    _, folder = by_length
-    with pytest.raises(ModelError, match=r"rope_type is (longrope|dynamic), whose angles depend on the length"):
-        Engine(folder, dtype="float32", model_impl="transformers")
+def test_modules_of_transformers_have_the_trained_context(by_length) -> None:
+    """Within it angles do not depend on the length; beyond, modules would take those of the longest row for all."""
+    model, folder = by_length
+    most = 32 if model.config.max_position_embeddings == 32 else ORIGINAL
+    prompts = prompts_of([1, 4, most - NEW, 3])
+    with Engine(folder, dtype="float32", model_impl="transformers") as llm:
+        assert ids_of(llm.generate(prompts, **SETTINGS)) == [expected(model, prompt) for prompt in prompts]
+        with pytest.raises(ContextLengthError, match=f"context of .* is {most} tokens"):
+            llm.generate(prompts_of([most - NEW + 1]), **SETTINGS)
+
+
+_BY_LENGTH = {
+    "phimoe": {"rope_type": "longrope", "short_factor": [1.1] * 6, "long_factor": [3.0] * 6, "short_mscale": 1.3},
+    "internlm3": {"rope_type": "dynamic", "factor": 6.0},
+}
+
+
+@pytest.mark.parametrize("kind", _BY_LENGTH)
+def test_angles_of_types_without_a_family(kind: str, tmp_path: Path) -> None:
+    """As their checkpoints have them, Phi-3.5-MoE's with scales of their own."""
+    rope = {**_BY_LENGTH[kind], "rope_theta": 10000.0}
+    if kind == "phimoe":
+        rope |= {"long_mscale": 1.6, "original_max_position_embeddings": 2 * ORIGINAL}
+    model = tiny(kind, rope_parameters=rope, max_position_embeddings=2 * ORIGINAL if kind == "internlm3" else 128)
+    model.generation_config.eos_token_id = None
+    prompts = prompts_of([1, 5, 2 * ORIGINAL - NEW, 3])
+    with Engine(str(save(model, tmp_path)), dtype="float32") as llm:
+        assert llm.model.spec.max_positions == 2 * ORIGINAL
+        assert ids_of(llm.generate(prompts, **SETTINGS)) == [expected(model, prompt) for prompt in prompts]
+    found = way_by_test(json.loads((tmp_path / "config.json").read_text()), Engine)
+    assert found.how == "packed", found.why
 
 
 def test_a_fold_that_would_come_back_is_refused(by_length) -> None:

@@ -3,6 +3,7 @@ routers and attention whose forwards are replaced."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from copy import copy
 from functools import partial
@@ -21,9 +22,27 @@ from h2o_flexgen.models.hf.experts import ExpertPart, Routing, tell_form
 def adapt(model: nn.Module) -> None:
     """From now on experts are asked for where ours can answer, and positions are those of packed tokens."""
     for module in model.modules():
+        kinds: Any = getattr(module, "rope_type", None)
+        if any(by_length(str(kind)) for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):
+            # Within `record.context` these angles are all; transformers would look for the longest row of a batch.
+            module.forward = partial(inspect.unwrap(type(module).forward), module)
         change = CHANGES.get(type(module).__name__)
         if change is not None:
             change(module)
+
+
+def by_length(kind: str) -> bool:
+    """Whether angles of this kind are others where a sequence is longer than the model was trained for."""
+    return "dynamic" in kind or kind == "longrope"
+
+
+def _phimoe_angles(module: Any) -> None:
+    """Those of sequences within the context, scaled as it scales these."""
+    rope = module.config.rope_parameters
+    if module.rope_type != "default":
+        module.config = copy(module.config)
+        module.config.rope_parameters = {**rope, "rope_type": "default"}
+        module.rope_init_fn = lambda _: (module.inv_freq, rope["short_mscale"])
 
 
 def _forward(by: Callable[..., Any]) -> Callable[[Any], None]:
@@ -259,6 +278,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "Llama4TextMoe": _forward(_llama4_forward),
     "LongcatFlashExperts": _longcat_experts,
     "LongcatFlashTopkRouter": _longcat_router,
+    "PhimoeRotaryEmbedding": _phimoe_angles,
 }
 """By the names of modules, what is done to them."""
 

@@ -225,7 +225,7 @@ def plain_spec(
         num_kv_heads=heads.keys,
         head_dim=heads.dim,
         embed_dim=head.in_features,
-        max_positions=next((n for key in _LENGTHS if isinstance(n := getattr(made, key, None), int)), _UNBOUNDED),
+        max_positions=context(made),
         arch=ArchSpec(
             family=str(config["model_type"]),
             norm="rmsnorm",
@@ -244,6 +244,16 @@ def plain_spec(
         matrices=matrices,
         starts=tuple(timeline.starts),
     )
+
+
+def context(config: Any) -> int:
+    """The longest sequence; where angles are others beyond some length, the longest without these."""
+    found = [n for key in _LENGTHS if isinstance(n := getattr(config, key, None), int)][:1]
+    rope = getattr(config, "rope_parameters", None) or {}
+    for each in (rope, *(inner for inner in rope.values() if isinstance(inner, Mapping))):
+        if each.get("rope_type") == "longrope":
+            found.append(int(each["original_max_position_embeddings"]))
+    return min(found, default=_UNBOUNDED)
 
 
 def _takes_positions(model: nn.Module) -> bool:

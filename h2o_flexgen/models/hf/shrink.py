@@ -216,6 +216,10 @@ def small(given: PreTrainedConfig) -> dict[str, Any]:
     for name, value in have.items():
         if isinstance(value, list) and value and name.endswith("layer_types"):
             made[name] = (list(dict.fromkeys(value)) * LAYERS)[:LAYERS]
+    rope = have.get("rope_parameters") or {}
+    if rope.get("rope_type") == "longrope":  # its factors are of each dimension
+        kept = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+        made |= {"rope_parameters": {**kept, "rope_type": "default"}, "rope_scaling": None}
     made |= OWN.get(given.model_type, {})
     if have.get("per_layer_config"):
         made["per_layer_config"] = _of_layers(have, made)
