@@ -216,18 +216,20 @@ class _Ids:
 
 
 def _guessed(path: Path, prompts: tuple[str, ...]) -> str:
-    """By the name of the file, and of JSON lines by the first. `prompts`: other names of a column of prompts."""
+    """By the name of the file, and of JSON lines by the first that is one. `prompts`: other names of a column of
+    prompts."""
     ending = path.suffix.lower()
     if ending in (".parquet", ".pq"):
         return "parquet"
     if ending not in (".jsonl", ".ndjson", ".json"):
         return "text"
-    first = next(Source(path, "text")._lines(), None)
-    try:
-        entry = None if first is None else load_json(first.data)
-    except BadLine:
-        return "openai"
-    return "jsonl" if not isinstance(entry, dict) or ({"prompt", "messages", *prompts} & entry.keys()) else "openai"
+    line = None
+    for line in Source(path, "text")._lines():
+        with suppress(BadLine):
+            entry = load_json(line.data)
+            plain = not isinstance(entry, dict) or {"prompt", "messages", *prompts} & entry.keys()
+            return "jsonl" if plain else "openai"
+    return "jsonl" if line is None else "openai"
 
 
 def _identity(fd: int) -> tuple[int, int]:

@@ -320,9 +320,12 @@ def test_lines_of_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "first", "kind"),
+    ("name", "text", "kind"),
     [
         ("a.txt", "x", "text"),
+        ("a.jsonl", "", "jsonl"),
+        ("a.jsonl", '\n{"prompt": "x\n\n{"prompt": "x"}\n', "jsonl"),
+        ("a.jsonl", f"\xff\n{{\n{a()}", "openai"),
         ("a.jsonl", a(), "openai"),
         ("a.jsonl", "{", "openai"),
         ("a.jsonl", '{"prompt": "x"}', "jsonl"),
@@ -330,8 +333,10 @@ def test_lines_of_text(tmp_path: Path) -> None:
         ("a.jsonl", '{"messages": []}', "jsonl"),
     ],
 )
-def test_formats_are_found_out(tmp_path: Path, name: str, first: str, kind: str) -> None:
-    assert Source(write(tmp_path / name, first)).format == kind
+def test_formats_are_found_out(tmp_path: Path, name: str, text: str, kind: str) -> None:
+    """By the first line that can be read: what stands before it is an error of its own."""
+    (tmp_path / name).write_text(text, encoding="latin-1")
+    assert Source(tmp_path / name).format == kind
 
 
 def test_prompts_of_json_lines_may_have_another_name(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class BatchArguments:
     format: str = option(
         "auto",
         choices=FORMATS,
-        help="openai (batch files), jsonl, text (a prompt a line), parquet (default: by name and first line)",
+        help="openai (batch files), jsonl, text (a prompt a line), parquet (default: by name and first readable line)",
     )
     prompt_column: str = option("prompt", metavar="NAME", help="prompts in jsonl and parquet (default: prompt)")
     id_column: str | None = option(
