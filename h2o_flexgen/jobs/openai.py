@@ -22,7 +22,7 @@ from h2o_flexgen.engine.requests.tokenizer import TextCodec, TokenText, stop_in
 from h2o_flexgen.errors import UsageError, required
 from h2o_flexgen.folders import last_part
 from h2o_flexgen.jobs.idle import asks_nothing, known
-from h2o_flexgen.jobs.reasoning import SPEECH_FIELDS, Speaker
+from h2o_flexgen.jobs.reasoning import SPEECH_FIELDS, Speaker, Spell, spelt
 from h2o_flexgen.jobs.requests import BatchRequest, Refused, finite, seed_of, sure_text, talk_of, with_spans
 from h2o_flexgen.jobs.source import BadLine, Record, custom_id_of, load_json
 
@@ -125,7 +125,6 @@ class OpenAIFormat:
                 **self.head(record, asked.body["url"], asked.body["model"]),
                 "choices": choices,
                 "usage": _usage(asked, outputs) | self._thought(asked, outputs),
-                "system_fingerprint": f"h2o_flexgen-{self.job[:12]}",
                 **({"weights": "dummy"} if self.dummy else {}),
             },
         )
@@ -138,17 +137,19 @@ class OpenAIFormat:
             "object": "chat.completion" if chat else "text_completion",
             "created": self.created,
             "model": model or self.model,
+            "system_fingerprint": f"h2o_flexgen-{self.job[:12]}",
         }
 
-    def so_far(self, asked: BatchRequest, output: RequestOutput) -> dict[str, str]:
+    def so_far(self, asked: BatchRequest, output: RequestOutput, spell: Spell = spelt) -> dict[str, str]:
         """Texts of an unfinished answer that its end will not change, by field; none where the end says what it is."""
-        if asked.scores or asked.body.get("echo") or asked.body["logprobs"] is not None or output.text is None:
+        if asked.scores or asked.body.get("echo") or output.text is None:
             return {}
         if asked.body["url"] == COMPLETIONS:
-            return {"text": self._sure(output.text, output, asked.params)}
+            ends = asked.body["logprobs"] is not None
+            return {} if ends else {"text": self._sure(output.text, output, asked.params)}
         if asked.body["speech"].form is not None or not self._speaker.in_order:
             return {}
-        said = self._speaker.message(asked.body["speech"], output, asked.params, "")
+        said = self._speaker.message(asked.body["speech"], output, asked.params, "", spell)
         told, marks = {name: text for name, text in said.items() if name != "role" and text}, self._speaker.marks
         return {name: self._sure(text, output, asked.params, marks) for name, text in told.items()}
 
@@ -306,15 +307,18 @@ class OpenAIFormat:
         """`name`: what ids of calls are made from."""
         assert output is not None, "a generated choice has an output"
         message = self._speaker.message(asked.body["speech"], output, asked.params, name)
-        content = None
-        if asked.body["logprobs"] is not None:
-            every, content = [*output.prompt_ids, *output.token_ids], []
-            for place, (value, top) in enumerate(_logprobs(output), len(output.prompt_ids)):
-                likeliest = [_chat_token(self._told(every, place, token), other) for token, other in top.items()]
-                content.append({**_chat_token(self._told(every, place), value), "top_logprobs": likeliest})
-        logprobs = None if content is None else {"content": content}
         reason = "tool_calls" if "tool_calls" in message and output.finish_reason == "stop" else output.finish_reason
-        return {"message": message, "logprobs": logprobs, "finish_reason": reason}
+        return {"message": message, "logprobs": self.chat_logprobs(asked, output), "finish_reason": reason}
+
+    def chat_logprobs(self, asked: BatchRequest, output: RequestOutput, start: int = 0) -> dict[str, Any] | None:
+        """Those of the new tokens from `start` on; None where a chat asks for none."""
+        if asked.body["logprobs"] is None:
+            return None
+        every, content = [*output.prompt_ids, *output.token_ids], list[dict[str, Any]]()
+        for place, (value, top) in enumerate(_logprobs(output, start), len(output.prompt_ids) + start):
+            likeliest = [_chat_token(self._told(every, place, token), other) for token, other in top.items()]
+            content.append({**_chat_token(self._told(every, place), value), "top_logprobs": likeliest})
+        return {"content": content}
 
     @cached_property
     def _speaker(self) -> Speaker:
@@ -482,10 +486,10 @@ def _usage(asked: BatchRequest, outputs: Sequence[Sequence[RequestOutput]]) -> d
     return {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}
 
 
-def _logprobs(output: RequestOutput) -> list[tuple[float, dict[int, float]]]:
-    """Of each new token its log-probability, and the likeliest ones with theirs."""
-    values = output.logprobs or []
-    return list(zip(values, output.top_logprobs or [{} for _ in values], strict=True))
+def _logprobs(output: RequestOutput, start: int = 0) -> list[tuple[float, dict[int, float]]]:
+    """Of each new token from `start` on its log-probability, and the likeliest ones with theirs."""
+    values, top = (output.logprobs or [])[start:], (output.top_logprobs or [])[start:]
+    return list(zip(values, top or [{} for _ in values], strict=True))
 
 
 def _chat_token(told: TokenText, value: float) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -136,6 +136,10 @@ def spelt(codec: TextCodec, ids: Sequence[int]) -> str:
     return str(codec.transformed.decode(list(ids), skip_special_tokens=False))
 
 
+Spell = Callable[[TextCodec, Sequence[int]], str]
+"""`spelt`, or what knows its text up to the last tokens already."""
+
+
 def parts_of(codec: TextCodec, marks: Marks, text: str, ids: Sequence[int], inside: bool) -> Parts:
     """`text`, which the tokens `ids` read, special tokens spelt where `marks` are special."""
     if marks.harmony:
@@ -256,14 +260,16 @@ class Speaker:
         thinking = thinking_of(self._codec, self._marks, ids, speech.most, form)
         return params if thinking is None else replace(params, thinking=thinking)
 
-    def message(self, speech: Speech, output: RequestOutput, params: SamplingParams, name: str) -> dict[str, Any]:
+    def message(
+        self, speech: Speech, output: RequestOutput, params: SamplingParams, name: str, spell: Spell = spelt
+    ) -> dict[str, Any]:
         """What an answer says, reasons and calls. `name`: what ids of calls are made from."""
         said: dict[str, Any] = {"role": "assistant", "content": output.text or ""}
         if self._codec is None:
             return said
         calling = speech.form is not None
         special = self._marks.special or (calling and self._calls.special)
-        parts = self._parts(output, special)
+        parts = self._parts(output, special, spell, counts=False)
         text, calls = parts.rest, list[dict[str, Any]]()
         if calling and speech.tools is not None:
             text, calls = calls_of(self._calls, speech.tools, text, name)
@@ -280,13 +286,13 @@ class Speaker:
 
     def reasoning_tokens(self, output: RequestOutput) -> int:
         """How many tokens of an answer are reasoning, with what marks it."""
-        return 0 if self._codec is None else self._parts(output, self._marks.special).tokens
+        return 0 if self._codec is None else self._parts(output, self._marks.special, spelt).tokens
 
-    def _parts(self, output: RequestOutput, special: bool) -> Parts:
+    def _parts(self, output: RequestOutput, special: bool, spell: Spell, *, counts: bool = True) -> Parts:
         assert self._codec is not None, "only texts have parts"
         ids = output.token_ids
         if special:
             ids = ids[:-1] if ids and ids[-1] in {*self._eos, *self._codec.turn_ends} else ids
-        text = spelt(self._codec, ids) if special else output.text or ""
+        text = spell(self._codec, ids) if special else output.text or ""
         inside, _ = state_of(self._codec, self._marks, output.prompt_ids)
-        return parts_of(self._codec, self._marks, text, ids, inside)
+        return parts_of(self._codec, self._marks, text, ids if counts else (), inside)

@@ -122,7 +122,8 @@ def logprobs_json(output: RequestOutput) -> dict[str, Any]:
 def sure_text(text: str, ends: Sequence[str], stops: Sequence[str]) -> str:
     """What will be in a text whatever comes next: nothing of one of `ends` or `stops` that may have begun, none of
     `ends` (whole `stops` are the caller's to cut), and no half of a character."""
-    end = min([len(text.rstrip("\ufffd")), *(text.find(each) for each in ends if each in text)])
+    text = text.rstrip("\ufffd")
+    end = min([len(text), *(text.find(each) for each in ends if each in text)])
     for each in (*ends, *stops):
         begun = (count for count in range(1, min(len(each), len(text) + 1)) if text.endswith(each[:count]))
         end = min(end, len(text) - max(begun, default=0))

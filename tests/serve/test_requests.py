@@ -96,6 +96,10 @@ def form(filename: str, content: bytes, purpose: str = "batch", **more: str) -> 
         ("POST", "/v1/chat/completions", b'{"model": "other", "messages": 1}', {}, 404, "model is 'other'"),
         ("POST", "/v1/chat/completions", b'{"messages": []}', {}, 400, "needed a list of messages"),
         ("POST", "/v1/chat/completions", b'{"stream": 3, "messages": []}', {}, 400, "stream must be"),
+        ("POST", "/v1/chat/completions", b'{"stream": 1, "messages": []}', {}, 400, "stream must be"),
+        ("POST", "/v1/completions", b'{"stream_options": false, "prompt": "a"}', {}, 400, "stream_options must be"),
+        ("POST", "/v1/completions", b'{"stream_options": {"usage": true}, "prompt": "a"}', {}, 400, "include_usage"),
+        ("POST", "/v1/completions", b'{"stream_options": {"include_usage": 1}, "prompt": "a"}', {}, 400, "true or"),
         ("POST", "/v1/completions", b'{"prompt": "a", "temprature": 0}', {}, 400, "'temprature' of the body is not"),
         ("POST", "/v1/completions", b" " * (17 << 20), {}, 413, "16,777,216 bytes"),
     ],
@@ -160,6 +164,8 @@ def test_models_and_single_requests(service: Service, talker: Path) -> None:
         {"stop": ["a", "e", "x", " "], "extra_body": {"min_tokens": 6}},
         {"extra_body": {"enable_thinking": True}},
         {"logprobs": True, "top_logprobs": 1},
+        {"logprobs": True, "n": 2, "temperature": 0, "stop": ["a", "e", "x", " "], "extra_body": {"min_tokens": 6}},
+        {"logprobs": True, "n": 2, "extra_body": {"enable_thinking": True}},
     ):
         whole: Any = client.chat.completions.create(**usual, **settings)
         pieces: Any = list(client.chat.completions.create(**usual, **settings, stream=True))
@@ -172,11 +178,15 @@ def test_models_and_single_requests(service: Service, talker: Path) -> None:
             assert thought == (getattr(choice.message, "reasoning_content", None) or "")
             assert bool(thought) == ("enable_thinking" in more)
             assert mine[-1].finish_reason == choice.finish_reason
-            told = [token.token for each in mine for token in (each.logprobs.content if each.logprobs else ())]
-            assert told == [token.token for token in (choice.logprobs.content if choice.logprobs else ())]
-        assert len({piece.id for piece in pieces}) == 1
+            told = [each.logprobs.content for each in mine if each.logprobs]
+            assert [token for each in told for token in each] == (choice.logprobs.content if choice.logprobs else [])
+            assert not told or len(told) > 2, "as they come"
+        assert len({(piece.id, piece.system_fingerprint) for piece in pieces}) == 1
     several: Any = {"model": "model", "prompt": ["ab", "cd"], "max_tokens": 5, "temperature": 0}
     pieces = list(client.completions.create(**several, stream=True))
+    counted = list(client.completions.create(**several, stream=True, stream_options={"include_usage": True}))
+    assert [piece.to_dict()["usage"] for piece in counted[:-1]] == [None] * len(pieces)
+    assert counted[-1].usage.completion_tokens == 10
     for choice in client.completions.create(**several).choices:
         assert "".join(p.choices[0].text for p in pieces if p.choices[0].index == choice.index) == choice.text
     first = client.chat.completions.create(model="model", messages=TALK, max_tokens=20)

@@ -17,9 +17,10 @@ from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.requests.reader import SAMPLE_BITS
 from h2o_flexgen.engine.requests.sequence import Hooks, RequestOutput
 from h2o_flexgen.engine.requests.sequence import Sequence as Row
-from h2o_flexgen.engine.requests.tokenizer import TextCodec, text_of
+from h2o_flexgen.engine.requests.tokenizer import UNKNOWN, Decode, TextCodec, added_text
 from h2o_flexgen.jobs.job import PROMPT_BITS, OpenRequest, opened
 from h2o_flexgen.jobs.openai import CHAT, OpenAIFormat
+from h2o_flexgen.jobs.reasoning import spelt
 from h2o_flexgen.jobs.requests import Refused
 from h2o_flexgen.jobs.source import Record
 
@@ -28,17 +29,20 @@ MOST_WAITING = 256
 """Requests that are not finished; more are refused."""
 _FIRST_LINE, _LINES = 1 << 31, 1 << 31
 """Numbers beyond those of lines of files."""
+_TAIL = 32  # tokens
 _NONE = Record(0, None)
 _NOTHING: Mapping[str, str] = {}
 
 
 class LiveEvent(NamedTuple):
-    """What a client is told: pieces of text of a `choice`, by field, or how the request ended: `status`, `body`."""
+    """What a client is told: pieces of text of a `choice`, by field, with the log-probabilities of more of its tokens,
+    or how the request ended: `status`, `body`."""
 
     choice: int = 0
     pieces: Mapping[str, str] = _NOTHING
     status: int = 0
     body: dict[str, Any] | None = None
+    logprobs: dict[str, Any] | None = None
 
 
 @dataclass(eq=False)
@@ -227,6 +231,25 @@ class LiveRequests:
 
 
 @dataclass
+class Growing:
+    """The text that tokens from the `cut`-th on add to those before it, as more and more of them come: each time a
+    tail is decoded, and what is `before` it is kept."""
+
+    decode: Decode
+    cut: int = 0
+    before: str = ""
+
+    def __call__(self, ids: list[int]) -> str:
+        text = self.before + added_text(self.decode, ids, self.cut)
+        if len(ids) - self.cut > 2 * _TAIL and not text.endswith(UNKNOWN):
+            cut = len(ids) - _TAIL
+            rest = added_text(self.decode, ids, cut)
+            if text.endswith(rest):  # else they begin within a character
+                self.cut, self.before = cut, text[: len(text) - len(rest)]
+        return text
+
+
+@dataclass
 class _Listener:
     """Hears of each new token of a row, the `place`-th prompt's, and tells what its answer has more of."""
 
@@ -235,21 +258,38 @@ class _Listener:
     row: Row
     place: int
     told: Mapping[str, str] = field(default_factory=dict)
+    tokens: int = 0
+    """Those whose log-probabilities were told."""
+
+    def __post_init__(self) -> None:
+        self._text = self._spelt = Growing(lambda ids: "")
+        if (codec := self.codec) is not None:
+            self._text = Growing(codec.decode, len(self.row.given_ids))
+            self._spelt = Growing(lambda ids: spelt(codec, ids))
 
     def __call__(self, token: int) -> None:
         request, row = self.request, self.row
         if request.gone:  # it ends with this token
             row.params = replace(row.params, max_new_tokens=len(row.token_ids), min_new_tokens=0)
         elif request.streams and request.form is not None and request.open is not None:
-            text = text_of(self.codec, row)
-            output = RequestOutput(row.index, row.sample, row.given_ids, row.token_ids, text, "length")
-            said = request.form.so_far(request.open.asked, output)
+            form, asked, likely = request.form, request.open.asked, row.params.logprobs
+            prompt, new = row.given_ids, row.token_ids
+            # An eos after a text with a form may have a text of its own.
+            ended = row.grammar is not None and token in row.eos
+            text = None if self.codec is None else self._text([*prompt, *(new[:-1] if ended else new)])
+            known = None if likely is None else row.logprobs, row.top_logprobs if likely else None
+            output = RequestOutput(row.index, row.sample, prompt, new, text, "length", *known)
+            said = form.so_far(asked, output, lambda _, ids: self._spelt(list(ids)))
             before = {name: self.told.get(name, "") for name in said}
             pieces = {name: text[len(before[name]) :] for name, text in said.items() if text.startswith(before[name])}
             pieces = {name: text for name, text in pieces.items() if text}
             self.told = {**self.told, **{name: before[name] + text for name, text in pieces.items()}}
-            for index in self._indices() if pieces else ():
-                request.tell(LiveEvent(index, pieces))
+            if not pieces:
+                return
+            logprobs = form.chat_logprobs(asked, output, self.tokens) if request.url == CHAT else None
+            self.tokens = len(new)
+            for index in self._indices():
+                request.tell(LiveEvent(index, pieces, logprobs=logprobs))
 
     def _indices(self) -> Iterator[int]:
         """The choices that are this row: greedy samples are all the same, and computed once."""
@@ -260,9 +300,8 @@ class _Listener:
         yield from [first + self.row.sample] if samples > 1 else range(first, first + asked)
 
 
-def chunk_of(request: LiveRequest, choice: dict[str, Any] | None, usage: Any = None) -> str:
-    """One event of a stream, as OpenAI's services write it."""
+def chunk_of(request: LiveRequest, choice: dict[str, Any] | None, **more: Any) -> str:
+    """One event of a stream, as OpenAI's services write it, with `more` fields."""
     body = {**request.head, "choices": [] if choice is None else [choice]}
     body |= {"object": "chat.completion.chunk"} if request.url == CHAT else {}
-    body |= {} if usage is None else {"usage": usage}
-    return f"data: {json.dumps(body)}\n\n"
+    return f"data: {json.dumps(body | more)}\n\n"

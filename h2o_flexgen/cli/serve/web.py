@@ -201,27 +201,40 @@ class _Service:
         body = await _json(request)
         if not isinstance(body, dict):
             raise ApiError(400, "the body is not a JSON object")
-        streams, options = body.get("stream"), body.get("stream_options") or {}
-        if streams not in (None, True, False) or not isinstance(options, dict):
-            raise ApiError(400, "stream must be true or false, and stream_options an object", "stream")
+        streams, usage = _streams(body)
         loop, events = asyncio.get_running_loop(), asyncio.Queue[LiveEvent]()
 
         def tell(event: LiveEvent) -> None:
             with suppress(RuntimeError):  # the service ends
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        asked = LiveRequest(request.url.path, body, bool(streams), tell)
+        asked = LiveRequest(request.url.path, body, streams, tell)
         self._live.put(asked)
         first = await _or_gone(events.get(), request, asked)
         if first is None:
             return Response(status_code=499)
         if first.body is not None and (first.status != 200 or not streams):
             return JSONResponse(first.body, first.status)
-        usage = options.get("include_usage") is True
         return StreamingResponse(_stream(asked, first, events, usage), media_type="text/event-stream", headers=_PRIVATE)
 
 
 _PRIVATE = {"Cache-Control": "no-store"}
+_STREAM_OPTIONS = ("include_usage", "include_obfuscation")
+"""Of which the second pads events of a service elsewhere, and does nothing here."""
+
+
+def _streams(body: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether an answer comes in pieces, and whether its usage comes behind them. ApiError 400 where that is not said
+    clearly."""
+    streams, options = body.get("stream"), body.get("stream_options")
+    if not (streams is None or isinstance(streams, bool)):
+        raise ApiError(400, "stream must be true or false", "stream")
+    options = {} if options is None else options
+    fits = isinstance(options, dict) and all(name in _STREAM_OPTIONS for name in options)
+    if not fits or not all(value is None or isinstance(value, bool) for value in options.values()):
+        needed = f"an object of {' and '.join(_STREAM_OPTIONS)}, each true or false"
+        raise ApiError(400, f"stream_options must be {needed}", "stream_options")
+    return streams is True, options.get("include_usage") is True
 
 
 def _left_text(batch: Mapping[str, Any]) -> str:
@@ -257,21 +270,23 @@ async def _stream(
     asked: LiveRequest, first: LiveEvent, events: asyncio.Queue[LiveEvent], usage: bool
 ) -> AsyncIterator[str]:
     """The events of a stream: the pieces as they come, then what the whole answer has beyond them."""
-    chat, told = asked.url == CHAT, dict[tuple[int, str], str]()
+    chat, told, tokens = asked.url == CHAT, dict[tuple[int, str], str](), dict[int, int]()
+    more = {"usage": None} if usage else {}
 
-    def piece(index: int, said: Mapping[str, Any], logprobs: Any = None) -> str:
+    def piece(index: int, said: Mapping[str, Any], logprobs: Any) -> str:
         begun = any(choice == index for choice, _ in told)
         told.update({(index, name): told.get((index, name), "") + text for name, text in said.items()})
         if chat and not begun:
             said = {"role": "assistant", "content": "", **said}
             told.setdefault((index, "content"), "")
+        tokens[index] = tokens.get(index, 0) + (len(logprobs["content"]) if chat and logprobs else 0)
         shown = {"delta": said} if chat else {"text": "", **said}
-        return chunk_of(asked, {"index": index, **shown, "logprobs": logprobs, "finish_reason": None})
+        return chunk_of(asked, {"index": index, **shown, "logprobs": logprobs, "finish_reason": None}, **more)
 
     try:
         event = first
         while event.body is None:
-            yield piece(event.choice, event.pieces)
+            yield piece(event.choice, event.pieces, event.logprobs)
             event = await events.get()
         if event.status != 200:
             yield f"data: {json.dumps(event.body)}\n\n"
@@ -281,14 +296,18 @@ async def _stream(
             whole = {name: text for name, text in message.items() if isinstance(text, str) and name != "role"}
             rest = {name: _beyond(told.get((index, name), ""), text) for name, text in whole.items()}
             rest = {name: text for name, text in rest.items() if text}
-            if rest or choice["logprobs"] is not None or not any(each == index for each, _ in told):
-                yield piece(index, rest, choice["logprobs"])
+            logprobs = choice["logprobs"]
+            if chat and logprobs is not None:
+                logprobs = {"content": logprobs["content"][tokens.get(index, 0) :]}
+                logprobs = logprobs if logprobs["content"] else None
+            if rest or logprobs is not None or not any(each == index for each, _ in told):
+                yield piece(index, rest, logprobs)
             calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
             last: dict[str, Any] = {"delta": {"tool_calls": calls} if calls else {}} if chat else {"text": ""}
             ends = {"finish_reason": choice["finish_reason"]}
-            yield chunk_of(asked, {"index": index, **last, "logprobs": None, **ends})
+            yield chunk_of(asked, {"index": index, **last, "logprobs": None, **ends}, **more)
         if usage:
-            yield chunk_of(asked, None, event.body["usage"])
+            yield chunk_of(asked, None, usage=event.body["usage"])
         yield "data: [DONE]\n\n"
     finally:
         asked.gone = True  # or answered, which is as well

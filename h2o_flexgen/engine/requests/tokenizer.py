@@ -196,7 +196,7 @@ _PROBES = (
     "你好，мир", "\U0001f600", "",
 )  # fmt: skip
 """Texts in which tokenizers differ."""
-_UNKNOWN = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
+UNKNOWN = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
 
 
 class TokenText(NamedTuple):
@@ -269,8 +269,8 @@ class TextCodec:
         """`token` behind the first `place` of `ids`."""
         start = max(0, place - 2 * _CONTEXT)
         text = added_text(self.decode, [*ids[start:place], token], place - start)
-        if _UNKNOWN in self.decode([token]) and self._spell is not None:
-            return TokenText(text.rstrip(_UNKNOWN), self._spell(self.light.id_to_token(token)))
+        if UNKNOWN in self.decode([token]) and self._spell is not None:
+            return TokenText(text.rstrip(UNKNOWN), self._spell(self.light.id_to_token(token)))
         return TokenText(text, text.encode(errors="replace"))
 
     @cached_property
@@ -450,10 +450,10 @@ def stop_in(
 ) -> tuple[int, str] | None:
     """The place in `text`, which the answer `new` ends with, of the first stop string, and that string; None without
     one. One that is complete within the first `min_new_tokens` does not count."""
-    late, fewest = len(text), params.min_new_tokens if params.stop_strings else 0
+    late, fewest = len(text), params.min_new_tokens if any(stop in text for stop in params.stop_strings) else 0
     if fewest:
         early, whole = (added_text(decode, [*prompt, *ids], len(prompt), len(prompt)) for ids in (new[:fewest], new))
-        late = len(whole) - len(early.rstrip(_UNKNOWN))
+        late = len(whole) - len(early.rstrip(UNKNOWN))
     found = ((text.find(stop, max(0, len(text) - late - len(stop) + 1)), stop) for stop in params.stop_strings)
     return min((each for each in found if each[0] >= 0), key=itemgetter(0), default=None)
 
@@ -467,7 +467,7 @@ def added_text(decode: Decode, ids: list[int], cut: int, context: int = _CONTEXT
     before, start = "", 0
     for start in _starts(cut, context):
         before = decode(ids[start:cut])
-        if before and not before.startswith(_UNKNOWN):
+        if before and not before.startswith(UNKNOWN):
             break
     whole = decode(ids[start:])
     while not whole.startswith(before):
@@ -479,10 +479,10 @@ def _whole_characters(decode: Decode, ids: list[int]) -> str:
     """`decode`, but a last character that lacks bytes leaves those before it as they are: decoders with byte fallback
     make U+FFFD of a whole run of bytes that is no text."""
     text = decode(ids)
-    for cut in range(1, 5) if text.endswith(_UNKNOWN) else ():  # three bytes, and an eos
+    for cut in range(1, 5) if text.endswith(UNKNOWN) else ():  # three bytes, and an eos
         whole = decode(ids[:-cut])
-        if not whole.endswith(_UNKNOWN):
-            return text if text.startswith(whole) else whole + _UNKNOWN
+        if not whole.endswith(UNKNOWN):
+            return text if text.startswith(whole) else whole + UNKNOWN
     return text
 
 
