@@ -83,6 +83,8 @@ def spec_from_config(config: Mapping[str, Any], name: str, impl: str = "native")
         spec = spec_from_config(text, name)
         return replace(spec, arch=replace(spec.arch, nested=True))
     family, read = family_of(config, name), ConfigReader(config, name)
+    if not read.flag("is_causal", True):
+        raise read.error("is_causal", "true: here tokens attend only to those before them")
     if not family.experts:
         read.refuse(UNDONE)
     read_quantization(config, name)

@@ -291,6 +291,8 @@ def test_windows_are_those_of_transformers(family: str, changes: dict[str, Any])
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, "x: quantization_config.bits is missing"),
         ("opt", {"quantization_config": {"quant_method": "aqlm"}}, "x: quantization_config.quant_method is 'aqlm'"),
         ("llama", {"num_local_experts": 8}, "num_local_experts is 8"),
+        ("llama", {"is_causal": False}, "is_causal is False"),
+        ("gpt_oss", {"is_causal": False}, "is_causal is False"),
         ("llama", {"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'"),
         ("llama", {"hidden_size": 33}, "hidden_size 33 is not a multiple of num_attention_heads 4"),
         ("llama", {"num_key_value_heads": 3}, "4 query heads do not divide among 3 KV heads"),
