@@ -70,6 +70,10 @@ def expand(packed: Tensor, packing: CachePacking, dtype: torch.dtype) -> Tensor:
     return hadamard(numbers, packing.block).to(dtype)
 
 
+Places = Tensor | slice | tuple[int, Tensor] | None
+"""Rows of a cache, None: all; or some heads of one of them."""
+
+
 class KeyScales:
     """Of the rows of a cache, what is taken from each number of their keys when it comes in, and what it is then
     multiplied by, as queries are divided.
@@ -151,8 +155,8 @@ class KeyScales:
         """(rows, kv_heads, d)."""
         return required(self._of, _NONE)
 
-    def kept(self, k: Tensor, rows: Tensor | slice | None = None) -> Tensor:
-        """Keys (n, kv_heads, ..., d), of `rows` or all, as they are kept."""
+    def kept(self, k: Tensor, rows: Places = None) -> Tensor:
+        """Keys (n, kv_heads, ..., d) of `rows`, or (n, d) of a row's heads, as they are kept."""
         own = k if self._means is None else k - _like(self._means, k, rows)
         return own * _like(self.of, k, rows)
 
@@ -161,20 +165,15 @@ class KeyScales:
         own = k / _like(self.of, k, rows)
         return own if self._means is None else own + _like(self._means, k, rows)
 
-    def of_row(self, row: int, heads: Tensor, k: Tensor) -> Tensor:
-        """Keys (n, d) of a row and these KV heads (n,) as they are kept."""
-        own = k if self._means is None else k - self._means[row][heads]
-        return own * self.of[row][heads]
-
     def asked(self, q: Tensor) -> Tensor:
         """Queries (rows, heads, d) as keys that are kept are asked."""
         return (q.unflatten(1, (self.of.shape[1], -1)) / self.of.unsqueeze(2)).flatten(1, 2)
 
 
-def _like(x: Tensor, k: Tensor, rows: Tensor | slice | None) -> Tensor:
-    """What x has of `rows`, or all, for keys (n, kv_heads, ..., head_dim)."""
+def _like(x: Tensor, k: Tensor, rows: Places) -> Tensor:
+    """What x (rows, kv_heads, d) has of `rows` for keys k, which may have tokens before the last dimension."""
     some = x if rows is None else x[rows]
-    return some if k.dim() == 3 else some.unsqueeze(2)
+    return some if some.dim() == k.dim() else some.unsqueeze(2)
 
 
 class Leading(NamedTuple):
@@ -223,8 +222,9 @@ class Keeping:
             self.exact = Exact(shape.newest, shape.first, size, dtype, self._device)
         return self.exact
 
-    def stored(self, part: int, x: Tensor, rows: Tensor | slice | None = None) -> Tensor:
-        """Keys (part 0) or values (1) (n, kv_heads, ..., head_dim) of `rows`, or all, as buffers hold them."""
+    def stored(self, part: int, x: Tensor, rows: Places = None) -> Tensor:
+        """Keys (part 0) or values (1) (n, kv_heads, ..., head_dim) of `rows`, or (n, head_dim) of a row's heads, as
+        buffers hold them."""
         return x if self.packings is None else pack(self._scaled(part, x, rows), self.packings[part])
 
     def expanded(self, held: KeysValues, dtype: torch.dtype, rows: slice | None = None) -> KeysValues:
@@ -273,10 +273,7 @@ class Keeping:
         """Tokens (n, head_dim) go into slots of a row, of these KV heads, (n,) each, as when they first came in; what
         packing costs them is not kept."""
         for i, (buffer, x) in enumerate(zip(buffers, tokens, strict=True)):
-            if self.packings is not None:
-                scaled = x if i or self.scales is None else self.scales.of_row(row, heads, x)
-                x = pack(scaled, self.packings[i])
-            buffer[row, heads, slots] = x
+            buffer[row, heads, slots] = self.stored(i, x, (row, heads))
         if self.exact is not None:
             own = self.exact.slots[row]
             places, which = (own[heads] == slots.unsqueeze(1)).nonzero(as_tuple=True)
@@ -311,7 +308,7 @@ class Keeping:
             places = found.int().argmax(-1).masked_fill(~found.any(-1), -1)
             self.exact.slots[rows] = places.int()
 
-    def _scaled(self, part: int, x: Tensor, rows: Tensor | slice | None) -> Tensor:
+    def _scaled(self, part: int, x: Tensor, rows: Places) -> Tensor:
         return x if part or self.scales is None else self.scales.kept(x, rows)
 
     def _lost(self, part: int, x: Tensor, pieces: Tensor, rows: Tensor | slice | None) -> Tensor:

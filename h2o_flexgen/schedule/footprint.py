@@ -221,17 +221,17 @@ def recall_items(block: BlockShape) -> Iterator[Item]:
 def _record_bytes(block: BlockShape, layer: int) -> int:
     """Bytes of one cache's records in `layer`, 0 if nothing is evicted: position int32 and scores float32 of (b,
     kv_heads, C), with rolling positions a rank int32, eight int64 of (b, kv_heads), a policy's last queries. Also the
-    scales of keys, and the rounding errors of the newest tokens."""
+    scales and means of keys, and the rounding errors of the newest tokens and the first."""
     request, split, heads = block.request, block.request.eviction.split, block.spec.heads_of(layer)
     kept = block.spec.cache_bits, block.spec.cache_rotation
-    scales, exact = channel_numbers(*kept), block.spec.cache_newest + first_tokens(*kept)
-    numbers = 0 if heads.joint else scales * heads.dim * block.size + exact * (2 * heads.dim * block.size + 4)
-    scales = block.rows * heads.keys * numbers
+    vector, exact = heads.dim * block.size, block.spec.cache_newest + first_tokens(*kept)
+    beside = block.rows * heads.keys * (channel_numbers(*kept) * vector + exact * (2 * vector + 4))
+    beside = 0 if heads.joint else beside
     if request.budgets[layer].full or not request.slots[layer]:
-        return scales if request.slots[layer] else 0
+        return beside if request.slots[layer] else 0
     numbers = split.numbers + 1 + block.rolling
     queries = split.looks_back * heads.queries * heads.dim * block.size
-    return scales + block.rows * (heads.keys * (4 * numbers * request.slots[layer] + 64) + queries)
+    return beside + block.rows * (heads.keys * (4 * numbers * request.slots[layer] + 64) + queries)
 
 
 def _host_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
