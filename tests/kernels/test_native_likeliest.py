@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from h2o_flexgen.kernels.likeliest import likeliest, serves
+from h2o_flexgen.kernels.likeliest import largest, likeliest, serves
 from h2o_flexgen.kernels.native import library
 from tests.seeds import torch_generator
 
@@ -55,3 +55,13 @@ def test_rows_of_a_larger_tensor() -> None:
     assert not serves(logits.T)
     for row in logits:
         assert likeliest(row, bits_of([True] * 777)) == int(row.argmax())
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 33, 4097, 8192 + 5])
+def test_the_largest_of_each_row_as_torch_finds_it(size: int) -> None:
+    draw = torch_generator(size)
+    scores = torch.randint(-3, 3, (7, size + 3), generator=draw).float()[:, :size]
+    scores[1], scores[2, size // 2], scores[3, size - 1], scores[4, 0] = -math.inf, math.inf, math.nan, -math.inf
+    scores[5, size // 3 :] = math.nan
+    for found, wanted in zip(largest(scores), torch.max(scores, dim=-1), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.sequence import Hooks, Processor, Sequence
+from h2o_flexgen.kernels.likeliest import largest
 
 NOTHING = float("-inf")
 """The score of a token that cannot be chosen."""
@@ -151,7 +152,7 @@ def pick(scores: Tensor, rows: SequenceOf[Sequence] | None) -> Tensor:
         for row, values in zip(rows, noise, strict=True):
             values.exponential_(1, generator=row.generator(scores.device))
         scores = torch.div(scores.softmax(-1), noise, out=noise)
-    best, tokens = torch.max(scores, dim=-1)
+    best, tokens = largest(scores)
     allowed = best.isfinite() if rows is None else ~best.isnan()
     return torch.where(allowed, tokens, -1)
 

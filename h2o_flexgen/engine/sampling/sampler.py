@@ -15,7 +15,7 @@ from h2o_flexgen.engine.requests.grammars import Guide
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.requests.tokenizer import Decode, find_stop
 from h2o_flexgen.engine.sampling.processors import Chooser, Group, Library, Usual, guided, pick, sent
-from h2o_flexgen.kernels.likeliest import likeliest, serves
+from h2o_flexgen.kernels.likeliest import largest, likeliest, serves
 
 _CHUNK = 1 << 20  # log-probabilities that are alive at once
 
@@ -53,7 +53,7 @@ class Sampler:
                 own[r] = chooser
             elif row.guide is not None and not row.given:
                 plain.append(r)
-        asked = list(torch.max(logits, dim=-1))
+        asked = list(largest(logits))
         for usual, members in together.items():
             if usual not in self._groups:
                 self._groups[usual] = Group(usual, rows[members[0]].params, logits.device)
