@@ -42,6 +42,8 @@ def record(model: PreTrainedModel, name: str) -> Marked:
     events, seen = listen(model), set[type[nn.Module]]()
 
     def attend(call: Call) -> Tensor:
+        if call.window is not None and call.window < 1:
+            raise NotUnderstood(f"layer {call.layer} has a window of {call.window} tokens")
         events.append(Event("attend", call=apart(call._replace(choice=None))))
         return torch.empty(call.q.shape, device="meta", dtype=call.q.dtype)
 
