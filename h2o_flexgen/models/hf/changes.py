@@ -219,6 +219,12 @@ def _turned(x: Tensor, first: int, second: int) -> Tensor:
     return x.reshape(len(x), first, second, -1).transpose(1, 2).reshape(x.shape)
 
 
+def _without_states(module: Any) -> None:
+    """All tokens go through it anew in each step; a lone one would go on with the states of another sequence."""
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "use_cache": False})
+
+
 NOBODY = -1
 """Chosen instead of LongCat-Flash's experts without weights (arXiv 2509.01322), which give back what they are given."""
 
@@ -279,6 +285,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "LongcatFlashExperts": _longcat_experts,
     "LongcatFlashTopkRouter": _longcat_router,
     "PhimoeRotaryEmbedding": _phimoe_angles,
+    "RecurrentGemmaRecurrentBlock": _without_states,
 }
 """By the names of modules, what is done to them."""
 
