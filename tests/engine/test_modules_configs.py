@@ -72,14 +72,3 @@ def test_an_odd_config_is_right_or_refused(kind: str, number: int, tmp_path: Pat
     except ModelError:
         return
     assert found == pytest.approx(logprob(model, CONTEXT, REST), abs=2e-3)
-
-
-@pytest.mark.parametrize("window", [0, -1])
-def test_a_window_of_no_tokens_is_refused(window: int, tmp_path: Path) -> None:
-    fields = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = AutoConfig.for_model("starcoder2", vocab_size=VOCAB, num_key_value_heads=1, **fields)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "sliding_window": window}))
-    with pytest.raises(ModelError, match=f"window of {window} tokens"):
-        Engine(str(tmp_path))

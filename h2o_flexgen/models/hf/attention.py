@@ -280,13 +280,6 @@ _KINDS |= {"hybrid", "hybrid_sliding"}  # with states beside, see `MixerCall`
 def _window(module: nn.Module, given: int | None) -> tuple[int | None, bool]:
     """The tokens that a query of the module sees, itself included, as transformers' masks have it, None: all; and
     whether they are those of its chunk."""
-    window, chunked = _asked_window(module, given)
-    if window is not None and window < 1:
-        raise NotUnderstood(f"attention of {type(module).__name__} has a window of {window} tokens")
-    return window, chunked
-
-
-def _asked_window(module: nn.Module, given: int | None) -> tuple[int | None, bool]:
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
     kind = kinds[layer] if kinds and layer is not None and layer < len(kinds) else None
