@@ -157,9 +157,9 @@ def test_reads_from_disks_are_counted(tmp_path: Path) -> None:
     finally:
         os.close(stored)
     finished = run_process("base64", ["-e", str(file)], threads=1, timeout=60)
-    if finished.read_bytes == 0:
-        pytest.skip("the folder is not on a disk")
     assert finished.read_bytes is not None
+    if not os.major(file.stat().st_dev) and finished.read_bytes < 8 << 20:  # less of the program itself, say
+        pytest.skip("the folder is not on a disk")
     assert finished.read_bytes >= 8 << 20
 
 
