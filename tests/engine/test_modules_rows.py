@@ -34,25 +34,13 @@ TYPES: dict[str, dict[str, Any]] = {
         "attention_types": [[["global", "local"], 1]],
     },
     "minimax": {
-        **{
-            "hidden_size": 48,
-            "intermediate_size": 64,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "head_dim": 16,
-        },
-        **{"num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 128},
+        **{"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4},
+        **{"head_dim": 16, "num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 128},
         "layer_types": ["linear_attention", "full_attention"] * 2,
     },
     "recurrent_gemma": {
-        **{
-            "hidden_size": 48,
-            "intermediate_size": 64,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "head_dim": 16,
-        },
-        **{"num_key_value_heads": 1, "lru_width": 48, "attention_window_size": 8},
+        **{"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4},
+        **{"head_dim": 16, "num_key_value_heads": 1, "lru_width": 48, "attention_window_size": 8},
     },
     "xglm": {"d_model": 48, "ffn_dim": 64, "num_layers": 3, "attention_heads": 4, "max_position_embeddings": 128},
 }

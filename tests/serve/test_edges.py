@@ -49,7 +49,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lengths(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a service notes of each single sequence that ends: whether end tokens end it, and how many tokens it has."""
+    """What a service notes of each single sequence that ends: whether its request is long, and its number of tokens."""
     return write(tmp_path_factory.mktemp("lengths") / "lengths")
 
 
@@ -62,7 +62,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, thinker: Path, lengths: Pa
             ours = end(self, row, output)
             if ours:
                 with lengths.open("a") as file:
-                    file.write(f"{not row.params.ignore_eos},{len(output.token_ids)}\n")
+                    file.write(f"{'long' if row.params.ignore_eos else 'short'},{len(output.token_ids)}\n")
             return ours
 
         LiveRequests.finished = finished  # type: ignore[method-assign]
@@ -115,10 +115,10 @@ def test_who_hangs_up_within_a_stream_is_given_up(
             ended = finished(client, made.id)
             assert (ended.status, ended.request_counts.completed) == ("completed", 20)
         # The block of two may answer the second while the first is still under way.
-        while not (given_up := [each for each in lengths.read_text().split()[before:] if each.startswith("False,")]):
+        while not (given_up := [each for each in lengths.read_text().split()[before:] if each.startswith("long,")]):
             assert client.chat.completions.create(**short).choices == wanted
         assert len(given_up) == 1
-        assert int(given_up[0].removeprefix("False,")) < MOST
+        assert int(given_up[0].removeprefix("long,")) < MOST
 
 
 def answer_to(url: str, data: bytes) -> bytes:

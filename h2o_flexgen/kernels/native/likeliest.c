@@ -6,12 +6,13 @@
 #include "team.h"
 
 enum {
-    STRETCH = 1 << 12, /* numbers in which the best is looked for a second time, for where it stands */
+    STRETCH = 1 << 12,     /* numbers in which the best is looked for a second time, for where it stands */
     INFINITE = 0x7F800000, /* bits of infinity without its sign: those of NaN are larger */
 };
 
 /* Where the first of the largest of n scores is, of those whose bits in `allowed` are set, or of all where that is NULL; -1
-   where these are all -infinity, or none is set. Not of NaN, of which `odd` tells. */
+   where these are all -infinity, or none is set. `odd`, unless NULL, becomes whether a score is NaN: then the result means
+   nothing. Without it no score may be NaN. */
 INLINE int64_t look(const float *scores, const uint16_t *allowed, int64_t n, int *odd) {
     const __m512 none = _mm512_set1_ps(-INFINITY);
     __m512i size = _mm512_setzero_si512();
@@ -22,7 +23,7 @@ INLINE int64_t look(const float *scores, const uint16_t *allowed, int64_t n, int
         __m512 top = none;
         for (int64_t i = start; i < end; i += LANES) {
             const __mmask16 bits = (allowed ? allowed[i / LANES] : 0xFFFF) & first_lanes(end - i);
-            if (allowed && !bits) continue;
+            if (!bits) continue;
             const __m512 some = _mm512_maskz_loadu_ps(first_lanes(end - i), scores + i);
             if (odd) size = _mm512_max_epi32(size, _mm512_and_si512(_mm512_castps_si512(some), _mm512_set1_epi32(INT32_MAX)));
             top = _mm512_max_ps(top, _mm512_mask_mov_ps(none, bits, some));

@@ -34,17 +34,17 @@ CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
 
 def row_arguments(model: nn.Module, ids: Tensor, cache: Any, seen: int, mask: bool = True) -> dict[str, Any]:
     """Of `model`'s forward, for the tokens `ids` (T,) of one sequence, which follow `seen` ones that `cache` has."""
-    takes, first = inspect.signature(model.forward).parameters, seen
+    takes, count = inspect.signature(model.forward).parameters, ids.shape[0]
     given: dict[str, Any] = {"input_ids": ids[None], "use_cache": True, "return_dict": True}
     if cache is not None:
         given[next(name for name in CACHES if name in takes)] = cache
-    config = getattr(model, "config", None)
-    if config is not None and not getattr(config.get_text_config(decoder=True), "num_attention_heads", None):
-        seen = 0  # where nothing attends, a mask is of the new tokens
     if "position_ids" in takes:  # caches may count only what their first layer keeps, which may be nothing
-        given["position_ids"] = torch.arange(first, first + ids.shape[0], device=ids.device)[None]
+        given["position_ids"] = torch.arange(seen, seen + count, device=ids.device)[None]
     if mask and "attention_mask" in takes:
-        given["attention_mask"] = torch.ones(1, seen + ids.shape[0], dtype=torch.int64, device=ids.device)
+        config = getattr(model, "config", None)
+        attends = config is None or getattr(config.get_text_config(decoder=True), "num_attention_heads", None)
+        length = seen + count if attends else count  # where nothing attends, a mask is of the new tokens
+        given["attention_mask"] = torch.ones(1, length, dtype=torch.int64, device=ids.device)
     if "logits_to_keep" in takes:
         given["logits_to_keep"] = 1
     return given
