@@ -145,7 +145,7 @@ def _parser() -> Parser:
         "--suite", metavar="FILE", help="policies, budgets, models and tasks from a file: configs/eval/demo.json"
     )
     parser.add_argument(
-        "--measure-layers", action="store_true", help="the layers that look far, for --far-layers: one run per layer"
+        "--measure-layers", action="store_true", help="the layers and heads that look far, for --far-layers"
     )
     # Random weights have no quality to measure.
     add_arguments(parser, EngineConfig, title="model and machine", exclude=("weights",))

@@ -12,7 +12,7 @@ from torch import Tensor
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.cache.lengths import CacheLengths
-from h2o_flexgen.cache.packing import Keeping, KeyScales, Leading
+from h2o_flexgen.cache.packing import Keeping, Leading
 from h2o_flexgen.cache.recall import Recall
 from h2o_flexgen.cache.ring_slots import CacheSlots, Queries, RingSlots, Rows, SlotChoice, arrived
 from h2o_flexgen.cache.shape import CacheShape
@@ -75,19 +75,19 @@ class KVCache:
         if shape.capacity < max(limits):
             raise ValueError(f"{shape.capacity} slots are too few, these budgets need {max(limits)}")
         self.shape, self._kept = shape, Keeping(shape, self.device)
-        self.wants_column_sums = policy.column_sums and self._lengths.chooses
+        self.chooses = self._lengths.chooses  # by scores, in some row
+        self.wants_column_sums = policy.column_sums and self.chooses
         """Whether `fill` must be given the column sums of the prompt's attention."""
         self._policy, self._layer, self.row_ids = policy, layer, list(row_ids)
         self._slots: CacheSlots
-        if isinstance(policy, RankedPolicy) and self._lengths.chooses:
+        if isinstance(policy, RankedPolicy) and self.chooses:
             self._slots = ScoredSlots(self._lengths, policy, shape.kv_heads, shape.capacity, layer, row_ids)
         else:
             self._slots = RingSlots(self._lengths, shape.kv_heads, shape.capacity)
         self._fused: FusedStep | None = None
         self._dropping: dict[int, tuple[Range, ...]] = {}
         self._last: int | Tensor | None = None
-        self.rewritten = 0
-        """How often a step changed more of K and V than one token."""
+        self.rewritten = 0  # how often a step changed more of K and V than one token
         self._reads_occupied = False  # steps read nothing but occupied slots, unless positions roll
         self.k: Tensor | None = None
         self.v: Tensor | None = None
@@ -132,9 +132,25 @@ class KVCache:
         return self._lengths.for_another_layer()
 
     @property
-    def scales(self) -> KeyScales | None:
-        """Scales of keys; None if keys are stored unscaled."""
-        return self._kept.scales
+    def parts(self) -> tuple[KVCache, ...]:
+        """The caches that have buffers of their own: itself."""
+        return (self,)
+
+    def settle_prompts(self, rows: Sequence[int], prompts: AttendedPrompts, length: int, raw: bool) -> None:
+        """Before `fill`: see `KeyScales.settle_prompts`."""
+        if self._kept.scales is not None:
+            self._kept.scales.settle_prompts(rows, prompts, length, raw, self.device)
+
+    def settle_packed(self, prompts: PackedPrompts, q: Tensor, k: Tensor) -> None:
+        """Before `fill_packed`: see `KeyScales.settle_packed`."""
+        if self._kept.scales is not None:
+            self._kept.scales.settle_packed(prompts, q, k)
+
+    def _tell(self, rows: Sequence[int], scores: Tensor | None) -> None:
+        """Shows the scores (n, kv_heads, S) or (n, parts, kv_heads, S) of prompts to the watch."""
+        if self.watch is not None and scores is not None:
+            for index, row in enumerate(rows):
+                self.watch(self.row_ids[row], self._layer, scores[index, 0] if scores.dim() == 4 else scores[index])
 
     def attach(self, k: Tensor, v: Tensor) -> None:
         """Work on these contiguous buffers from now on: what the cache holds, or anything finite before `fill`."""
@@ -171,9 +187,7 @@ class KVCache:
         Keeps what each row's own budget allows, in time order from slot 0. Its other slots are zeroed where
         something may read them: torch reads all slots of a cache on a CPU.
         """
-        if self.watch is not None and scores is not None:
-            for index, row in enumerate(rows):
-                self.watch(self.row_ids[row], self._layer, scores[index, 0] if scores.dim() == 4 else scores[index])
+        self._tell(rows, scores)
         if self.recall is not None:
             self.recall.fill(rows, self._lengths.budgets, k, v, past)
         before = 0 if past is None else past[0].shape[1]
@@ -252,7 +266,7 @@ class KVCache:
                 self.watch(self.row_ids[row.place], self._layer, sums.view(heads, row.length))
         if self.recall is not None:
             self.recall.fill_packed(prompts, self._lengths.budgets, k, v)
-        scaled = k if self.scales is None else self.scales.packed(k, prompts)
+        scaled = k if self._kept.scales is None else self._kept.scales.packed(k, prompts)
         window, table, packings = self._lengths.window, self._slots.table, self._kept.packings
         keep_prompts(prompts, KeysValues(scaled, v), self.buffers, window, column_sums, table, packings)
         for row in prompts.rows if self.shape.exact else ():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -27,6 +27,9 @@ class CacheShape:
 
     Packed K and V (`bits` below 16, see `CachePacking`) are uint8, and their last dimension is bytes. joint: values are
     the keys, in one tensor. newest, first: tokens of a packed cache whose rounding errors are stored, too.
+
+    Where heads of a layer keep different numbers of tokens, `far` are the KV heads that look far, `slots` those of each
+    other head and of each of these, and `capacity` is their mean: K and V have the parts' one after the other.
     """
 
     batch: int
@@ -38,6 +41,8 @@ class CacheShape:
     rotation: CacheRotation = "rotate"
     newest: int = 0
     first: int = 0
+    far: tuple[int, ...] = ()
+    slots: tuple[int, int] = (0, 0)
 
     @classmethod
     def of(
@@ -51,6 +56,33 @@ class CacheShape:
     ) -> CacheShape:
         """The smallest cache for rows with these budgets."""
         return cls(len(budgets), kv_heads, head_dim, slots_needed(budgets), bits, joint, rotation)
+
+    def with_slots(self, slots: Sequence[int]) -> CacheShape:
+        """With so many: in each head, or in each that looks near and each that looks far."""
+        if not self.far:
+            return replace(self, capacity=slots[0])
+        near, far = slots
+        total = near * (self.kv_heads - len(self.far)) + far * len(self.far)
+        return replace(self, capacity=-(-total // self.kv_heads), slots=(near, far))
+
+    @property
+    def heads(self) -> tuple[tuple[int, ...], ...]:
+        """The KV heads that keep equally many tokens."""
+        everyone = range(self.kv_heads)
+        return (tuple(head for head in everyone if head not in self.far), self.far) if self.far else (tuple(everyone),)
+
+    @property
+    def parts(self) -> tuple[CacheShape, ...]:
+        """The shapes of these heads."""
+        if not self.far:
+            return (self,)
+        sizes = zip(self.heads, self.slots, strict=True)
+        return tuple(replace(self, kv_heads=len(heads), capacity=count, far=()) for heads, count in sizes)
+
+    @property
+    def longest(self) -> int:
+        """The most slots of any head."""
+        return max(part.capacity for part in self.parts)
 
     @property
     def packings(self) -> tuple[CachePacking, CachePacking] | None:

@@ -35,6 +35,12 @@ class Budget:
     inside: Budget | None = None
     """The budget without spans. If it is set, `spans` cover the whole prompt, each span has a share of this budget, and
     the policy chooses within a span as if it were the prompt."""
+    parts: tuple[Budget, ...] = ()
+    """Those of the heads that look near and of those that look far, where a layer has both. This is then their mean."""
+
+    def part(self, index: int) -> Budget:
+        """The budget of one of a layer's two kinds of heads."""
+        return self.parts[index] if self.parts else self
 
     @property
     def after_prompt(self) -> int:
@@ -64,6 +70,14 @@ class Budget:
         if window is None or self.total < window - 1 or (self.full and self.total == window - 1):
             return self
         return Budget(total=window - 1, heavy=0, recent=window - 1, sinks=0, full=False)
+
+
+def mean_of(near: Budget, far: Budget, heads: int, looking_far: int) -> Budget:
+    """The budget of a layer of `heads`, of which some look far."""
+    total = -((near.total * (looking_far - heads) - far.total * looking_far) // heads)
+    more, prompt = total - near.total, None if near.prompt is None else near.prompt + total - near.total
+    full = near.full and far.full
+    return replace(near, total=total, heavy=near.heavy + more, prompt=prompt, full=full, parts=(near, far))
 
 
 def whitelisted(budget: Budget, spans: Sequence[Range], seen: int = 0) -> Budget:

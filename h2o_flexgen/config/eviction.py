@@ -57,10 +57,10 @@ class EvictionConfig(KeptAsJson):
         metavar="HOW",
         unset="uniform; pyramid for pyramidkv",
     )
-    far_layers: tuple[int, ...] | None = option(
+    far_layers: tuple[int | tuple[int, int], ...] | None = option(
         None,
-        help="layers that --budget-split far gives more, counted from 0",
-        metavar="N,N",
+        help="layers, or KV heads of layers (7.2), that --budget-split far gives more, counted from 0",
+        metavar="N,N.N",
         parse=layer_numbers,
         unset="those without a window",
     )
@@ -87,6 +87,8 @@ class EvictionConfig(KeptAsJson):
     window_bytes: tuple[tuple[int, int, int], ...] = ()
     """Of each window that layers have, the narrowest first: the tokens that one of these layers holds at most, and the
     bytes of a token in them all, and in 16 bits."""
+    kv_heads: int = 1
+    """Of each layer, where `far_layers` names heads."""
 
     def __post_init__(self) -> None:
         if self.name == AUTO:
@@ -147,9 +149,10 @@ class EvictionConfig(KeptAsJson):
     def _check_far_layers(self) -> None:
         if self.far_layers is None:
             return
-        layers = iterable(self.far_layers, "--far-layers", "needed a list of layers, counted from 0")
-        found = {whole(layer, "--far-layers", 0) for layer in layers}
-        object.__setattr__(self, "far_layers", tuple(sorted(found)))
+        needed = "needed a list of layers, or of layers and KV heads, counted from 0"
+        found = {_place(each, needed) for each in iterable(self.far_layers, "--far-layers", needed)}
+        far = sorted(found, key=lambda each: (each, -1) if isinstance(each, int) else each)
+        object.__setattr__(self, "far_layers", tuple(far))
         if self.budget_split is None:
             object.__setattr__(self, "budget_split", "far")
         if self.budget_split != "far":
@@ -187,6 +190,9 @@ class EvictionConfig(KeptAsJson):
             raise UsageError(
                 f"{asked} with --rolling-positions", "needed keys that are kept as they were rotated", "leave one out"
             )
+        if any(not isinstance(each, int) for each in self.far_layers or ()):
+            named = f"--far-layers names heads of layers with {asked}"
+            raise UsageError(named, "needed whole layers", "--far-layers 0,7")
         if self.spans == "fair":
             raise UsageError(
                 f"{asked} with --spans fair", "needed one budget for all spans", "--spans whitelist, or leave one out"
@@ -248,24 +254,19 @@ class EvictionConfig(KeptAsJson):
         a layer cannot use goes to the others.
         """
         budget, length = self.resolve(prompt_len, gen_len), prompt_len + gen_len
-        even = tuple(budget.within(window) for window in windows)
         how = self.how_layers_share
         if how == "uniform" or budget.full:
-            if not spans:
-                return even
-            marked = self.resolve(prompt_len, gen_len, spans)
+            marked = self.resolve(prompt_len, gen_len, spans) if spans else budget
             return tuple(marked.within(window) for window in windows)
+        far, heads = self._looking_far(windows)
+        windows = [window for window in windows for _ in range(heads)]
+        even = tuple(budget.within(window) for window in windows)
         most = [length if window is None else min(length, window - 1) for window in windows]
         held = sum(min(each.total, limit) for each, limit in zip(even, most, strict=True))
         # Of a prompt that is pruned once the answer has its place in every layer, and the window that chooses.
         fixed = budget.prompt is not None or (how == "pyramid" and budget.heavy > 0)
         least = budget.total - budget.heavy + (how != "pyramid") if fixed else budget.sinks + (self.recent or 0) + 1
-        far, halved = [window is None for window in windows], how == "far"
-        differ = any(windows) or self.far_layers is not None
-        if self.far_layers is not None:
-            far = [layer in self.far_layers for layer in range(len(windows))]
-        elif halved and differ and any(far[:-1]):
-            far[-1] = False  # no later layer reads what the last one has found
+        halved, differ = how == "far", any(windows) or self.far_layers is not None
         if how == "pyramid":
             wanted = budgets.pyramid(budget, len(windows), length)
         else:
@@ -276,7 +277,7 @@ class EvictionConfig(KeptAsJson):
             rest = (held - spent) // max(1, sum(far))
             wanted = [rest if sees_all else each for each, sees_all in zip(near, far, strict=True)]
         totals = budgets.shared_out(wanted, [min(least, limit) for limit in most], most, held)
-        found = []
+        found = list[Budget]()
         for total, window, sees_all in zip(totals, windows, far, strict=True):
             recent = budget.recent if how == "pyramid" and budget.heavy else None
             if halved and sees_all and differ:
@@ -286,7 +287,27 @@ class EvictionConfig(KeptAsJson):
                 recent = None if asked or own.full or not own.heavy else min(own.recent, FAR_RECENT)
             divided = self._divided(total, prompt_len, gen_len, recent).within(window)
             found.append(self._marked(divided, prompt_len, gen_len, spans, window))
-        return tuple(found)
+        return tuple(_of_layer(found[i : i + heads], far[i : i + heads]) for i in range(0, len(found), heads))
+
+    def _looking_far(self, windows: Sequence[int | None]) -> tuple[list[bool], int]:
+        """Of each layer whether it looks far; where heads are named of each KV head, of which a layer has so many."""
+        if self.far_layers is None:
+            far = [window is None for window in windows]
+            if self.how_layers_share == "far" and any(windows) and any(far[:-1]):
+                far[-1] = False  # no later layer reads what the last one has found
+            return far, 1
+        named, layers = set(self.far_layers), range(len(windows))
+        if all(isinstance(each, int) for each in named):
+            return [layer in named for layer in layers], 1
+        heads = range(self.kv_heads)
+        return [layer in named or (layer, head) in named for layer in layers for head in heads], self.kv_heads
+
+    def far_heads(self, layer: int) -> tuple[int, ...]:
+        """The KV heads of a layer that look far, where others of it do not."""
+        if self.how_layers_share != "far" or self.far_layers is None or layer in self.far_layers:
+            return ()
+        named = tuple(head for head in range(self.kv_heads) if (layer, head) in self.far_layers)
+        return named if len(named) < self.kv_heads else ()
 
     def _whole(self, prompt_len: int, gen_len: int) -> Budget:
         length = prompt_len + gen_len
@@ -376,3 +397,25 @@ class EvictionConfig(KeptAsJson):
 def exact_ceiling(ratio: float, count: int) -> int:
     """ceil(ratio * count), taking the decimal number that `ratio` is written as: 0.07 of 100 is 7, not 8."""
     return math.ceil(Decimal(repr(ratio)) * count)
+
+
+def _place(value: object, needed: str) -> int | tuple[int, int]:
+    """A layer, or a layer and one of its KV heads. UsageError for anything else."""
+    if isinstance(value, tuple | list):
+        if len(value) != 2:
+            raise UsageError(f"--far-layers names {value!r}", needed)
+        return whole(value[0], "--far-layers", 0), whole(value[1], "--far-layers", 0)
+    return whole(value, "--far-layers", 0)
+
+
+def _of_layer(heads: Sequence[Budget], far: Sequence[bool]) -> Budget:
+    """The budget of a layer of these heads; those that look far have the same one, and so have the others."""
+    near = min((each for each, looks in zip(heads, far, strict=True) if not looks), key=_total, default=None)
+    most = min((each for each, looks in zip(heads, far, strict=True) if looks), key=_total, default=None)
+    if near is None or most is None:
+        return near or most or heads[0]
+    return budgets.mean_of(near, most, len(heads), sum(far))
+
+
+def _total(budget: Budget) -> int:
+    return budget.total

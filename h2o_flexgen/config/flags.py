@@ -51,12 +51,13 @@ def between_commas(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
-def layer_numbers(text: str) -> tuple[int, ...]:
-    """The numbers of layers in "0,7". UsageError where it has others."""
+def layer_numbers(text: str) -> tuple[int | tuple[int, ...], ...]:
+    """The numbers of layers, and of layers and heads, in "0,7.2": 0 and (7, 2). UsageError where it has others."""
     try:
-        return tuple(int(word) for word in between_commas(text))
+        found = [tuple(map(int, word.split("."))) for word in between_commas(text)]
     except ValueError:
-        raise UsageError(f"{text!r} are no layers", "needed their numbers, from 0: 0,7") from None
+        raise UsageError(f"{text!r} are no layers", "needed numbers of layers, or layer.head: 0,7.2") from None
+    return tuple(each[0] if len(each) == 1 else each for each in found)
 
 
 def with_commas(values: Iterable[object]) -> str:

@@ -12,7 +12,7 @@ from h2o_flexgen.config.flags import option
 from h2o_flexgen.config.model.packing import channel_numbers, first_tokens
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.recall import check_recall
-from h2o_flexgen.config.splits import FAR_LAYERS, THEN_H2O
+from h2o_flexgen.config.splits import FAR_HEADS, FAR_LAYERS, THEN_H2O
 from h2o_flexgen.errors import ContextLengthError, UsageError
 
 
@@ -59,15 +59,36 @@ def counted_in_bytes(eviction: EvictionConfig, spec: ModelSpec) -> EvictionConfi
 
 
 def _with_far_layers(eviction: EvictionConfig, spec: ModelSpec) -> EvictionConfig:
-    """With the layers that are known to look far, if none are named and no window tells. UsageError for others."""
+    """With the layers or heads that are known to look far, if none are named and no window tells. UsageError for others
+    than the model has."""
     if eviction.far_layers is None and eviction.how_layers_share == "far" and not any(spec.windows):
         name = PurePath(spec.name).name.lower().replace(" ", "-").replace("_", "-")
-        found = next((layers for start, layers in FAR_LAYERS.items() if name.startswith(start)), None)
-        return eviction if found is None else replace(eviction, far_layers=found)
-    if eviction.far_layers and eviction.far_layers[-1] >= spec.num_layers:
-        named = f"--far-layers names layer {eviction.far_layers[-1]}"
-        raise UsageError(named, f"{spec.name} has {spec.num_layers} layers, from 0", "leave it out")
-    return eviction
+        known = FAR_LAYERS if eviction.recall else FAR_HEADS
+        found = next((places for start, places in known.items() if name.startswith(start)), ())
+        if found and all(_fault(spec, place) is None for place in found):
+            eviction = replace(eviction, far_layers=found)
+    for place in eviction.far_layers or ():
+        if (fault := _fault(spec, place)) is not None:
+            shown = place if isinstance(place, int) else "head {1} of layer {0}".format(*place)
+            named = f"--far-layers names {'layer ' * isinstance(place, int)}{shown}"
+            raise UsageError(named, f"{spec.name} has {fault}", "leave it out")
+    heads = [spec.heads_of(layer).keys for layer in range(spec.num_layers) if spec.attends(layer)]
+    return replace(eviction, kv_heads=heads[0]) if eviction.far_layers and heads else eviction
+
+
+def _fault(spec: ModelSpec, place: int | tuple[int, int]) -> str | None:
+    """What a model has instead of this layer, or head of a layer."""
+    layer = place if isinstance(place, int) else place[0]
+    if layer >= spec.num_layers:
+        return f"{spec.num_layers} layers, from 0"
+    if isinstance(place, int):
+        return None
+    if not spec.attends(layer) or spec.arch.chunk_of(layer) is not None:
+        return "no heads there that may keep different numbers of tokens"
+    heads = {spec.heads_of(each).keys for each in range(spec.num_layers) if spec.attends(each)}
+    if len(heads) > 1:
+        return "layers of different numbers of KV heads"
+    return None if place[1] < min(heads) else f"KV heads 0 to {min(heads) - 1} in each layer"
 
 
 def check_eviction(spec: ModelSpec, eviction: EvictionConfig) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from h2o_flexgen.config.eviction import Budget, EvictionConfig, exact_ceiling
 from h2o_flexgen.config.flags import layer_numbers
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.config.splits import FAR_LAYERS, SPLITS
+from h2o_flexgen.config.splits import FAR_HEADS, FAR_LAYERS, SPLITS
 from h2o_flexgen.config.workload import counted_in_bytes
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.models.families import spec_from_config
@@ -119,6 +119,7 @@ def test_shares_that_make_no_sense(field: str, ratio: Any) -> None:
         ({"name": "h20"}, "unknown eviction policy 'h20'.*did you mean 'h2o'"),
         ({"name": ["h2o"]}, "unknown eviction policy"),
         ({"name": "h2o", "far_layers": 3}, "--far-layers is 3. needed a list of layers"),
+        ({"name": "h2o", "far_layers": [[1, 2, 3]]}, r"--far-layers names \[1, 2, 3\]. needed a list of layers"),
         ({"name": "h2o", "budget": 0}, "--kv-budget is 0. needed at least 1"),
         ({"name": "h2o", "budget": 2.0}, "--kv-budget is 2.0"),
         ({"name": "h2o", "recent": -1}, "--recent is -1"),
@@ -294,12 +295,37 @@ def test_layers_that_are_known_to_look_far() -> None:
     auto = EvictionConfig("auto", bytes=0.2)
     spec = spec_from_config(config_of("llama", num_hidden_layers=30).to_dict(), "tiny")
     known = replace(spec, name="models/SmolLM2-135M-Instruct.Q4_1.gguf")
-    assert counted_in_bytes(auto, known).far_layers == FAR_LAYERS["smollm2-135m"]
+    assert counted_in_bytes(auto, known).far_layers == FAR_HEADS["smollm2-135m"]
+    assert counted_in_bytes(replace(auto, recall="cpu"), known).far_layers == FAR_LAYERS["smollm2-135m"]
+    assert counted_in_bytes(auto, replace(known, num_layers=20)).far_layers is None, "it is another model"
     assert counted_in_bytes(auto, spec).far_layers is None
     assert counted_in_bytes(replace(auto, far_layers=(1,)), known).far_layers == (1,)
     assert counted_in_bytes(EvictionConfig("h2o", ratio=0.2), known).far_layers is None
     with pytest.raises(UsageError, match=r"names layer 30.*has 30 layers, from 0"):
         counted_in_bytes(EvictionConfig("h2o", ratio=0.2, far_layers=(30,)), known)
+    with pytest.raises(UsageError, match=r"names head 9 of layer 1.*has KV heads 0 to 3 in each layer"):
+        counted_in_bytes(EvictionConfig("h2o", ratio=0.2, far_layers=((1, 9),)), known)
+
+
+def test_heads_of_layers_that_are_named() -> None:
+    """Of four layers of two heads, eight in all, two look far: they keep all 100 tokens, the others have the rest."""
+    config = EvictionConfig("h2o", budget=60, far_layers=[[2, 1], 0], kv_heads=2)
+    assert config.far_layers == (0, (2, 1)) == layer_numbers("0,2.1")
+    found = config.by_layer([None] * 4, 60, 40)
+    assert [each.total for each in found] == [100, 36, 68, 36]
+    assert (found[0].full, found[0].parts, found[1].parts) == (True, (), ())
+    near, far = found[2].parts
+    assert (near.total, far.total, far.full, found[2].full) == (36, 100, True, False)
+    assert (found[2].part(0), found[2].part(1), found[1].part(1)) == (near, far, found[1])
+    assert [config.far_heads(layer) for layer in range(4)] == [(), (), (1,), ()]
+    both = EvictionConfig("h2o", budget=60, far_layers=((2, 0), (2, 1)), kv_heads=2)
+    assert both.far_heads(2) == ()
+    assert [each.total for each in both.by_layer([None] * 4, 60, 40)] == [47, 47, 100, 46]
+    assert EvictionConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    with pytest.raises(UsageError, match=r"'1\.x' are no layers"):
+        layer_numbers("1.x")
+    with pytest.raises(UsageError, match="heads of layers with --recall"):
+        EvictionConfig("h2o", budget=50, far_layers=((2, 1),), recall="cpu")
 
 
 def test_a_prompt_that_stays() -> None:

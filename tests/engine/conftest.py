@@ -9,6 +9,7 @@ import pytest
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from h2o_flexgen.cache.heads_apart import HeadsApart
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.state import kv_store
@@ -55,23 +56,32 @@ def rewriting(monkeypatch: pytest.MonkeyPatch) -> None:
 def history(monkeypatch: pytest.MonkeyPatch) -> History:
     """(layer, row id) -> kept positions per head, after the prompt and after every decode step."""
     record: History = defaultdict(list)
+    noting = False  # parts of a cache are not noted by themselves
 
-    class Recorded(KVCache):
-        def __init__(self, *args, row_ids, layer, **kwargs) -> None:
-            super().__init__(*args, row_ids=row_ids, layer=layer, **kwargs)
-            self._names = [(layer, row_id) for row_id in row_ids]
+    def recorded(kind: type[KVCache]) -> type[KVCache]:
+        class Recorded(kind):  # type: ignore[misc, valid-type]
+            def attend(self, *args, **kwargs) -> Tensor:
+                nonlocal noting
+                if noting:
+                    return super().attend(*args, **kwargs)
+                for row, row_id in enumerate(self.row_ids):
+                    if not record[self._layer, row_id]:
+                        self._note(row)  # what the prompt left
+                noting = True
+                try:
+                    out = super().attend(*args, **kwargs)
+                finally:
+                    noting = False
+                for row in range(self.shape.batch):
+                    self._note(row)
+                return out
 
-        def attend(self, *args, **kwargs) -> Tensor:
-            for row, name in enumerate(self._names):
-                if not record[name]:
-                    self._note(row)  # what the prompt left
-            out = super().attend(*args, **kwargs)
-            for row in range(self.shape.batch):
-                self._note(row)
-            return out
+            def _note(self, row: int) -> None:
+                heads = range(self.shape.kv_heads)
+                record[self._layer, self.row_ids[row]].append([set(self.kept(row, head)) for head in heads])
 
-        def _note(self, row: int) -> None:
-            record[self._names[row]].append([set(self.kept(row, head)) for head in range(self.shape.kv_heads)])
+        return Recorded
 
-    monkeypatch.setattr(kv_store, "KVCache", Recorded)
+    for kind in (KVCache, HeadsApart):
+        monkeypatch.setattr(kv_store, kind.__name__, recorded(kind))
     return record

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.model.packing import CacheBits
 from h2o_flexgen.config.recall import RecallTier
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import UsageError
 from tests.engine.compare import History, assert_engine_equals_oracle
 from tests.oracles.policies import RecallOracle
-from tests.policy_matrix import EVICTING, POLICIES, PolicyRow
+from tests.policy_matrix import EVICTING, LATER, POLICIES, THEN_H2O, PolicyRow
 from tests.tiny import FAMILIES, WINDOW, prompts_of
 
 LENGTHS = [17, 26, 9, 22]
@@ -116,6 +117,45 @@ def test_left_padding_never_counts(checkpoint) -> None:
         for row, prompt in enumerate((short, long)):
             alone = llm.generate_ids(torch.tensor([prompt]), max_new_tokens=64, ignore_eos=True)
             assert both[row, 33:].tolist() == alone[0, len(prompt) :].tolist()
+
+
+APART = {"budget_split": "far", "far_layers": ((0, 1), (1, 0)), "kv_heads": 2}
+"""Of two layers of two KV heads one looks far in each."""
+
+
+@pytest.mark.parametrize(
+    ("places", "changes"),
+    [
+        ({"policy": {"gpu_batch_size": 3, "prefill_chunk": 16}}, {"budget": 12}),
+        ({}, {"budget": 9, "rolling_positions": True}),
+        ({"emulate_gpu": "1GiB", "policy": {"gpu_batch_size": 2, "num_gpu_batches": 2}}, {"ratio": 0.4, "recent": 2}),
+        ({"policy": {"gpu_batch_size": 2, "num_gpu_batches": 2, "cache": {"disk": 1.0}}}, {"ratio": 0.3, "sinks": 1}),
+        ({"cache_rotation": "centre", "cache_newest": 3}, {"budget": 10}),
+    ],
+)
+def test_heads_that_look_far_keep_more(
+    places: dict[str, Any], changes: dict[str, Any], checkpoint, history: History, rewriting: None
+) -> None:
+    bits: CacheBits = (8, 4) if "cache_newest" in places else 16
+    policy = next(row for row in EVICTING if row.name == "h2o")
+    model = checkpoint("llama-gqa")
+    assert_engine_equals_oracle(model, policy, LENGTHS, 9, history, bits, places, **APART, **changes)
+    held = [len(head) for head in history[0, 0][-1]]
+    assert held[0] < held[1]
+
+
+BY_CHANCE = ("random", "vase", "nacl")
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize(
+    "policy",
+    [row for row in (*EVICTING, *LATER, *THEN_H2O) if row.name.removesuffix("+h2o") not in (*BY_CHANCE, "pyramidkv")],
+    ids=lambda row: row.name,
+)
+def test_every_policy_chooses_among_heads_that_keep_as_many(policy: PolicyRow, checkpoint, history: History) -> None:
+    """What draws lots is left out: it counts the heads of each kind by themselves."""
+    assert_engine_equals_oracle(checkpoint("llama-gqa"), policy, LENGTHS, NEW, history, **APART)
 
 
 class OftenRecalling(RecallOracle):

@@ -47,6 +47,9 @@ def test_layers_that_look_far(tiny: str, files: tuple[str, str], capsys: pytest.
     assert data["losses"][0] == pytest.approx(expected)
     assert min(data["losses"]) > 0
     assert LayerLosses("", [0.1, 0.1, 0.8, 0.2]).far == [2]
+    heads = LayerLosses("", [0.1, 0.1], {(1, 2): 0.3, (1, 0): 0.1, (0, 1): 0.2}, heads=24)
+    assert heads.far == [(0, 1), (1, 2)]
+    assert heads.table().endswith("--far-layers 0.1,1.2")
     assert main([*argv, "--plot", "layers.png"]) == 2
     assert "--plot with --measure-layers" in capsys.readouterr().err
     assert main(["--output", "a.png", "--plot", "a.png"]) == 2

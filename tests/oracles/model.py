@@ -78,7 +78,7 @@ class OracleAttention:
             ]
             sinks = settings.get("s_aux")
             for head, cache in enumerate(self.layers[layer]):
-                cache.siblings = self.layers[layer]
+                cache.siblings = [each for each in self.layers[layer] if each.budget == cache.budget]
                 cache.sinks = () if sinks is None else sinks.view(kv_heads, -1)[head].tolist()
                 cache.soft_cap = settings.get("softcap")
         if settings.get("indices") is not None:
@@ -168,7 +168,7 @@ def oracle_generate(
     budgets = eviction.by_layer(windows_of(model), len(prompt), new_tokens, spans)
 
     def make_cache(layer: int, head: int, scale: float, window: int | None) -> EvictionOracle:
-        held = budgets[layer]
+        held = budgets[layer].part(int(head in eviction.far_heads(layer)))
         assert held == held.within(window)
         kind = oracle if held.full or oracle is not FullOracle else LocalOracle  # what left the window is let go
         places = {"layer": layer, "row_id": row_id, "head": head}

@@ -59,6 +59,18 @@ class AttendedPrompts:
         taken: dict[str, Any] = {name: None if x is None else x[rows] for name, x in own.items()}
         return replace(self, **taken)
 
+    def with_heads(self, heads: Tensor, asked: Tensor | None) -> AttendedPrompts:
+        """Only these KV heads, and `asked`, their query heads, where there is something of those."""
+        own = {name: getattr(self, name) for name in ("k", "v", "stored_k", "column_sums")}
+        taken: dict[str, Any] = {name: None if x is None else x[:, heads] for name, x in own.items()}
+        past = None
+        if self.past is not None:
+            k, v, stored_k = (part[heads] for part in self.past)
+            past = k, v, stored_k
+        queries = None if self.queries is None else self.queries[:, asked]
+        sinks = None if self.sink_logits is None else self.sink_logits[asked]
+        return replace(self, past=past, queries=queries, sink_logits=sinks, **taken)
+
     def first(self, length: int) -> AttendedPrompts:
         """Only K and V of the first `length` tokens; `length` may end after those of `past` or among them."""
         return self if length >= self.length else self._cut(0, length)

@@ -89,13 +89,14 @@ NOBODY = Newcomers(None, {})
 
 
 class BlockRoom(NamedTuple):
-    """Limits for rows that join a running block: cache slots by (layer, window), and prompt tokens."""
+    """Limits for rows that join a running block: cache slots by (layer, window), of its heads that look near and far
+    where it has both, and prompt tokens."""
 
-    slots: Mapping[tuple[int, int | None], int]
+    slots: Mapping[tuple[int, int | None], tuple[int, ...]]
     prompt: int
 
     def holds(self, row: Sequence) -> bool:
-        needs = ((row.budget_in(*where), there) for where, there in self.slots.items())
+        needs = ((row.budget_in(*where).part(i), n) for where, there in self.slots.items() for i, n in enumerate(there))
         return len(row.pass_ids) <= self.prompt and all(slots_needed([budget]) <= there for budget, there in needs)
 
 
@@ -113,7 +114,7 @@ class WaitingQueue:
         self._by_layer = any(row.by_layer for row in self._rows)
         self._steps = list(accumulate((row.steps for row in self._rows), initial=0))
         self._prompts = self._largest(lambda row: len(row.pass_ids))
-        self._slots: dict[tuple[int, int | None], list[int]] = {}
+        self._slots: dict[tuple[int, int | None, int], list[int]] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -145,11 +146,12 @@ class WaitingQueue:
         """In tokens; 0 if the queue is empty."""
         return self._prompts[-1 if self._newcomers.come else len(self)]
 
-    def slots(self, layer: int, window: int | None) -> int:
-        """The most cache slots of any in a layer with this window; 0 if the queue is empty."""
-        alike = layer if self._by_layer else -1, window
+    def slots(self, layer: int, window: int | None, part: int = 0) -> int:
+        """The most cache slots of any in a layer with this window, in one kind of its heads; 0 if the queue is
+        empty."""
+        alike = layer if self._by_layer else -1, window, part
         if alike not in self._slots:
-            self._slots[alike] = self._largest(lambda row: slots_needed([row.budget_in(layer, window)]))
+            self._slots[alike] = self._largest(lambda row: slots_needed([row.budget_in(layer, window).part(part)]))
         return self._slots[alike][-1 if self._newcomers.come else len(self)]
 
     def _largest(self, size: Callable[[Sequence], int]) -> list[int]:

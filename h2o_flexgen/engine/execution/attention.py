@@ -161,8 +161,7 @@ class PromptAttention:
             sink_logits=self.sink_logits,
             soft_cap=self.soft_cap,
         )
-        if self.cache.scales is not None:
-            self.cache.scales.settle_packed(prompts, qkv[0], stored_k)
+        self.cache.settle_packed(prompts, qkv[0], stored_k)
         self.cache.fill_packed(prompts, stored_k, qkv[2], sums)
         return [segment for segment in chunk.segments if not segment.rows or segment.depth]
 
@@ -248,8 +247,7 @@ class PromptAttention:
 
     def _fill(self, rows: list[int], prompts: AttendedPrompts) -> None:
         place, length = self.cache.device, self.lengths[rows[0]]
-        if self.cache.scales is not None:
-            self.cache.scales.settle_prompts(rows, prompts, length, self.raw_queries, place)
+        self.cache.settle_prompts(rows, prompts, length, self.raw_queries)
         if isinstance(self.cache, ChunkedCache):
             inside = length % self.cache.chunk
             prompts = prompts.first(length).last(inside)

@@ -12,6 +12,7 @@ import torch
 
 from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.kv_cache import KVCache
+from h2o_flexgen.cache.lengths import slots_needed
 from h2o_flexgen.cache.prefix_store import PrefixStore
 from h2o_flexgen.cache.recall import DiskShelves, Recall, RecallCounts
 from h2o_flexgen.cache.shape import CacheShape
@@ -168,16 +169,19 @@ class BlockRunner:
         shapes, devices = dict[Place, CacheShape](), dict[Place, torch.device]()
         for layer in spec.last_readers:
             window = spec.arch.window_of(layer)
-            later = waiting.slots(layer, window)
+            far = plan.request.eviction.far_heads(layer)
+            later = [waiting.slots(layer, window, part) for part in range(2 if far else 1)]
             for gpu_batch, first in enumerate(rows):
                 budgets = [row.budget_in(layer, window) for row in first]
                 heads = spec.heads_of(layer)
                 shape = CacheShape.of(budgets, heads.keys, heads.dim, spec.cache_bits, heads.joint, spec.cache_rotation)
-                slots = max(shape.capacity, later) if spec.attends(layer) else 0
+                slots = [max(slots_needed([b.part(i) for b in budgets]), most) for i, most in enumerate(later)]
+                slots = slots if spec.attends(layer) else [0]
                 exact = spec.cache_newest, first_tokens(spec.cache_bits, spec.cache_rotation)
-                if not slots or heads.joint or spec.arch.chunk_of(layer) is not None:
+                if not slots[0] or heads.joint or spec.arch.chunk_of(layer) is not None:
                     exact = 0, 0
-                shapes[layer, gpu_batch] = replace(shape, capacity=slots, newest=exact[0], first=exact[1])
+                shape = replace(shape, newest=exact[0], first=exact[1], far=far if slots[0] else ())
+                shapes[layer, gpu_batch] = shape.with_slots(slots)
                 on_cpu = plan.policy.cpu_cache_compute and plan.placement.cache[layer, gpu_batch] == "cpu"
                 devices[layer, gpu_batch] = torch.device("cpu") if on_cpu else at[layer]
         watch = None if self.scores is None else self.scores.filled
@@ -237,13 +241,14 @@ class BlockRunner:
             stack.callback(tiers.memory(item.tier).refund, item.nbytes, item.what)
         return partial(Recall, every=asked.recall_every, counts=counts, logs=self.scores is not None, disk=disk)
 
-    def _slots(self, maker: CacheMaker) -> dict[tuple[int, int | None], int]:
+    def _slots(self, maker: CacheMaker) -> dict[tuple[int, int | None], tuple[int, ...]]:
         """The fewest slots of a layer's caches, by layer and window."""
-        slots = dict[tuple[int, int | None], int]()
+        slots = dict[tuple[int, int | None], tuple[int, ...]]()
         for (layer, _), shape in maker.shapes.items():
             if self.decoder.spec.attends(layer):
                 where = layer, self.decoder.spec.arch.window_of(layer)
-                slots[where] = min(slots.get(where, shape.capacity), shape.capacity)
+                own = tuple(part.capacity for part in shape.parts)
+                slots[where] = tuple(map(min, slots.get(where, own), own))
         return slots
 
     def _prompts_through(self, totals: BlockTotals, stages: list[Stage], gpu_batch: GpuBatch, unit: UnitSpec) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from h2o_flexgen.cache.chunked import ChunkedCache
 from h2o_flexgen.cache.eviction import spans
 from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
+from h2o_flexgen.cache.heads_apart import HeadsApart
 from h2o_flexgen.cache.kv_cache import KVCache, PromptWatch
 from h2o_flexgen.cache.lengths import CacheLengths, chooses
 from h2o_flexgen.cache.packing import LAST
@@ -101,7 +102,7 @@ class CacheMaker:
 
     shapes    of each (layer, GPU batch), for all rows that it may hold
     recall    makes a Recall of rows with so many tokens; None: evicted tokens are lost
-    _lengths  the last rows and their shared lengths, by GPU batch, window, capacity, device and a layer's own budgets
+    _lengths  the last rows and their shared lengths, by GPU batch, window, slots, device and a layer's own budgets
     """
 
     spec: ModelSpec
@@ -115,24 +116,28 @@ class CacheMaker:
     def make(self, layer: int, gpu_batch: int, rows: SequenceOf[Sequence]) -> KVCache:
         """An empty cache for the prompts of `rows`."""
         window, chunk = self.spec.arch.window_of(layer), self.spec.arch.chunk_of(layer)
-        slots, device = self.shapes[layer, gpu_batch].capacity, self.devices[layer, gpu_batch]
-        own = tuple(self.budgets(layer, rows)) if rows and rows[0].by_layer else ()
-        alike = gpu_batch, window, slots, device, own
-        known, lengths = self._lengths.get(alike, (None, None))
-        budgets = self.budgets(layer, rows) if lengths is None or known is not rows else lengths.for_another_layer()
-        shape = replace(self.shapes[layer, gpu_batch], batch=len(rows))
+        shape, device = replace(self.shapes[layer, gpu_batch], batch=len(rows)), self.devices[layer, gpu_batch]
         cache: KVCache
         made: dict[str, Any] = {"layer": layer, "row_ids": [row.row_id for row in rows], "device": device}
-        if chunk is None:
-            cache = KVCache(shape, budgets, self.eviction, window=window, **made)
-        else:
-            cache = ChunkedCache(shape, budgets, self.eviction, **made)
-            cache.chunk = chunk
+        parts = list[KVCache]()
+        for i, part in enumerate(shape.parts):
+            budgets = [budget.part(i) for budget in self.budgets(layer, rows)]
+            own = tuple(budgets) if rows and rows[0].by_layer else ()
+            alike = gpu_batch, window, part.capacity, part.kv_heads, device, own
+            known, shared = self._lengths.get(alike, (None, None))
+            lengths = budgets if shared is None or known is not rows else shared.for_another_layer()
+            if chunk is None:
+                cache = KVCache(part, lengths, self.eviction, window=window, **made)
+            else:
+                cache = ChunkedCache(part, lengths, self.eviction, **made)
+                cache.chunk = chunk
+            if known is not rows:
+                self._lengths[alike] = rows, cache.lengths_for_another_layer()
+            parts.append(cache)
+        cache = HeadsApart(shape, parts) if shape.far else parts[0]
         cache.watch = self.watch
         if self.recall is not None:
             cache.recall = self.recall([len(row.prompt_ids) + row.steps - 1 for row in rows])
-        if known is not rows:
-            self._lengths[alike] = rows, cache.lengths_for_another_layer()
         return cache
 
     def budgets(self, layer: int, rows: SequenceOf[Sequence]) -> list[Budget]:
@@ -145,7 +150,8 @@ class CacheMaker:
         if not (isinstance(policy, RankedPolicy) and chooses(budgets)):
             return least
         prompts = zip((len(row.prompt_ids) for row in rows), budgets, strict=True)
-        asked = (spans.queries(policy, length, budget) for length, budget in prompts if budget.scored)
+        parts = ((length, part) for length, budget in prompts for part in budget.parts or (budget,))
+        asked = (spans.queries(policy, length, budget) for length, budget in parts if budget.scored)
         return max((least, *asked))
 
     @property
@@ -188,15 +194,16 @@ class BatchCache:
         if self.states is not None:
             self.states.attach(buffer)
         if self.rows is not None:
-            self.rows.attach(*self._places(0, self.rows.shape.batch))
+            self._attach(self.rows, 0, self.rows.shape.batch)
 
     def detach(self) -> None:
         self._buffer = None
         if self.states is not None:
             self.states.detach()
         for cache in (self.rows, self.fresh):
-            if cache is not None and cache.k is not None:
-                cache.detach()
+            for part in () if cache is None else cache.parts:
+                if part.k is not None:
+                    part.detach()
 
     def change(self, kept: list[int], fresh: KVCache | None) -> None:
         """The decode rows at the places `kept` move to the first places, none up; `fresh` follows."""
@@ -210,10 +217,10 @@ class BatchCache:
         rows = count + (0 if fresh is None else fresh.shape.batch)
         if self._shrinks:
             self.shape = replace(self.shape, batch=rows)
-        self.rows = None if old is None or not kept else old.joined([(old, kept)], *self._places(0, count))
+        self.rows = None if old is None or not kept else self._joined([(old, kept)], count)
         self.fresh = fresh
         if fresh is not None:
-            fresh.attach(*self._places(count, rows))
+            self._attach(fresh, count, rows)
 
     def join(self) -> None:
         """Makes the fresh rows decode rows, once their prompts are in; not while `filling`."""
@@ -222,7 +229,7 @@ class BatchCache:
             return
         if rows is not None:
             parts = [(cache, list(range(cache.shape.batch))) for cache in (rows, fresh)]
-            fresh = rows.joined(parts, *self._places(0, rows.shape.batch + fresh.shape.batch))
+            fresh = self._joined(parts, rows.shape.batch + fresh.shape.batch)
         self.rows, self.fresh = fresh, None
 
     def settled(self) -> BatchCache:
@@ -233,13 +240,28 @@ class BatchCache:
             self.join()
         return self
 
-    def _places(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """K and V of the places [start, stop): one after the other behind the states, or in the same memory."""
+    def _attach(self, cache: KVCache, start: int, stop: int) -> None:
+        for part, (k, v) in zip(cache.parts, self._places(start, stop), strict=True):
+            part.attach(k, v)
+
+    def _joined(self, members: SequenceOf[tuple[KVCache, SequenceOf[int]]], count: int) -> KVCache:
+        """The given rows of these caches in one, in the first `count` places."""
+        made = list[KVCache]()
+        for i, (k, v) in enumerate(self._places(0, count)):
+            own = [(cache.parts[i], rows) for cache, rows in members]
+            made.append(own[0][0].joined(own, k, v))
+        return made[0] if len(made) == 1 else HeadsApart(replace(self.shape, batch=count), made)
+
+    def _places(self, start: int, stop: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """K and V of the places [start, stop) of each part of the cache: one after the other behind the states, or in
+        the same memory."""
         buffer = required(self._buffer, "the cache is not attached")[self.state_bytes :]
-        kept, sizes = self.shape.kept(self._dtype), self.shape.sizes
-        keys, values = (prod(size) * kept.itemsize for size in sizes)
-        k, v = buffer[:keys], buffer[:keys] if self.shape.joint else buffer[keys : keys + values]
-        return k.view(kept).view(sizes[0])[start:stop], v.view(kept).view(sizes[1])[start:stop]
+        kept = self.shape.kept(self._dtype)
+        for part in self.shape.parts:
+            keys, values = (prod(size) * kept.itemsize for size in part.sizes)
+            k, v = buffer[:keys], buffer[:keys] if self.shape.joint else buffer[keys : keys + values]
+            yield k.view(kept).view(part.sizes[0])[start:stop], v.view(kept).view(part.sizes[1])[start:stop]
+            buffer = buffer[keys + values :]
 
 
 class _MovingCache:
@@ -251,7 +273,7 @@ class _MovingCache:
         self.ticket: Ticket | None = None
         self.saved = False
         self._written: tuple[KVCache, int] | None = None  # what the backing store's copy is of
-        self._news: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._news: list[list[tuple[Tensor, Tensor, Tensor]]] = []  # of each part
 
     def save(self, buffer: Tensor) -> Ticket | None:
         """Writes everything when rows have changed and every REWRITE_EVERY steps, else only states; new tokens then
@@ -261,8 +283,7 @@ class _MovingCache:
             return self.backing.save(buffer)
         rows = self._rows
         if (rows, rows.rewritten) == self._written and len(self._news) + 1 < REWRITE_EVERY:
-            slots = rows.last_slots.clone()
-            self._news.append((*self._at(slots), slots))
+            self._news.append([self._newest(part) for part in rows.parts])
             return self.backing.save(buffer[:states]) if states else None
         self._written = rows, rows.rewritten
         self._news.clear()
@@ -270,13 +291,17 @@ class _MovingCache:
 
     def apply_news(self) -> None:
         """Adds the waiting tokens to freshly loaded K and V, in order, as slots may be reused."""
-        for k, v, slots in self._news:
-            for buffer, new in zip(self._rows.buffers, (k, v), strict=True):
-                buffer.scatter_(2, _index(slots, buffer), new)
+        for parts in self._news:
+            for part, (k, v, slots) in zip(self._rows.parts, parts, strict=True):
+                for buffer, new in zip(part.buffers, (k, v), strict=True):
+                    buffer.scatter_(2, _index(slots, buffer), new)
 
-    def _at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = (buffer.gather(2, _index(slots, buffer)) for buffer in self._rows.buffers)
-        return k, v
+    @staticmethod
+    def _newest(part: KVCache) -> tuple[Tensor, Tensor, Tensor]:
+        """The newest tokens' K and V, and their slots."""
+        slots = part.last_slots.clone()
+        k, v = (buffer.gather(2, _index(slots, buffer)) for buffer in part.buffers)
+        return k, v, slots
 
     @property
     def _rows(self) -> KVCache:
@@ -309,7 +334,7 @@ class CacheStore:
         self.on_host = {place: shape.batch for place, shape in shapes.items() if beside and backing[place] == "cpu"}
         """The most rows of each (layer, GPU batch) whose cache is attended to in host memory beside a gpu."""
         self._used: list[_MovingCache] = []
-        self.most_slots = max((shape.capacity for shape in shapes.values()), default=0)
+        self.most_slots = max((shape.longest for shape in shapes.values()), default=0)
         self.nbytes = sum(shape.nbytes(dtype) + shape.exact_bytes(dtype) for shape in shapes.values())  # K and V
         self.state_bytes = sum(each.nbytes for each in states.values())
         with ExitStack() as stack:
