@@ -28,16 +28,12 @@ class Occupied(NamedTuple):
 
 def slots_needed(budgets: Sequence[Budget]) -> int:
     """Slots per (row, head): the largest budget, plus one for the newest token unless that row is full."""
-    return max(_limit(budget) for budget in budgets)
+    return max(budget.slots for budget in budgets)
 
 
 def chooses(budgets: Sequence[Budget]) -> bool:
     """Whether scores decide in any row what is kept."""
     return any(budget.scored for budget in budgets)
-
-
-def _limit(budget: Budget) -> int:
-    return budget.total if budget.full else budget.total + 1
 
 
 class _Milestones(NamedTuple):
@@ -89,7 +85,7 @@ class CacheLengths:
         wide = [budget for budget in budgets if budget != budget.within(window)] if window is not None else []
         if wide:
             raise ValueError(f"{wide[0]} is not within the window of {window} tokens")
-        self.limits = [_limit(budget) for budget in budgets]
+        self.limits = [budget.slots for budget in budgets]
         self.chooses = chooses(budgets)
         self.bursts = any(budget.burst > 1 for budget in budgets)
         """Whether several tokens of a row may go at once."""

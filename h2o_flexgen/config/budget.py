@@ -43,6 +43,11 @@ class Budget:
         return self.parts[index] if self.parts else self
 
     @property
+    def slots(self) -> int:
+        """Of a row and head: the budget, and one for the newest token unless the cache is full."""
+        return self.total + (not self.full)
+
+    @property
     def after_prompt(self) -> int:
         """Tokens that may be held once the prompt is in: sinks + heavy + recent."""
         return self.total if self.prompt is None else self.prompt
@@ -73,10 +78,11 @@ class Budget:
 
 
 def mean_of(near: Budget, far: Budget, heads: int, looking_far: int) -> Budget:
-    """The budget of a layer of `heads`, of which some look far."""
-    total = -((near.total * (looking_far - heads) - far.total * looking_far) // heads)
-    more, prompt = total - near.total, None if near.prompt is None else near.prompt + total - near.total
+    """The budget of a layer of `heads`, of which some look far: its slots, times all heads, are enough for both."""
     full = near.full and far.full
+    slots = near.slots * (heads - looking_far) + far.slots * looking_far
+    total = -(-slots // heads) - (not full)
+    more, prompt = total - near.total, None if near.prompt is None else near.prompt + total - near.total
     return replace(near, total=total, heavy=near.heavy + more, prompt=prompt, full=full, parts=(near, far))
 
 

@@ -119,7 +119,7 @@ class PlanRequest:
     def slots(self) -> tuple[int, ...]:
         """Cache slots of a row in each layer: the budget, and one for the newest token if tokens are evicted; 0 in
         layers that read another layer's cache or have none."""
-        slots = [budget.total + (not budget.full) for budget in self.budgets]
+        slots = [budget.slots for budget in self.budgets]
         own = [self.spec.attends(layer) and self.spec.source_of(layer) == layer for layer in range(len(slots))]
         return tuple(count if each else 0 for count, each in zip(slots, own, strict=True))
 

@@ -144,6 +144,22 @@ def test_heads_that_look_far_keep_more(
     assert held[0] < held[1]
 
 
+def test_heads_apart_take_the_memory_that_was_planned(checkpoint, tmp_path: Path) -> None:
+    """Rows come and go, of different lengths; their caches shrink with them, and fit where they are."""
+    places = {"gpu_batch_size": 2, "num_gpu_batches": 2, "cache": {"disk": 1.0}}
+    eviction, prompts = EvictionConfig("h2o", ratio=0.35, **APART), prompts_of([40, 26, 33, 21, 9, 38])
+    settings = [SamplingParams(new, ignore_eos=True) for new in (5, 9, 7, 9, 9, 6)]
+    with Engine(checkpoint("llama-gqa")[1], dtype="float32", eviction=eviction) as llm:
+        expected = [output.token_ids for output in llm.generate(prompts, settings)]
+    engine = {"dtype": "float32", "policy": places, "offload_dir": str(tmp_path)}
+    with Engine(checkpoint("llama-gqa")[1], eviction=eviction, **engine) as llm:
+        assert [output.token_ids for output in llm.generate(prompts, settings)] == expected
+        same = prompts_of([40] * 4)
+        llm.generate(same, SamplingParams(9, ignore_eos=True))
+        disk, plan = llm._loaded.stages[0].tiers.disk, llm.last_plan
+        assert disk.peak == plan.footprint.total("disk")
+
+
 BY_CHANCE = ("random", "vase", "nacl")
 
 
