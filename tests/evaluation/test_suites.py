@@ -261,5 +261,8 @@ def test_policies_of_a_suite() -> None:
     by_bytes = SuitePolicy.from_json({"name": "h2o", "bytes": True})
     assert by_bytes.label == "h2o, bytes"
     assert by_bytes.at(0.2) == EvictionConfig("h2o", bytes=0.2)
+    far = SuitePolicy.from_json({"name": "h2o", "far_layers": [[7, 2], 0]})
+    assert len({far, far}) == 1
+    assert far.at(0.2) == EvictionConfig("h2o", ratio=0.2, far_layers=(0, (7, 2)))
     with pytest.raises(UsageError, match="needed true: budgets are then shares of bytes"):
         SuitePolicy.from_json({"name": "h2o", "bytes": 0.2})

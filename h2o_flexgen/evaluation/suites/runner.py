@@ -51,7 +51,7 @@ class SuitePolicy:
             raise UsageError(f"bytes of the policy {data}", "needed true: budgets are then shares of bytes")
         if name != CEILING:
             EvictionConfig(name, ratio=1.0, **{key: value for key, value in given.items() if key != "bytes"})
-        return cls(name, tuple(sorted(given.items())), budgets)
+        return cls(name, tuple((key, _hashable(given[key])) for key in sorted(given)), budgets)
 
     @property
     def label(self) -> str:
@@ -125,6 +125,11 @@ class Suite:
             for policy in self.policies:
                 if budget < 1 and policy.name != FULL and budget in (policy.budgets or self.budgets):
                     yield policy, budget
+
+
+def _hashable(value: Any) -> Any:
+    """With tuples in the place of lists."""
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
 def _beside(file: Path, name: str | None) -> str | None:
