@@ -16,6 +16,8 @@ from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.budget import Range
 from h2o_flexgen.kernels.types import PackedPrompts
 
+Some = slice | Tensor
+
 
 class HeadsApart(KVCache):
     """One cache for the KV heads that look near and one for those that look far, of the same rows.
@@ -33,6 +35,7 @@ class HeadsApart(KVCache):
         self.wants_column_sums = any(part.wants_column_sums for part in parts)
         self.watch = self.recall = self.soft_cap = self.choice = None
         self._heads = [torch.tensor(heads, device=self.device) for heads in shape.heads]
+        self._places: dict[int, list[tuple[KVCache, Some, Some]]] = {}
 
     @property
     def parts(self) -> tuple[KVCache, ...]:
@@ -46,6 +49,15 @@ class HeadsApart(KVCache):
         """The query heads of these KV heads."""
         group = query_heads // self.shape.kv_heads
         return (heads.unsqueeze(1) * group + torch.arange(group, device=heads.device)).flatten()
+
+    def _at(self, query_heads: int) -> list[tuple[KVCache, Some, Some]]:
+        """The parts, the places of their heads and of the query heads that ask them."""
+        if query_heads not in self._places:
+            self._places[query_heads] = [
+                (part, _run(heads), _run(self._asked(heads, query_heads)))
+                for part, heads in zip(self._parts, self._heads, strict=True)
+            ]
+        return self._places[query_heads]
 
     def _of(self, heads: Tensor, prompts: AttendedPrompts) -> AttendedPrompts:
         heads = heads.to(prompts.k.device)
@@ -129,8 +141,7 @@ class HeadsApart(KVCache):
         if self.choice is not None:
             raise RuntimeError("an indexer chooses for all heads of a layer")
         out = torch.empty_like(q)
-        for part, heads in zip(self._parts, self._heads, strict=True):
-            asked = self._asked(heads, q.shape[1])
+        for part, heads, asked in self._at(q.shape[1]):
             sinks = None if sink_logits is None else sink_logits[asked]
             part.soft_cap = self.soft_cap
             out[:, asked] = part.attend(q[:, asked], k[:, heads], v[:, heads], scale, table, sinks)
@@ -145,8 +156,7 @@ class HeadsApart(KVCache):
     ) -> Tensor:
         q, k, v = qkv
         out = torch.empty_like(q)
-        for part, heads in zip(self._parts, self._heads, strict=True):
-            asked = self._asked(heads, q.shape[1])
+        for part, heads, asked in self._at(q.shape[1]):
             sinks = None if sink_logits is None else sink_logits[asked]
             out[:, asked] = part.again((q[:, asked], k[:, heads], v[:, heads]), scale, sinks, soft_cap)
         return out
@@ -176,3 +186,9 @@ class HeadsApart(KVCache):
             own = part.pos
             pos[:, heads, : own.shape[-1]] = own.to(pos.dtype)
         return pos
+
+
+def _run(places: Tensor) -> Some:
+    """The same as a slice, which copies nothing, where they are neighbours."""
+    first, last = int(places[0]), int(places[-1])
+    return slice(first, last + 1) if last - first == len(places) - 1 else places

@@ -127,7 +127,7 @@ FAR_LAYERS = {"smollm2-135m": (0, 7, 18, 20)}
 """Likewise the layers, where all heads of a layer keep equally many tokens."""
 
 REFUSED = {
-    "adakv": ("its heads keep different numbers of tokens, and here those of a layer keep equally many", "snapkv"),
+    "adakv": ("its heads keep different numbers of tokens by what a text is, here they are planned before", "snapkv"),
     "rpc": ("its cache grows with the answer, and here a budget is kept", "snapkv_decode"),
     "kvzap": ("it asks a small network that was trained beside the model", "kvzip"),
 }

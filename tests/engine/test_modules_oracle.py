@@ -19,7 +19,7 @@ from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.models.hf.shrink import random_model, shrunk
 from tests.engine.compare import CLOSE, History, assert_engine_equals_oracle, assert_outputs_equal
-from tests.engine.test_modules import TYPES, tiny
+from tests.engine.test_modules import TYPES, VOCAB, WINDOWED, tiny
 from tests.oracles.model import OracleRun, oracle_generate
 from tests.oracles.spans import with_spans
 from tests.policy_matrix import LATER, POLICIES, THEN_H2O
@@ -39,6 +39,9 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 """And what is changed from the sizes that other tests take."""
+SHARING = {"head_dim": 16, "num_kv_shared_layers": 1, "vocab_size_per_layer_input": VOCAB, **WINDOWED}
+APART = {"olmo": KINDS["olmo"], "gpt_oss": {}, "gemma3n_text": SHARING, "qwen3_5_text": KINDS["qwen3_5_text"]}
+"""Models whose layers have several KV heads: plain ones, sinks and windows, layers that read others' caches, states."""
 SPARSE = {
     "deepseek_v32": {**TYPES["deepseek_v3"], "index_topk": 64, "index_n_heads": 2, "index_head_dim": 16},
     **{kind: KINDS[kind] for kind in ("gemma2", "gpt_oss")},
@@ -59,7 +62,7 @@ MODULES = {"model_impl": "transformers"}
 def checkpoint_of(tmp_path_factory: pytest.TempPathFactory):
     @cache
     def make(kind: str) -> tuple[PreTrainedModel, str]:
-        sizes = {**SPARSE, **CHOOSING, **KINDS}[kind]
+        sizes = {**SPARSE, **CHOOSING, **KINDS, **APART}[kind]
         model, folder = tiny(kind.partition(",")[0], **sizes), tmp_path_factory.mktemp("checkpoint")
         model.save_pretrained(folder)
         spec = spec_from_config(json.loads((folder / "config.json").read_text()), kind, "transformers")
@@ -68,6 +71,16 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory):
         return model, str(folder)
 
     return make
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("kind", APART)
+def test_heads_that_look_far_keep_more(kind: str, checkpoint_of, history: History) -> None:
+    model = checkpoint_of(kind)
+    heads, last = model[0].config.num_key_value_heads, 3 if kind == "qwen3_5_text" else 0
+    changes = {"budget": 6, "budget_split": "far", "far_layers": ((1, 1), (last, 0)), "kv_heads": heads}
+    assert_engine_equals_oracle(model, ROWS["h2o"], [17, 26, 9, 22], 7, history, places=MODULES, **changes)
+    assert len(history[1, 0][-1][0]) < len(history[1, 0][-1][1])
 
 
 @pytest.mark.turns
