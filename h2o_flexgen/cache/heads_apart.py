@@ -112,7 +112,8 @@ class HeadsApart(KVCache):
             own = part.packing(spans)
             if own is None:
                 raise RuntimeError("these prompts are not packed")
-            part.fill_packed(own, k[:, heads], v[:, heads], self._packed_sums(prompts, sums, heads))
+            scores = self._packed_sums(prompts, sums, heads) if part.wants_column_sums else None
+            part.fill_packed(own, k[:, heads], v[:, heads], scores)
 
     def _by_prompt(self, prompts: PackedPrompts, sums: Tensor) -> list[Tensor]:
         count = self.shape.kv_heads

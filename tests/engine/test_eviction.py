@@ -127,6 +127,8 @@ APART = {"budget_split": "far", "far_layers": ((0, 1), (1, 0)), "kv_heads": 2}
     ("places", "changes"),
     [
         ({"policy": {"gpu_batch_size": 3, "prefill_chunk": 16}}, {"budget": 12}),
+        ({}, {"budget": 12}),
+        ({}, {"ratio": 0.7}),  # some heads are whole
         ({}, {"budget": 9, "rolling_positions": True}),
         ({"emulate_gpu": "1GiB", "policy": {"gpu_batch_size": 2, "num_gpu_batches": 2}}, {"ratio": 0.4, "recent": 2}),
         ({"policy": {"gpu_batch_size": 2, "num_gpu_batches": 2, "cache": {"disk": 1.0}}}, {"ratio": 0.3, "sinks": 1}),
