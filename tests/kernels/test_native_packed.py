@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +12,8 @@ from hypothesis import strategies as st
 from h2o_flexgen.cache import CacheShape, KVCache, make_policy
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
+from h2o_flexgen.cache.heads_apart import HeadsApart
+from h2o_flexgen.cache.lengths import slots_needed
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.model.packing import CacheBits
 from h2o_flexgen.engine.batching.prefix_tree import PromptChunk, PromptSegment, chunks_of, segments_of
@@ -200,6 +204,32 @@ def test_chunks_of_prompts_are_those_of_segments(
         results.append([out, cache.k, cache.v, cache.pos, *([] if cache.score is None else [cache.score])])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     assert bool(calls) == (policy.name != "random")
+
+
+@pytest.mark.parametrize("ratio", [0.7, 0.3])  # with the first all heads that look far are whole
+def test_heads_apart_are_filled_as_prompt_by_prompt(ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, lengths = torch_generator(3), [5, 17, 30, 9]
+    config = EvictionConfig("h2o", ratio=ratio, far_layers=((0, 1), (1, 0)), kv_heads=2)
+    budgets = [config.by_layer([None] * 2, length, 6)[0] for length in lengths]
+    by_part = [[budget.part(i) for budget in budgets] for i in range(2)]
+    shape = replace(CacheShape.of(budgets, 2, D), far=config.far_heads(0)).with_slots([*map(slots_needed, by_part)])
+    segments = segments_of([[torch.randint(5, 90, (n,), generator=generator).tolist() for n in lengths]], 99)[0]
+    qkv = [torch.randn(sum(lengths), heads, D, generator=generator).bfloat16() for heads in (4, 2, 2)]
+    results = []
+    for together in (True, False):
+        if not together:
+            monkeypatch.setattr(HeadsApart, "packing", lambda *_: None)
+        made = {"layer": 0, "row_ids": range(len(lengths))}
+        parts = [KVCache(*each, make_policy(config), **made) for each in zip(shape.parts, by_part, strict=True)]
+        for part in parts:
+            part.attach(*part.shape.buffers(torch.bfloat16))
+        cache, out = HeadsApart(shape, parts), torch.empty(sum(lengths), 4, D, dtype=torch.bfloat16)
+        attention = PromptAttention(cache, PrefixPath(), 0.3, lengths, cache.wants_column_sums)
+        for chunk in chunks_of(segments, 99):
+            span = slice(chunk.start, chunk.stop)
+            attention.chunk(chunk, None, (qkv[0][span], qkv[1][span], qkv[2][span]), out[span])
+        results.append([out, cache.pos, *(x for part in parts for x in part.buffers)])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def test_segments_are_left_where_they_follow_others() -> None:
