@@ -109,7 +109,7 @@ class HeadsApart(KVCache):
         for row, of_row in zip(prompts.rows, sums or (), strict=False):
             self._tell([row.place], of_row.unsqueeze(0))
         for part, heads in zip(self._parts, self._heads, strict=True):
-            own = part.packing(spans)
+            own = prompts if part is self._parts[0] else part.packing(spans)
             if own is None:
                 raise RuntimeError("these prompts are not packed")
             scores = self._packed_sums(prompts, sums, heads) if part.wants_column_sums else None

@@ -119,9 +119,9 @@ class CacheMaker:
         shape, device = replace(self.shapes[layer, gpu_batch], batch=len(rows)), self.devices[layer, gpu_batch]
         cache: KVCache
         made: dict[str, Any] = {"layer": layer, "row_ids": [row.row_id for row in rows], "device": device}
-        parts = list[KVCache]()
+        parts, of_rows = list[KVCache](), self.budgets(layer, rows)
         for i, part in enumerate(shape.parts):
-            budgets = [budget.part(i) for budget in self.budgets(layer, rows)]
+            budgets = [budget.part(i) for budget in of_rows]
             own = tuple(budgets) if rows and rows[0].by_layer else ()
             alike = gpu_batch, window, part.capacity, part.kv_heads, device, own
             known, shared = self._lengths.get(alike, (None, None))
