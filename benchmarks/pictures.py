@@ -1,4 +1,4 @@
-"""Pictures for the documentation: pages of real runs in a headless Chromium, and a drawing of a schedule.
+"""Pictures for the documentation: pages of real runs in a headless Chromium.
 
     scripts/pictures.sh
 
@@ -17,7 +17,6 @@ from pathlib import Path
 
 from PIL import Image
 
-from benchmarks.drawings import draw_schedule
 from h2o_flexgen.__main__ import main as program
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +44,6 @@ def main() -> int:
     if not MODEL.is_file():
         sys.exit(f"{MODEL} is not there: scripts/real_model.sh fetches it")
     FOLDER.mkdir(exist_ok=True)
-    draw_schedule(FOLDER / "schedule.svg")
     with tempfile.TemporaryDirectory() as temporary:
         real, offloaded = (Path(temporary) / f"{name}.html" for name in ("real", "offloaded"))
         out = ["--output", f"{temporary}/out.jsonl", "--overwrite", "--no-json"]

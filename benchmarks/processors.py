@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.records import LLAMA_1B, ROOT, arguments, in_process, provenance, run_all, shaped, spread, timed
+from benchmarks.records import ROOT, arguments, in_process, provenance, run_all, shaped, spread
 from h2o_flexgen.baselines.process import run_command
 from h2o_flexgen.baselines.settings import usable_threads
 from h2o_flexgen.baselines.store import Record
@@ -37,6 +37,24 @@ from h2o_flexgen.folders import expanded
 from h2o_flexgen.kernels.native.tiers import SWITCH
 
 SHAPE = "llama-1.1b"
+LLAMA_1B: Record = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "vocab_size": 32000,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
 OURS, PEER = "ours", "llama.cpp"
 TYPES = {4: "q4_0", 8: "q8_0", 16: "bf16"}
 """What llama.cpp has of about as many bits."""
@@ -68,6 +86,15 @@ def ours(point: Record) -> Record:
     policy = {"gpu_batch_size": point["batch"], "num_gpu_batches": 1}
     with Engine(str(model), policy=policy, **made) as engine:
         return timed(engine, _prompts(engine, point["batch"], point), point["new"])
+
+
+def timed(engine: Engine, prompts: list[list[int]], new: int) -> Record:
+    """Seconds of a batch and so many steps of decoding, after a warm-up that does not count."""
+    engine.generate([prompt[:8] for prompt in prompts], max_new_tokens=3, ignore_eos=True)
+    engine.generate(prompts, max_new_tokens=new + 1, ignore_eos=True)
+    record = engine.last_record
+    assert record is not None, "a run has just ended"
+    return {"prefill_s": record.prefill_s, "decode_s": record.decode_s}
 
 
 def _prompts(engine: Engine, batch: int, point: Record) -> list[list[int]]:

@@ -19,36 +19,13 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 from h2o_flexgen.baselines.process import RunFailed, run_command
 from h2o_flexgen.baselines.settings import usable_threads
 from h2o_flexgen.baselines.store import Record, RecordFile, origin
 from h2o_flexgen.config.reports.record import utc_now
 
-if TYPE_CHECKING:
-    from h2o_flexgen.engine.engine import Engine
-
 ROOT = Path(__file__).resolve().parents[1]
-LLAMA_1B: Record = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "vocab_size": 32000,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "bfloat16",
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-}
-"""1.1 B parameters, called llama-1.1b."""
 
 
 def shown(path: Path) -> str:
@@ -120,15 +97,6 @@ def arguments(text: str | None, name: str, repetitions: int, what: str = "runs o
 def in_process(module: str, point: Record) -> Record:
     """What `python -m benchmarks.MODULE --run POINT` prints last, with `facts`."""
     return run_json([sys.executable, "-m", f"benchmarks.{module}", "--run", json.dumps(point)])
-
-
-def timed(engine: Engine, prompts: list[list[int]], new: int) -> Record:
-    """Seconds of a batch and so many steps of decoding, after a warm-up that does not count."""
-    engine.generate([prompt[:8] for prompt in prompts], max_new_tokens=3, ignore_eos=True)
-    engine.generate(prompts, max_new_tokens=new + 1, ignore_eos=True)
-    record = engine.last_record
-    assert record is not None, "a run has just ended"
-    return {"prefill_s": record.prefill_s, "decode_s": record.decode_s}
 
 
 def shaped(folder: Path, config: Record) -> str:
