@@ -7,7 +7,6 @@ is all we need, and the weights are read with pread, or from the disk tier in pl
 
 from __future__ import annotations
 
-import io
 import math
 import pickle
 import sys
@@ -191,7 +190,7 @@ def _load(file: CheckpointFile, problems: Problems) -> dict[str, torch.Tensor] |
 def _data_places(file: CheckpointFile) -> dict[int, int]:
     """File offset -> bytes of every stored entry; ValueError for a compressed or foreign-endian archive."""
     places = {}
-    with zipfile.ZipFile(_Reader(file)) as archive:
+    with zipfile.ZipFile(file.path) as archive:
         for info in archive.infolist():
             leaf = info.filename.rpartition("/")[2]
             if info.compress_type != zipfile.ZIP_STORED:
@@ -226,29 +225,3 @@ def _mapping_base(tensors: Any, places: dict[int, int]) -> int | None:
         and all(places.get(pointer - lowest + offset) == size for pointer, size in storages.items())
     ]
     return fits[0] if len(fits) == 1 else None
-
-
-class _Reader(io.RawIOBase):
-    """A CheckpointFile as the seekable file that zipfile wants."""
-
-    def __init__(self, file: CheckpointFile) -> None:
-        self._file, self._at = file, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = max(0, offset + (0, self._at, self._file.size)[whence])
-        return self._at
-
-    def read(self, size: int | None = -1) -> bytes:
-        wanted = self._file.size if size is None or size < 0 else size
-        data = self._file.head(wanted, self._at)
-        self._at += len(data)
-        return data
