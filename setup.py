@@ -39,9 +39,7 @@ class WithKernels(build_py):
         found.loader.exec_module(building)
         compiler, folder = building.find_compiler(), Path(self.build_lib) / native / building.SHIPPED
         if compiler is None:
-            raise SystemExit(
-                "no C compiler was found: needed gcc or clang, for the kernels in the wheel"
-            )
+            raise SystemExit("no C compiler was found: needed gcc or clang, for the kernels in the wheel")
         folder.mkdir(parents=True, exist_ok=True)
         for name, flags in building.MACHINES.items():
             building.build(compiler, (*building.FLAGS, *flags), folder / building.file_of(name), timeout_s=3600)

@@ -350,7 +350,12 @@ class Engine(Closing):
                 self._recalled.update(read=recall["read_bytes"], most=recall["planned"]["most"])
 
     def _attempt(
-        self, plan: Plan, rows: Mapping[int, Sequence], every: Mapping[str, int], meter: RunMetrics, sampler: Sampler,
+        self,
+        plan: Plan,
+        rows: Mapping[int, Sequence],
+        every: Mapping[str, int],
+        meter: RunMetrics,
+        sampler: Sampler,
         newcomers: Newcomers,
     ) -> Iterator[Sequence]:
         """Runs `rows` by `plan`, block by block, until all are finished or a newcomer needs another plan; every: the

@@ -83,7 +83,7 @@ class Model:
 
     def content(self) -> dict[str, str]:
         """Digests of the model's files, equal for every copy of them. Reads some of the weights, and raises as that
-        does. """
+        does."""
         return {} if self.found is None else model_content(self.found, self.stored)
 
 

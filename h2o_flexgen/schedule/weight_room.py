@@ -58,9 +58,7 @@ class WeightRoom:
         raise KeyError(key)
 
 
-def weight_room(
-    sizes: Mapping[str, int], lookahead: int, experts: int = 0, count: int = EXPERT_SLOTS
-) -> WeightRoom:
+def weight_room(sizes: Mapping[str, int], lookahead: int, experts: int = 0, count: int = EXPERT_SLOTS) -> WeightRoom:
     """The smallest room found for groups of `sizes` bytes, loaded in that order in every pass, and for `count` experts
     of `experts` bytes at most.
 

@@ -47,7 +47,7 @@ class WeightStore:
         verify: str = "first",
     ) -> None:
         """room: of all groups off the compute tier, in the order of their use, and of experts, which take any free
-        place. """
+        place."""
         self._locations, self._tiers, self._copies = dict(locations), tiers, copies
         compute = tiers.compute.name
         self.streamed = frozenset(key for key, location in locations.items() if location.tier != compute)
