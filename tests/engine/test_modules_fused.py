@@ -58,7 +58,7 @@ def test_a_gated_mlp_is_known_by_what_it_computes(activation: nn.Module) -> None
     with torch.inference_mode():
         wanted = mlp(x)
         take_products(mlp, None)
-        take_gates(mlp, [joint_of(mlp)])
+        take_gates(mlp, [joint_of(mlp)], [])
         assert isinstance(mlp.forward, GatedMlp)
         assert mlp(x) == pytest.approx(wanted, abs=1e-6)
         assert mlp.forward._gate is mlp.second
@@ -68,7 +68,7 @@ def test_a_gated_mlp_is_known_by_what_it_computes(activation: nn.Module) -> None
 
 @pytest.mark.parametrize("mlp", [Mlp(nn.SiLU(), limit=7.0), Mlp(nn.Tanh()), Mlp(nn.Identity())])
 def test_another_mlp_is_left_alone(mlp: Mlp) -> None:
-    take_gates(mlp, [])
+    take_gates(mlp, [], [])
     assert "forward" not in vars(mlp)
 
 

@@ -25,6 +25,10 @@ from tests.tiny import VOCAB, decided, prompts_of, transformers_agrees
 TOKENS = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2}
 TYPES: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 48, "n_head": 4, "n_layer": 3},
+    "doge": {  # of which the second half begins within an MLP
+        **{"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4},
+        **{"num_key_value_heads": 1, "max_position_embeddings": 128},
+    },
     "falcon": {
         **{"hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 3, "max_position_embeddings": 32},
         "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},

@@ -205,7 +205,7 @@ class ModuleDecoder(Decoder):
                 together = [modules[path] for path in paths if path in within]
                 if len(together) > 1 and unit.kind != "head":
                     self._joints[unit.index].append(Joint(together))
-        take_gates(model, chain(*self._joints))
+        take_gates(model, chain(*self._joints), spec.starts)
         if dtype is torch.bfloat16:
             take_norms(model)
 

@@ -156,13 +156,14 @@ class GatedMlp:
         return product(self._down, gated(gate, up, self._activation)).view(*x.shape[:-1], -1)
 
 
-def take_gates(model: nn.Module, joints: Iterable[Joint]) -> None:
-    """From now on gated MLPs are computed by our kernels; their products are ours already."""
+def take_gates(model: nn.Module, joints: Iterable[Joint], starts: Iterable[str]) -> None:
+    """From now on gated MLPs are computed by our kernels; their products are ours already. `starts`: the modules by
+    which units begin; an MLP that has one of these is not whole in any."""
     known: dict[Any, tuple[list[str], str] | None] = {}
-    pairs = {frozenset(joint.modules): joint for joint in joints}
-    for module in model.modules():
+    pairs, cut = {frozenset(joint.modules): joint for joint in joints}, {path.rpartition(".")[0] for path in starts}
+    for path, module in model.named_modules():
         products = {name: child for name, child in module.named_children() if is_product(child)}
-        if len(products) != 3 or any(True for _ in module.parameters(False)):
+        if len(products) != 3 or path in cut or any(True for _ in module.parameters(False)):
             continue
         kind = kind_of(module), tuple((name, _sizes(child)) for name, child in products.items())
         if kind not in known:
