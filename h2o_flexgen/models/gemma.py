@@ -76,7 +76,10 @@ def _of_layers(read: ConfigReader, kind: str) -> ConfigReader:
 
 def _whole_heads(fields: ConfigReader, head_dim: int, positions: int) -> RotarySpec:
     check_whole(fields, head_dim)
-    return rotary_spec(fields, head_dim, positions)
+    rotary = rotary_spec(fields, head_dim, positions)
+    if not rotary.truncate:
+        raise fields.error("truncate", "true: transformers reads it only where all layers turn alike")
+    return rotary
 
 
 _SECOND = LlamaLike(

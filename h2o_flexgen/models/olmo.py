@@ -36,8 +36,12 @@ def _scaled_where_seen(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     if spec.arch.window is None:
         return spec
     positions = read.whole("max_position_embeddings", DEFAULTS["olmo3"]["max_position_embeddings"])
-    theta = read.number("rope_theta", _THETA)
-    return switched(spec, local_rotary=local_rotary(read, spec.head_dim, positions, theta))
+    rotary = local_rotary(read, spec.head_dim, positions, _THETA)
+    own = read.section("rope_parameters").section("sliding_attention")
+    if "rope_theta" not in own and read.number("rope_theta", _THETA) != _THETA:
+        # transformers 4 gave it to all layers, 5 to those that see everything
+        raise read.error("rope_theta", f"one for each kind of layers in rope_parameters, or {_THETA:g} for both")
+    return switched(spec, local_rotary=rotary)
 
 
 def _mixture(spec: ModelSpec, read: ConfigReader) -> ModelSpec:

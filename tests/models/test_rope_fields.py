@@ -252,6 +252,18 @@ def test_gemma3_files_give_the_stretched_context() -> None:
             {"rope_parameters": {"sliding_attention": {"rope_type": "axial"}}},
             "rope_parameters.sliding_attention.rope_type is 'axial'",
         ),
+        ("gemma3_text", {"rope_scaling": {**YARN, "truncate": False}}, "rope_scaling.truncate is False"),
+        (
+            "olmo3",
+            {"rope_parameters": {"full_attention": {**YARN, "truncate": False}}},
+            "truncate is False.* needed true",
+        ),
+        ("olmo3", {"rope_theta": 1e6}, "rope_theta is 1000000.0 .*one for each kind of layers"),
+        (
+            "olmo3",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}, "rope_theta": 1e6},
+            "rope_theta is 1000000.0 .*one for each kind of layers",
+        ),
         (
             "qwen2",
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},

@@ -159,8 +159,11 @@ def _gpt_oss(keys: GgufKeys) -> Config:
 
 
 def _olmo2(keys: GgufKeys) -> Config:
-    """OLMo 3 is known by its windows."""
-    return {"model_type": "olmo3", **_window(keys, 4)} if keys.value("attention.sliding_window") else {}
+    """OLMo 3 is known by its windows, and has one base for all layers."""
+    if not keys.value("attention.sliding_window"):
+        return {}
+    windowed = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base", 10000.0)}
+    return {"model_type": "olmo3", **_window(keys, 4), "rope_parameters": {"sliding_attention": windowed}}
 
 
 def _olmoe(keys: GgufKeys) -> Config:
