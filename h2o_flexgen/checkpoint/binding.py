@@ -172,7 +172,7 @@ class Binding:
             elif stored in self._tied_heads:
                 if self._check_tensor(stored, self._vocab_shape, entry):
                     self.tied_copy = (stored, tensor_in(entry, self._tied_heads[stored], self._vocab_shape))
-            else:
+            elif math.prod(entry.shape):  # transformers writes shared experts of no numbers where there are none
                 self.problems.add(f"tensor {stored!r} of {holders[0]} is not part of this model")
         self._settle_tied()
         if quantised:

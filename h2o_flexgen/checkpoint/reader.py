@@ -311,7 +311,8 @@ class ChunkReader:
 
         ahead = None
         try:
-            read(0)
+            if requests:
+                read(0)
             for number, request in enumerate(requests):
                 if ahead is not None:
                     ahead.result()

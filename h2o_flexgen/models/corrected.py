@@ -150,7 +150,8 @@ def _hunyuan(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
         router="each",
         choice_bias=True,
         scale=read.number("router_scaling_factor", 2.826),
-        shared_size=size * read.count("num_shared_experts", 1),
+        # In transformers the MLP of no experts is as large as those of dense layers.
+        shared_size=size * read.count("num_shared_experts", 1) or spec.ffn_size,
         shared_gate=False,
         dense=tuple(layer for layer, it_is in enumerate(dense) if it_is),
     )

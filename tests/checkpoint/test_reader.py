@@ -97,10 +97,11 @@ def test_an_untied_head_is_a_weight_of_its_own(tmp_path: Path) -> None:
     ("layout", "head"),
     [*zip(["single", "shards", "bin", "bin shards"], ["lm_head.weight", "embed_out.weight"] * 2, strict=True)],
 )
-def test_a_tied_head_and_known_buffers_are_left_alone(tmp_path: Path, layout: str, head: str) -> None:
+def test_a_tied_head_known_buffers_and_empty_tensors_are_left_alone(tmp_path: Path, layout: str, head: str) -> None:
     spec, tensors = make_spec(), weights(make_spec())
     tensors[head] = tensors[TOKENS].clone()
     tensors["decoder.version"] = torch.zeros(1, dtype=torch.float64)
+    tensors["model.decoder.layers.1.shared.weight"] = torch.zeros(0, 32)
     _write(tmp_path, layout, tensors)
     with open_tiny(tmp_path, spec) as source:
         assert torch.equal(read_all(source, spec, torch.float16)["embed.tokens"], tensors[TOKENS])

@@ -43,6 +43,19 @@ def test_experts_elsewhere_give_the_tokens_of_transformers(name: str, place: dic
     assert greedy(folder, prompts, policy=place, offload_dir=str(tmp_path), **gpu) == expected
 
 
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+@pytest.mark.parametrize("name", ["glm4-moe", "hy-v3"])
+def test_no_shared_experts_are_what_transformers_makes_of_them(name: str, impl: str, tmp_path: Path) -> None:
+    """An MLP of no numbers, or one as large as those of dense layers."""
+    model = make_model(name, n_shared_experts=0, num_shared_experts=0)
+    save(model, tmp_path / "model")
+    prompts, expected = decided(prompts_of([5, 9]), lambda _, prompt: transformers_greedy(model, prompt, NEW)[0])
+    for place in PLACES[:2]:
+        place = {"weights": place["weights"]}
+        how: dict[str, Any] = {"offload_dir": str(tmp_path), "model_impl": impl, "policy": place}
+        assert greedy(tmp_path / "model", prompts, **how) == expected
+
+
 @pytest.mark.parametrize(
     ("lengths", "batches", "slots"),
     # an eighth of them is computed in a tick; two rows choose few experts, but 40 tokens of prompts choose all
