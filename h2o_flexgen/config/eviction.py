@@ -225,8 +225,10 @@ class EvictionConfig(KeptAsJson):
         if asked < 1:
             raise UsageError(
                 f"--kv-bytes {share!r} of a sequence of {length} tokens is less than one",
-                f"needed at least {(kept + beside) / full:.4f}",
-                "raise it, lower --cache-newest, or give the budget in tokens",
+                f"needed {kept + beside:,} of its {full:,} bytes",
+                # As a share that would not be true: what is kept of the newest grows with it.
+                "raise it, which takes more for the newest tokens up to 0.4, lower --cache-newest, or give the budget "
+                "in tokens",
             )
         for most, each, _ in self.window_bytes:
             if asked > most:  # which these layers do not take: others may

@@ -222,3 +222,5 @@ def test_shares_of_bytes_that_there_are_not() -> None:
         EvictionConfig(bytes=0.2)
     with pytest.raises(UsageError, match=re.escape("--kv-bytes 0.01 of a sequence of 40 tokens is less than one")):
         EvictionConfig("h2o", bytes=0.01).resolve(30, 10)
+    with pytest.raises(UsageError, match=r"needed 11 of its 40 bytes.*up to 0\.4, lower --cache-newest"):
+        EvictionConfig("h2o", bytes=0.2, token_bytes=(1, 1, 10)).resolve(30, 10)
