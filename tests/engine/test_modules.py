@@ -235,6 +235,7 @@ def test_what_is_not_understood_is_refused_by_name(tmp_path: Path) -> None:
         "mllama": ({}, "no class for it that makes text alone"),
         "no_such_type": ({}, "which is not supported"),
         "starcoder2": ({"sliding_window": 0}, "has a window of 0 tokens"),
+        "moshi": ({"sliding_window": 0}, "has a window of 0 tokens"),
     }
     for kind, (config, message) in cases.items():
         folder = tmp_path / kind

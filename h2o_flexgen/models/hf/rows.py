@@ -63,6 +63,8 @@ def spec_of_rows(config: Mapping[str, Any], name: str, why: str) -> ModuleSpec:
     more = _recorded(text, name, 2 * record.TOKENS)[2]
     timeline = RecordedRows(model, events, name)
     made, count = model.config.get_text_config(decoder=True), len(timeline.layers)
+    if getattr(made, "sliding_window", None) == 0:  # without data that does not show
+        raise NotUnderstood(f"{name} has a window of 0 tokens")
     heads = _heads(made, -(-max(0, more - few) // (record.TOKENS * count)))
     layers = tuple(LayerSpec(i, heads, 1.0, (), i) for i in range(count))
     spec = record.plain_spec(config, name, model, timeline, layers, heads)
