@@ -250,8 +250,8 @@ class EngineConfig:
         by_bytes = share is not None
         if newest is None:
             newest = 0 if share is None else min(max(round(NEWEST * share), LEAST_NEWEST), MOST_NEWEST)
-        if by_bytes and bits == 16:  # which by bytes are the same as by tokens
-            dims = [spec.heads_of(layer).dim for layer in range(spec.num_layers) if spec.attends(layer)]
+        dims = [spec.heads_of(layer).dim for layer in range(spec.num_layers) if spec.attends(layer)]
+        if by_bytes and bits == 16 and dims:  # which by bytes are the same as by tokens
             bits = FEW[0] if any(dim % 16 for dim in dims) else FEW
         centred = by_bytes and not spec.arch.sinks and spec.arch.attention_cap is None
         return spec.with_cache_bits(bits, self.cache_rotation or ("centre" if centred else "scale"), newest)

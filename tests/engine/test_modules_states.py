@@ -82,14 +82,21 @@ def test_what_states_cannot_do_is_a_usage_error(tmp_path: Path) -> None:
             Engine(str(tmp_path), model_impl="transformers", **settings)
 
 
-@pytest.mark.parametrize("kind", ["mamba", pytest.param("falcon_mamba", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "budget"),
+    [
+        ("mamba", {"ratio": 0.5}),
+        ("mamba2", {"bytes": 0.5}),
+        pytest.param("falcon_mamba", {"ratio": 0.5}, marks=pytest.mark.slow),
+    ],
+)
 def test_where_nothing_attends_nothing_is_evicted_and_a_warning_says_so(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, budget: dict[str, float], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     random_model(shrunk({"model_type": kind})).save_pretrained(tmp_path)
     whole = answers(tmp_path, prompts()[:2])
     assert "no layer that attends" not in caplog.text
-    with Engine(str(tmp_path), dtype="float32", eviction=EvictionConfig("h2o", ratio=0.5)) as llm:
+    with Engine(str(tmp_path), dtype="float32", eviction=EvictionConfig("h2o", **budget)) as llm:
         found = [each.token_ids for each in llm.generate(prompts()[:2], max_new_tokens=NEW, ignore_eos=True)]
         assert llm.last_record is not None
         said = [each for each in llm.last_record.warnings if "has no layer that attends" in each]
