@@ -101,11 +101,16 @@ def _work(
         return prompts, arguments.sampling
     shape_typed = not llm.config.free_fields >= {"gpu_batch_size", "num_gpu_batches"}
     block = llm.config.fixed_policy.block_size if shape_typed else DEFAULT_RANDOM[1]
-    count, length = arguments.num_prompts or block, arguments.prompt_len or DEFAULT_RANDOM[0]
+    count, length = arguments.num_prompts or block, arguments.prompt_len or _random_length(arguments, llm)
     drawn = random_prompts(count, length, llm.model.spec.vocab_size, arguments.engine.seed)
     with warnings.catch_warnings(action="ignore"):  # of settings without effect, which was said before
         # Work of a known size: random prompts are for measuring, so no sequence may end early.
         return drawn, replace(arguments.sampling, ignore_eos=True)
+
+
+def _random_length(arguments: RunArguments, llm: LLM) -> int:
+    """Tokens of a prompt of which nobody says how long it is: FlexGen's, or as many as the context leaves."""
+    return max(1, min(DEFAULT_RANDOM[0], llm.model.spec.max_positions - arguments.sampling.max_new_tokens))
 
 
 def _notes(
@@ -129,8 +134,8 @@ def _notes(
         print_error(f"{arguments.prompts_file} holds no prompts, so nothing is generated")
     if given is None and arguments.prompt_len is None:
         print_error(
-            f"note: no prompts were given, so {len(prompts)} random ones of {DEFAULT_RANDOM[0]} tokens measure the "
-            "speed; --prompt TEXT or --prompts FILE for answers"
+            f"note: no prompts were given, so {len(prompts)} random ones of {_random_length(arguments, llm)} tokens "
+            "measure the speed; --prompt TEXT or --prompts FILE for answers"
         )
     if given is not None and llm.model.dummy:
         print_error("note: the weights are random numbers, so no text is shown")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import re
 import sys
@@ -60,6 +61,13 @@ def test_without_prompts_the_speed_is_measured_and_that_is_said(run: Run) -> Non
     assert ran.code == 0
     assert "note: no prompts were given, so 1 random ones of 512 tokens measure the speed" in ran.err
     assert (ran.record["sequences"], ran.record["prompt_tokens"]) == (1, 512)
+
+
+def test_random_prompts_leave_room_in_a_small_context(model: Path, run: Run) -> None:
+    ran = run("--model", model, "-n", 9)
+    assert ran.code == 0, ran.err
+    context = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    assert f"4 random ones of {context - 9} tokens" in ran.err
 
 
 def test_the_default_run_answers_the_demo_prompts(run: Run) -> None:
