@@ -8,7 +8,7 @@ source scripts/setup_env.sh test
 tokens=$(mktemp -u)
 trap 'rm -f "$tokens"' EXIT
 best=H2O_FLEXGEN_KERNELS=native
-if ! grep -Eq "avx512_bf16|avx_vnni" /proc/cpuinfo &&
+if ! grep -Eq "avx512_vnni|avx_vnni" /proc/cpuinfo &&
   python -c "from tests.kernels import emulated; exit(emulated.why_not())"; then
   best=H2O_TEST_KERNELS=avx512
 fi

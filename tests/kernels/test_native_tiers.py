@@ -46,7 +46,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         (ZEN4, "avxvnni", "avxvnni", "-DEMULATED_VNNI"),
         (f"{V3} avx_vnni", "avxvnni", "avxvnni", "-mavxvnni"),
         (f"{V3} avx_vnni", None, "avxvnni", "-march=native"),
-        (ZEN4.replace(" avx512_bf16", ""), None, "avx2", "-march=native"),
+        (ZEN4, "avx512vnni", "avx512vnni", "-mavx512vnni"),
+        (ZEN4.replace(" avx512_bf16", ""), None, "avx512vnni", "-march=native"),
+        (ZEN4.replace(" avx512_vnni avx512_bf16", ""), None, "avx2", "-march=native"),
         (V3, None, "avx2", "-march=native"),
         ("sse4_2", None, None, "-march=native"),
     ],
@@ -55,6 +57,7 @@ def test_what_is_computed_with(
     asked: pytest.MonkeyPatch, flags: str, switch: str | None, best: str | None, compiled: str
 ) -> None:
     asked.setattr(tiers, "of_the_processor", lambda: frozenset(flags.split()))
+    asked.setattr(tiers, "has_slow_bfloat16", lambda: False)
     if switch is not None:
         asked.setenv(tiers.SWITCH, switch)
     found = tiers.best_tier()
@@ -66,6 +69,22 @@ def test_what_is_computed_with(
         assert resolve_dtype("auto", stored, torch.device("cpu")) == "bfloat16"
         assert resolve_dtype("float32", stored, torch.device("cpu")) == "float32"
     assert resolve_dtype("auto", "float32", torch.device("cpu")) == "float32"
+
+
+@pytest.mark.parametrize("switch", [None, "avx512"])
+def test_intels_pairs_of_bfloat16_are_taken_where_they_are_asked_for(
+    asked: pytest.MonkeyPatch, switch: str | None
+) -> None:
+    """They are slower than float32's instructions; torch's products with a matrix unit are not concerned."""
+    asked.setattr(tiers, "of_the_processor", lambda: frozenset(f"{ZEN4} amx_bf16".split()))
+    asked.setattr(tiers, "has_slow_bfloat16", lambda: True)
+    if switch is not None:
+        asked.setenv(tiers.SWITCH, switch)
+    found = tiers.best_tier()
+    assert found is not None
+    assert found.name == (switch or "avx512vnni")
+    assert ("-mno-avx512bf16" in tiers.machine_flags()) == (switch is None)
+    assert cpu_has_bfloat16()
 
 
 @pytest.mark.parametrize(("switch", "message"), [("avx3", "needed native, avx2"), ("avx512", "lacks avx512_bf16")])
@@ -162,4 +181,4 @@ def test_one_command_makes_a_wheel_with_kernels(tmp_path: Path) -> None:
     assert "-py3-none-linux_" in wheel.name
     with zipfile.ZipFile(wheel) as files:
         libraries = {Path(name).name for name in files.namelist() if name.endswith(".so")}
-    assert libraries == {f"kernels-{name}.so" for name in ("avx2", "avxvnni", "avx512", "avx512-slow")}
+    assert libraries == {f"kernels-{name}.so" for name in ("avx2", "avxvnni", "avx512", "avx512vnni")}

@@ -376,10 +376,10 @@ INLINE reg reg_terms(i512 pairs, const int part) {
     return part < 2 ? even8(part % 2 ? pairs.b : pairs.a) : odd8(part % 2 ? pairs.b : pairs.a);
 }
 
-/* ---- products of bytes: by an instruction of AVX-VNNI's, or AVX-512's, that adds them up by fours. Without it they are
+/* ---- products of bytes: by an instruction of AVX-VNNI's that adds them up by fours. Without it they are
    added up by twos, in 16 bits, where signed codes of 8 bits are too large by nothing, as no sum of two products of 255
    fits. */
-#if defined __AVXVNNI__ || defined EMULATED_VNNI || (defined __AVX512VNNI__ && defined __AVX512VL__)
+#if defined __AVXVNNI__ || defined EMULATED_VNNI
 enum { BY_FOURS = 1, BYTE_OFFSET = 128 };
 #else
 enum { BY_FOURS = 0, BYTE_OFFSET = 0 };
@@ -393,8 +393,6 @@ INLINE __m256i dot_bytes(__m256i sum, __m256i w, __m256i x) {
     return _mm256_add_epi32(sum, _mm256_add_epi32(_mm256_madd_epi16(even, signs), odd));
 #elif defined __AVXVNNI__
     return _mm256_dpbusd_avx_epi32(sum, w, x);
-#elif defined __AVX512VNNI__ && defined __AVX512VL__
-    return _mm256_dpbusd_epi32(sum, w, x);
 #else
     return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
 #endif

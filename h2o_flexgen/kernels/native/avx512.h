@@ -1,11 +1,11 @@
-/* AVX-512 with bfloat16 and VNNI: vectors of 512 bits are the processor's own. Where its instruction for pairs of bfloat16
-   numbers has half the rate of the one for float32 (Intel's), SLOW_BF16 says so. */
+/* AVX-512 with VNNI: vectors of 512 bits are the processor's own, and so are pairs of bfloat16 numbers where it has
+   instructions for them. Intel's take twice the time of float32's: they are left out there (tiers.py). */
 #ifndef AVX512_H
 #define AVX512_H
 
 #define IS_WIDE 1
 enum { REGISTERS = 32 };
-#ifndef SLOW_BF16
+#ifdef __AVX512BF16__
 #define PAIRS
 #endif
 
@@ -40,6 +40,9 @@ INLINE void picked_wide(const uint8_t *codes, __m512 values, __m512 part[2]) {
 }
 
 /* ---- registers */
+#ifndef IN_REGISTER /* from here on, and in this order */
+#define IN_REGISTER(x) __asm__ volatile("" : "+v"(x))
+#endif
 typedef __m512 reg;
 enum { REG = 16 };
 #define reg_load _mm512_loadu_ps
@@ -50,6 +53,24 @@ enum { REG = 16 };
 INLINE reg reg_terms(__m512i pairs, const int part) {
     return _mm512_castsi512_ps(part ? _mm512_and_si512(pairs, _mm512_set1_epi32((int)0xFFFF0000)) : _mm512_slli_epi32(pairs, 16));
 }
+
+/* ---- bfloat16 without instructions for it. Denormal numbers are kept, and a sum of two products is rounded after each */
+#ifndef PAIRS
+INLINE __m256i rounded_words(__m512 x) { /* to nearest even; NaN stays NaN */
+    const __m512i bits = _mm512_castps_si512(x), high = _mm512_srli_epi32(bits, 16);
+    const __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1)), more = _mm512_set1_epi32(0x7FFF);
+    const __m512i near = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, more)), 16);
+    const __m512i quiet = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
+    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(near, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), quiet));
+}
+INLINE __m512 dot_pairs(__m512 sum, __m512i x, __m512i y) {
+    return reg_fma(reg_terms(x, 0), reg_terms(y, 0), reg_fma(reg_terms(x, 1), reg_terms(y, 1), sum));
+}
+#define __m512bh __m512i
+#define _mm512_cvtneps_pbh rounded_words
+#define _mm512_cvtne2ps_pbh(y, x) joined_i(rounded_words(x), rounded_words(y))
+#define _mm512_dpbf16_ps dot_pairs
+#endif
 
 /* ---- products of bytes */
 enum { BY_FOURS = 1, BYTE_OFFSET = 128 };

@@ -11,11 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FLAGS = ("-O3", "-fno-math-errno", "-std=c11", "-fPIC", "-pthread", "-Wall", "-Wextra")
-SLOW_BF16 = "-DSLOW_BF16"  # Intel's: half the products of float32's instructions on a Xeon of 2023, 85 and 175 GFLOP/s
-_AVX512 = ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16")
+_AVX512 = ("-march=x86-64-v4", "-mavx512vnni")
 MACHINES = {
-    "avx512": _AVX512,
-    "avx512-slow": (*_AVX512, SLOW_BF16),
+    "avx512": (*_AVX512, "-mavx512bf16"),
+    "avx512vnni": _AVX512,
     "avxvnni": ("-march=x86-64-v3", "-mavxvnni"),
     "avx2": ("-march=x86-64-v3",),
 }

@@ -29,7 +29,7 @@ INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-#ifdef __AVX512BF16__
+#ifdef __AVX512VNNI__
 #include "avx512.h"
 #else
 #include "avx2.h"

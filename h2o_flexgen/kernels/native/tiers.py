@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.kernels.native.building import FOLDER, MACHINES, SHIPPED, SLOW_BF16, file_of
+from h2o_flexgen.kernels.native.building import FOLDER, MACHINES, SHIPPED, file_of
 
 SWITCH = "H2O_FLEXGEN_KERNELS"
 _EMULATED = "-DEMULATED_VNNI"
@@ -31,11 +31,17 @@ class InstructionSets(NamedTuple):
 
 TIERS = (
     InstructionSets("avx512", "AVX-512 with VNNI and bfloat16", _V3 | _V4 | {"avx512_vnni", "avx512_bf16"}),
+    InstructionSets("avx512vnni", "AVX-512 with VNNI", _V3 | _V4 | {"avx512_vnni"}),
     InstructionSets("avxvnni", "AVX2 with VNNI", _V3 | {"avx_vnni"}),
     InstructionSets("avx2", "AVX2", _V3),
 )
 """From the best on."""
-_BEYOND = {"avx512": ("amx",), "avxvnni": ("amx", "avx512"), "avx2": ("amx", "avx512", "avx_vnni")}
+_BEYOND = {
+    "avx512": ("amx",),
+    "avx512vnni": ("amx", "avx512_bf16"),
+    "avxvnni": ("amx", "avx512"),
+    "avx2": ("amx", "avx512", "avx_vnni"),
+}
 """How the names of instructions begin that a tier does without."""
 LIBRARIES = FOLDER / SHIPPED
 """Where `setup.py` puts them: kernels-avx2.so and so on."""
@@ -73,27 +79,25 @@ def torch_widens() -> bool:
 
 
 def best_tier() -> InstructionSets | None:
-    """The best tier of what `cpu_flags` says; None where the kernels do not run at all."""
-    return next((tier for tier in TIERS if tier.needs <= cpu_flags()), None)
+    """The best tier of what `cpu_flags` says; None where the kernels do not run at all. Pairs of bfloat16 numbers, which
+    Intel multiplies at half of float32's rate (85 and 175 GFLOP/s on a Xeon of 2023), only if they are asked for."""
+    slow = {"avx512"} if wanted() is None and has_slow_bfloat16() else set()
+    return next((tier for tier in TIERS if tier.needs <= cpu_flags() and tier.name not in slow), None)
 
 
 def machine_flags() -> tuple[str, ...]:
     """What a compiler on this machine is told to compile for."""
     tier = wanted()
     if tier is None:
-        return ("-march=native", *_slow())
+        return ("-march=native", "-mno-avx512bf16") if has_slow_bfloat16() else ("-march=native",)
     if tier.name == "avxvnni" and "avx_vnni" not in of_the_processor():
         return ("-march=x86-64-v3", _EMULATED)
-    return (*MACHINES[tier.name], *(_slow() if tier.name == "avx512" else ()))
+    return MACHINES[tier.name]
 
 
 def of_the_processor() -> frozenset[str]:
     """All instruction sets that Linux says the processor has."""
     return frozenset(_of_the_cpu("flags"))
-
-
-def _slow() -> tuple[str, ...]:
-    return (SLOW_BF16,) if has_slow_bfloat16() else ()
 
 
 def has_slow_bfloat16() -> bool:
@@ -117,9 +121,6 @@ def shipped() -> Path | None:
     best = best_tier()
     if best is None:
         return None
-    names = [best.name] if best.name == "avx2" else [best.name, "avx2"]
-    if best.name == "avx512" and has_slow_bfloat16():
-        names.insert(0, "avx512-slow")
-    if "avx_vnni" not in of_the_processor():  # and the tier is asked for: only a compiler emulates it
-        names = [name for name in names if name != "avxvnni"]
-    return next((path for name in names if (path := LIBRARIES / file_of(name)).is_file()), None)
+    # AVX-VNNI may be asked for where it lacks: only a compiler emulates it.
+    able = [tier.name for tier in TIERS[TIERS.index(best) :] if tier.needs <= of_the_processor()]
+    return next((path for name in able if (path := LIBRARIES / file_of(name)).is_file()), None)

@@ -24,7 +24,8 @@ enum {
     VECTORS_OUT = 4,
     COLS = VECTORS_OUT * LANES, /* outputs of a panel */
     DEPTH = 256,                /* inputs: 16 KiB of a panel */
-    HEIGHT = IS_WIDE ? 3 : 4,     /* rows of a tile: as many vectors of whole sums and of scaled ones as fit */
+    HEIGHT = IS_WIDE ? 6 : 4,           /* rows of a tile, */
+    PASS = IS_WIDE ? COLS : LANES,      /* and outputs at a time: as many sums as there are registers for */
     MOST_ROWS = 512,            /* whose sums are kept at a time */
     LINE = 64,
     STEP = COLS * 4, /* bytes of four inputs of a panel */
@@ -264,64 +265,40 @@ static void take_inputs(const Whole *all, int64_t out, int64_t in, uint8_t *to, 
 
 /* ---- sums */
 
-#if !IS_WIDE
-#include "whole_narrow.h"
-#define FOURTH_TILE(NIBBLES, ASKS) ONE_TILE(4, NIBBLES, ASKS)
-#define FOURTH_NAME(NIBBLES, ASKS) , tile_4_##NIBBLES##_##ASKS
+/* What a span's sums are multiplied by and start at: of 16 outputs or more, and of a row; others' lie `spans` behind. */
+typedef struct {
+    const float *scale, *low, *x, *sum;
+    const int32_t *start;
+} Scales;
+
+#if IS_WIDE
+#include "whole_wide.h"
 #else
+#include "whole_narrow.h"
+#endif
+
 /* sums (rows, COLS) = or += rows of x from `row` on times what the panel holds, from input `in` on. Where it `asks`,
    half of the panel's bytes from `ahead` on are asked for, some at each step: many at once would wait for each other. */
 INLINE void tile(const Whole *all, const Panel *panel, int64_t row, int64_t in, float *sums, const uint8_t *ahead,
                  const int rows, const int nibbles, const int asks) {
-    const int steps = nibbles ? 8 : 4;
-    const int64_t units = all->span / all->unit, first = in / all->span;
-    const int64_t last = least(in + DEPTH, all->padded) / all->span;
+    /* No divisions: some processors take 90 cycles for each. */
+    const int64_t first = in >> all->log_span, last = least(in + DEPTH, all->padded) >> all->log_span;
     const int8_t *x = all->x + row * all->padded;
-    const uint8_t *codes = panel->codes;
-    int64_t unit = in / all->unit;
-    __m512 sum[HEIGHT][VECTORS_OUT];
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < VECTORS_OUT; v++)
-            sum[r][v] = in ? _mm512_load_ps(sums + r * COLS + v * LANES) : _mm512_setzero_ps();
-    for (int64_t span = first; span < last; span++) {
-        __m512i whole[HEIGHT][VECTORS_OUT];
-        UNROLL for (int r = 0; r < rows; r++)
-            UNROLL for (int v = 0; v < VECTORS_OUT; v++)
-                whole[r][v] = _mm512_set1_epi32(all->start[(row + r) * all->spans + span]);
-        for (int64_t u = 0; u < units; u++, unit++) {
-            const int8_t *at = x + rows * (nibbles ? unit / UNITS * 128 + unit % UNITS * 16 : unit * 16);
-            UNROLL for (int s = 0; s < steps; s++, codes += COLS * 4) {
-                UNROLL for (int i = nibbles; asks && i < 2; i++, ahead += LINE)
-                    _mm_prefetch((const char *)ahead, _MM_HINT_T1);
-                __m512i w[VECTORS_OUT];
-                UNROLL for (int v = 0; v < VECTORS_OUT; v++) w[v] = _mm512_load_si512(codes + v * 64);
-                UNROLL for (int r = 0; r < rows; r++) {
-                    int32_t four;
-                    memcpy(&four, at + rows * (s / 4 * 64 + s % 4 * 4) + 4 * r, sizeof four);
-                    UNROLL for (int v = 0; v < VECTORS_OUT; v++)
-                        whole[r][v] = _mm512_dpbusd_epi32(whole[r][v], w[v], _mm512_set1_epi32(four));
-                }
-            }
-        }
-        UNROLL for (int v = 0; v < VECTORS_OUT; v++) {
-            const __m512 scale = _mm512_load_ps(panel->scale + span * COLS + v * LANES);
-            UNROLL for (int r = 0; r < rows; r++) {
-                const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(all->scale[(row + r) * all->spans + span]));
-                sum[r][v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[r][v]), both, sum[r][v]);
-            }
-            if (!all->lows) continue;
-            const __m512 low = _mm512_load_ps(panel->low + span * COLS + v * LANES);
-            UNROLL for (int r = 0; r < rows; r++)
-                sum[r][v] = _mm512_fmadd_ps(low, _mm512_set1_ps(all->sum[(row + r) * all->spans + span]), sum[r][v]);
+    for (int64_t col = 0; col < COLS; col += PASS) {
+        const uint8_t *codes = panel->codes + 4 * col;
+        UNROLL for (int r = 0; r < rows && !in; r++)
+            UNROLL for (int v = 0; v < PASS; v += LANES) _mm512_store_ps(sums + r * COLS + col + v, _mm512_setzero_ps());
+        for (int64_t span = first; span < last; span++, codes += all->span * COLS) {
+            const int64_t at = span * COLS + col, behind = row * all->spans + span;
+            const Scales by = {panel->scale + at, panel->low + at, all->scale + behind, all->sum + behind, all->start + behind};
+            if (all->log_units == 0)
+                take_span(all, x, (uint64_t)span, 1, codes, &ahead, &by, sums + col, rows, nibbles, asks);
+            else
+                take_span(all, x, (uint64_t)span << all->log_units, 1ull << all->log_units, codes, &ahead, &by, sums + col, rows,
+                          nibbles, asks);
         }
     }
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < VECTORS_OUT; v++) _mm512_store_ps(sums + r * COLS + v * LANES, sum[r][v]);
 }
-
-#define FOURTH_TILE(NIBBLES, ASKS)
-#define FOURTH_NAME(NIBBLES, ASKS)
-#endif
 
 typedef void Tile(const Whole *, const Panel *, int64_t, int64_t, float *, const uint8_t *);
 #define ONE_TILE(ROWS, NIBBLES, ASKS) \
@@ -329,10 +306,20 @@ typedef void Tile(const Whole *, const Panel *, int64_t, int64_t, float *, const
                                                  const uint8_t *ahead) { \
         tile(all, panel, row, in, sums, ahead, ROWS, NIBBLES, ASKS); \
     }
+#define NAME(ROWS, NIBBLES, ASKS) tile_##ROWS##_##NIBBLES##_##ASKS
+#if IS_WIDE
+#define TALL_TILES(NIBBLES, ASKS) ONE_TILE(5, NIBBLES, ASKS) ONE_TILE(6, NIBBLES, ASKS)
+#define TALL_NAMES(NIBBLES, ASKS) , NAME(5, NIBBLES, ASKS), NAME(6, NIBBLES, ASKS)
+#else
+#define TALL_TILES(NIBBLES, ASKS)
+#define TALL_NAMES(NIBBLES, ASKS)
+#endif
 #define TILES(NIBBLES, ASKS) \
-    ONE_TILE(1, NIBBLES, ASKS) ONE_TILE(2, NIBBLES, ASKS) ONE_TILE(3, NIBBLES, ASKS) FOURTH_TILE(NIBBLES, ASKS) \
-    static Tile *const tiles_##NIBBLES##_##ASKS[HEIGHT] = {tile_1_##NIBBLES##_##ASKS, tile_2_##NIBBLES##_##ASKS, \
-                                                           tile_3_##NIBBLES##_##ASKS FOURTH_NAME(NIBBLES, ASKS)};
+    ONE_TILE(1, NIBBLES, ASKS) ONE_TILE(2, NIBBLES, ASKS) ONE_TILE(3, NIBBLES, ASKS) ONE_TILE(4, NIBBLES, ASKS) \
+    TALL_TILES(NIBBLES, ASKS) \
+    static Tile *const tiles_##NIBBLES##_##ASKS[HEIGHT] = {NAME(1, NIBBLES, ASKS), NAME(2, NIBBLES, ASKS), \
+                                                           NAME(3, NIBBLES, ASKS), NAME(4, NIBBLES, ASKS) \
+                                                           TALL_NAMES(NIBBLES, ASKS)};
 TILES(0, 0) TILES(0, 1) TILES(1, 0) TILES(1, 1)
 #if !IS_WIDE
 TILES(2, 0) TILES(2, 1) TILES(3, 0) TILES(3, 1)
@@ -404,6 +391,7 @@ static void describe(Whole *all) {
     all->span = w->group ? least(MOST_SPAN, w->group & -w->group) : MOST_SPAN;
     all->padded = up(all->p.ins, all->block), all->spans = all->padded / all->span;
     all->each = w->group ? w->group / all->span : all->spans;
+    all->log_span = __builtin_ctzll((uint64_t)all->span), all->log_units = all->log_span - __builtin_ctzll((uint64_t)all->unit);
     all->offset = whole_offset(w);
     all->lows = w->low_kind != NONE && w->low_kind != MIDDLE;
 }

@@ -1,4 +1,4 @@
-/* The tile of whole.c on 256 bits, of which there are 16 registers: up to 4 rows x 16 outputs.
+/* A span of whole.c's tile on 256 bits, of which there are 16 registers: up to 4 rows x 16 outputs.
 
    The sums of a span in whole numbers are in registers; the scaled ones wait in memory. Without an instruction that adds
    up by fours, some steps of codes of 4 bits are added up in 16 bits and then widened: 8 x 2 x 15 x 127 is less than
@@ -32,21 +32,13 @@ INLINE void four_steps(__m256i whole[][2], const int8_t *x, const uint8_t *codes
     }
 }
 
-/* What sums of a span are multiplied by: of 16 outputs, and of rows `apart`. Codes are `offset` too large. */
-typedef struct {
-    const float *scale, *low, *x, *sum;
-    int64_t apart;
-    __m256 offset;
-} Scales;
-
-INLINE void add_span(__m256i whole[][2], const Scales *by, float *sums, const int rows, const int lows) {
+INLINE void add_span(const Whole *all, __m256i whole[][2], const Scales *by, float *sums, const int rows, const int lows) {
     const __m256 scale[2] = {_mm256_load_ps(by->scale), _mm256_load_ps(by->scale + 8)};
     UNROLL for (int r = 0; r < rows; r++) {
-        const __m256 x = _mm256_broadcast_ss(by->x + r * by->apart), sum = _mm256_broadcast_ss(by->sum + r * by->apart);
-        const __m256 less = _mm256_mul_ps(sum, by->offset);
+        const __m256 x = _mm256_broadcast_ss(by->x + r * all->spans), sum = _mm256_broadcast_ss(by->sum + r * all->spans);
         UNROLL for (int h = 0; h < 2; h++) {
             float *to = sums + r * COLS + 8 * h;
-            __m256 total = _mm256_fmsub_ps(_mm256_cvtepi32_ps(whole[r][h]), x, less);
+            __m256 total = _mm256_mul_ps(_mm256_cvtepi32_ps(whole[r][h]), x);
             total = _mm256_fmadd_ps(total, scale[h], _mm256_load_ps(to));
             if (lows) total = _mm256_fmadd_ps(sum, _mm256_load_ps(by->low + 8 * h), total);
             _mm256_store_ps(to, total);
@@ -55,13 +47,14 @@ INLINE void add_span(__m256i whole[][2], const Scales *by, float *sums, const in
 }
 
 /* sums (rows, 16 outputs) += a span of x, woven, times codes, which are so many units. What is `ahead` is asked for. */
-INLINE void take_span(const Whole *all, const int8_t *x, uint64_t unit, const uint8_t *codes, const uint8_t **ahead,
-                      const Scales *by, float *sums, const int rows, const int nibbles, const int asks, uint64_t units) {
+INLINE void take_span(const Whole *all, const int8_t *x, uint64_t unit, const uint64_t units, const uint8_t *codes,
+                      const uint8_t **ahead, const Scales *by, float *sums, const int rows, const int nibbles,
+                      const int asks) {
     const int quarters = nibbles ? 2 : 1; /* of a unit, each of four steps */
     const int sixteen = !BY_FOURS && (nibbles == 1 || nibbles == 2);
     __m256i whole[HEIGHT][2], wide[HEIGHT][2];
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int h = 0; h < 2; h++) whole[r][h] = wide[r][h] = _mm256_setzero_si256();
+        UNROLL for (int h = 0; h < 2; h++) whole[r][h] = wide[r][h] = _mm256_set1_epi32(by->start[r * all->spans]);
     for (const uint64_t end = unit + units; unit < end; unit++) {
         const int8_t *at = x + rows * (int64_t)(nibbles ? unit / UNITS * 128 + unit % UNITS * 16 : unit * 16);
         UNROLL for (int q = 0; q < quarters; q++, codes += 4 * COLS * 4) {
@@ -76,33 +69,9 @@ INLINE void take_span(const Whole *all, const int8_t *x, uint64_t unit, const ui
         }
     }
     if (all->lows)
-        add_span(sixteen ? wide : whole, by, sums, rows, 1);
+        add_span(all, sixteen ? wide : whole, by, sums, rows, 1);
     else
-        add_span(sixteen ? wide : whole, by, sums, rows, 0);
-}
-
-/* sums (rows, COLS) = or += rows of x from `row` on times what the panel holds, from input `in` on. Where it `asks`,
-   half of the panel's bytes from `ahead` on are asked for, some at each span. */
-INLINE void tile(const Whole *all, const Panel *panel, int64_t row, int64_t in, float *sums, const uint8_t *ahead,
-                 const int rows, const int nibbles, const int asks) {
-    const uint64_t units = (uint64_t)(all->span / all->unit);
-    const int64_t first = in / all->span, bytes = all->span * COLS;
-    const int64_t last = least(in + DEPTH, all->padded) / all->span;
-    const int8_t *x = all->x + row * all->padded;
-    for (int64_t v = 0; v < VECTORS_OUT; v++) {
-        const uint8_t *codes = panel->codes + v * 64;
-        UNROLL for (int r = 0; r < rows && !in; r++)
-            UNROLL for (int h = 0; h < 2; h++) _mm256_store_ps(sums + r * COLS + v * LANES + 8 * h, _mm256_setzero_ps());
-        for (int64_t span = first; span < last; span++, codes += bytes) {
-            const int64_t at = span * COLS + v * LANES, behind = row * all->spans + span;
-            const Scales by = {panel->scale + at, panel->low + at, all->scale + behind, all->sum + behind, all->spans,
-                               _mm256_set1_ps((float)all->offset)};
-            if (units == 1)
-                take_span(all, x, (uint64_t)span, codes, &ahead, &by, sums + v * LANES, rows, nibbles, asks, 1);
-            else
-                take_span(all, x, (uint64_t)span * units, codes, &ahead, &by, sums + v * LANES, rows, nibbles, asks, units);
-        }
-    }
+        add_span(all, sixteen ? wide : whole, by, sums, rows, 0);
 }
 
 #endif

@@ -8,9 +8,13 @@
 #define SIMDE_ENABLE_NATIVE_ALIASES
 #include <simde/x86/avx512.h>
 #include <string.h>
-#define __AVX512BF16__ 1 /* behind simde, which would take the processor's */
+#define __AVX512VNNI__ 1 /* behind simde, which would take the processor's */
+#ifndef WITHOUT_BF16
+#define __AVX512BF16__ 1
+#endif
 
 #define EMULATED static inline __attribute__((always_inline, unused))
+#define IN_REGISTER(x) /* vectors of 512 bits have none */
 #define CALLED static __attribute__((noinline, unused)) /* loops: compiled once in a file, not wherever they are called */
 #define VECTOR_OF(type, name, count) typedef type name __attribute__((vector_size(sizeof(type) * count)))
 VECTOR_OF(float, e_f32, 16);
@@ -102,9 +106,12 @@ EMULATED __m512 e_of_halves(__m256i x) {
 #define _mm512_cvtepi16_epi32(x) ((__m512i)CONVERT(x, e_i16, e_i32))
 #undef _mm512_cvtepu16_epi32
 #define _mm512_cvtepu16_epi32(x) ((__m512i)CONVERT(x, e_u16, e_i32))
+#undef _mm512_cvtepi32_epi16
+#define _mm512_cvtepi32_epi16(x) ((__m256i)CONVERT(x, e_i32, e_i16))
 #define _mm512_cvtepi8_epi32(x) ((__m512i)CONVERT(x, e_i8, e_i32))
 #define _mm512_cvtepu8_epi32(x) ((__m512i)CONVERT(x, e_u8, e_i32))
 
+#ifndef WITHOUT_BF16
 /* ---- bfloat16: denormal numbers are 0 before and after */
 EMULATED e_u32 e_flushed(e_u32 bits) { return bits & ((e_u32)((bits & 0x7F800000u) != 0) | 0x80000000u); }
 EMULATED __m256i e_bf16(__m512 x) {
@@ -123,6 +130,7 @@ CALLED __m512 e_dot(__m512 sum, __m512i x, __m512i y) { /* the second numbers of
 #define _mm512_cvtne2ps_pbh(y, x) ((__m512i)e_two((__m256)e_bf16(x), (__m256)e_bf16(y)))
 #undef _mm512_dpbf16_ps
 #define _mm512_dpbf16_ps(sum, x, y) e_dot(sum, (__m512i)(x), (__m512i)(y))
+#endif
 
 /* ---- x times 2 to the power n, rounded down; and what is above a whole number */
 CALLED __m512 e_scaled(__m512 x, __m512 n) {

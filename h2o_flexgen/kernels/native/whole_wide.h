@@ -1,0 +1,52 @@
+/* A span of whole.c's tile on 512 bits, of which there are 32 registers: up to 6 rows x 64 outputs. */
+#ifndef WHOLE_WIDE_H
+#define WHOLE_WIDE_H
+
+/* sums (rows, COLS) += a span of x, woven, times codes, which are so many units: whole sums are in registers, in this order
+   (compilers that choose another one move them about, and processors of four instructions a cycle are bound by those).
+   What is `ahead` is asked for. */
+INLINE void take_span(const Whole *all, const int8_t *x, uint64_t unit, const uint64_t units, const uint8_t *codes,
+                      const uint8_t **ahead, const Scales *by, float *sums, const int rows, const int nibbles,
+                      const int asks) {
+    const int steps = nibbles ? 8 : 4;
+    __m512i whole[HEIGHT][VECTORS_OUT];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < VECTORS_OUT; v++) whole[r][v] = _mm512_set1_epi32(by->start[r * all->spans]);
+    for (const uint64_t end = unit + units; unit < end; unit++) {
+        const int8_t *at = x + rows * (int64_t)(nibbles ? unit / UNITS * 128 + unit % UNITS * 16 : unit * 16);
+        UNROLL for (int s = 0; s < steps; s++, codes += STEP) {
+            UNROLL for (int i = nibbles; asks && i < 2; i++, *ahead += LINE)
+                _mm_prefetch((const char *)*ahead, _MM_HINT_T1);
+            __m512i w[VECTORS_OUT];
+            UNROLL for (int v = 0; v < VECTORS_OUT; v++) {
+                w[v] = _mm512_load_si512(codes + v * 64);
+                IN_REGISTER(w[v]);
+            }
+            UNROLL for (int r = 0; r < rows; r++) {
+                int32_t four;
+                memcpy(&four, at + rows * (s / 4 * 64 + s % 4 * 4) + 4 * r, sizeof four);
+                const __m512i both = _mm512_set1_epi32(four);
+                UNROLL for (int v = 0; v < VECTORS_OUT; v++) {
+                    whole[r][v] = _mm512_dpbusd_epi32(whole[r][v], w[v], both);
+                    IN_REGISTER(whole[r][v]);
+                }
+            }
+        }
+    }
+    UNROLL for (int v = 0; v < VECTORS_OUT; v++) {
+        const __m512 scale = _mm512_load_ps(by->scale + v * LANES);
+        UNROLL for (int r = 0; r < rows; r++) {
+            float *to = sums + r * COLS + v * LANES;
+            const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(by->x[r * all->spans])), sum = _mm512_load_ps(to);
+            _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[r][v]), both, sum));
+        }
+        if (!all->lows) continue;
+        const __m512 low = _mm512_load_ps(by->low + v * LANES);
+        UNROLL for (int r = 0; r < rows; r++) {
+            float *to = sums + r * COLS + v * LANES;
+            _mm512_store_ps(to, _mm512_fmadd_ps(low, _mm512_set1_ps(by->sum[r * all->spans]), _mm512_load_ps(to)));
+        }
+    }
+}
+
+#endif
