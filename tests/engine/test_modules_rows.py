@@ -42,6 +42,7 @@ TYPES: dict[str, dict[str, Any]] = {
         **{"head_dim": 16, "num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 128},
         "layer_types": ["linear_attention", "full_attention"] * 2,
     },
+    "openai-gpt": {"n_embd": 48, "n_head": 4, "n_layer": 3, "n_positions": 128},
     "recurrent_gemma": {
         **{"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4},
         **{"head_dim": 16, "num_key_value_heads": 1, "lru_width": 48, "attention_window_size": 8},
@@ -81,6 +82,17 @@ def test_rows_give_transformers_tokens(kind: str, tmp_path: Path) -> None:
         for (tokens, logprobs), output in zip(answers, together, strict=True):
             assert output.token_ids == tokens
             assert output.logprobs == pytest.approx(logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "openai-gpt"])
+def test_weights_of_rows_may_be_packed(kind: str, tmp_path: Path) -> None:
+    """OpenAI's first GPT asks its parameters for their dtype."""
+    tiny(kind).save_pretrained(tmp_path)
+    (context, rest), found = prompts_of([20, 6]), list[float]()
+    for bits in (16, 8):
+        with Engine(str(tmp_path), dtype="float32", weight_bits=bits) as llm:
+            found.append(llm.score([(context, rest)])[0].logprob)
+    assert found[0] == pytest.approx(found[1], abs=0.5)
 
 
 def test_rows_of_different_lengths_come_and_go(tmp_path: Path) -> None:

@@ -140,6 +140,10 @@ class Packed:
             return multiply(args[1], args[0], *args[2:], **(kwargs or {}))
         raise TypeError(f"{function} of a packed matrix")
 
+    def is_floating_point(self) -> bool:
+        """Of what it stands for: a model's dtype is that of the first of its parameters that is."""
+        return True
+
 
 class Matrix(Tensor):
     """A matrix on the CPU, products with which are ours, as a router's: `torch.nn.functional.linear` may be slow at
