@@ -220,9 +220,10 @@ class Job:
         self.told(self.summary)
 
 
-def opened(engine: Engine, form: RequestFormat, record: Record) -> OpenRequest:
-    """A request with its sequences, none of them begun. Refused where it cannot be run."""
-    asked = form.asked(record)
+def opened(engine: Engine, form: RequestFormat, record: Record, asked: BatchRequest | None = None) -> OpenRequest:
+    """A request with its sequences, none of them begun; `asked`: what it asks for, if that is known. Refused where it
+    cannot be run."""
+    asked = asked or form.asked(record)
     rows = []
     for index, prompt in enumerate(asked.prompts):
         number = record.line << PROMPT_BITS | index

@@ -4,20 +4,24 @@ for the price of a tail."""
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from h2o_flexgen.cli.serve.live import Growing, LiveEvent, LiveRequest, _Listener
+from h2o_flexgen.cli.serve import live
+from h2o_flexgen.cli.serve.live import Growing, LiveEvent, LiveRequest, LiveRequests, _Listener
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.requests.sequence import RequestOutput, Sequence
 from h2o_flexgen.engine.requests.tokenizer import TextCodec, find_stop, text_of
 from h2o_flexgen.jobs.openai import CHAT, COMPLETIONS, OpenAIFormat
 from h2o_flexgen.jobs.source import Record
 from tests.engine import tokenizer_folders as folders
+from tests.programs import until
 from tests.seeds import python_random
 
 SAID = ["世界🦊世界", "🦊" * 9, " \n ", "e\u0301", "don't", "x , y . z", "<s>", "</s>", "<|user|>"]
@@ -128,3 +132,34 @@ def test_a_stream_tells_the_whole_answer(tmp_path: Path, name: str, case: int, m
         assert (whole[part] or "").startswith(said)
         assert len(whole[part] or "") - len(said) < 9
     assert len(told) > len(row.token_ids) // 3
+
+
+@pytest.mark.parametrize("url", [COMPLETIONS, CHAT])
+def test_nobody_waits_for_the_tokens_of_a_long_request(talker: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs once it has them, as it would have at once, and its faults are told."""
+    monkeypatch.setattr(live, "_LONG", 180)
+    told, going = list[LiveEvent](), threading.Event()
+
+    def request(text: str, **fields: Any) -> LiveRequest:
+        asked = {"prompt": text} if url == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
+        return LiveRequest(url, {**asked, "max_tokens": 3, **fields}, False, told.append)
+
+    with Engine(str(talker), dtype="float32") as llm:
+        assert llm.model.codec is not None
+        encode, requests, rows = llm.model.codec.encode, LiveRequests({"model": "model"}), list[Sequence]()
+        for name in ("encode", "encode_bare"):
+            monkeypatch.setattr(
+                llm.model.codec, name, lambda text: (len(text) < 100 or going.wait(20)) and encode(text)
+            )
+        requests.use("model", llm, OpenAIFormat("model", llm.model.codec, (), 0, {}, 0, "j"))
+        for each in (request("a" * 102), request("a" * 102, n=0), request("a" * 9000), request("b")):
+            requests.put(each)
+        assert len(requests.take(9)) == 1
+        assert told == []
+        going.set()
+        until(lambda: rows.extend(requests.take(9)) or len(told) == 2, 60)
+    assert [row.prompt_tokens >= 102 for row in rows] == [True]
+    assert [(event.status, (event.body or {})["error"]["code"]) for event in told] == [
+        (400, "invalid_request"),
+        (400, "context_length_exceeded"),
+    ]

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from h2o_flexgen.cli.serve.desk import ApiError
@@ -21,7 +22,7 @@ from h2o_flexgen.engine.requests.tokenizer import UNKNOWN, Decode, TextCodec, ad
 from h2o_flexgen.jobs.job import PROMPT_BITS, OpenRequest, opened
 from h2o_flexgen.jobs.openai import CHAT, OpenAIFormat
 from h2o_flexgen.jobs.reasoning import spelt
-from h2o_flexgen.jobs.requests import Refused
+from h2o_flexgen.jobs.requests import BatchRequest, Refused
 from h2o_flexgen.jobs.source import Record
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ MOST_WAITING = 256
 _FIRST_LINE, _LINES = 1 << 31, 1 << 31
 """Numbers beyond those of lines of files."""
 _TAIL = 32  # tokens
+_LONG = 1 << 18  # bytes of a request whose tokens are made beside the engine's thread, for which others wait
 _NONE = Record(0, None)
 _NOTHING: Mapping[str, str] = {}
 
@@ -57,6 +59,7 @@ class LiveRequest:
     gone: bool = False
     record: Record = _NONE
     form: OpenAIFormat | None = None
+    asked: BatchRequest | Exception | None = None
     open: OpenRequest | None = None
     over: bool = False
 
@@ -76,6 +79,7 @@ class LiveRequests:
         self._engine: Engine
         self._form: OpenAIFormat
         self._new: deque[LiveRequest] = deque()
+        self._long: SimpleQueue[LiveRequest] | None = None
         self._elsewhere: list[LiveRequest] = []
         self._lock, self._count, self._lines = threading.Lock(), 0, 0
         self._rows: deque[tuple[Row, LiveRequest]] = deque()
@@ -125,6 +129,7 @@ class LiveRequests:
             if request.gone:
                 self._end(request)
             elif self._model_of(request) != self._loaded:
+                request.asked = None
                 self._elsewhere.append(request)
             else:
                 self._read(request)
@@ -189,11 +194,32 @@ class LiveRequests:
             self._form, created=int(time.time()), job=secrets.token_hex(16), seed=secrets.randbits(48)
         )
 
+    def _beside(self, request: LiveRequest) -> None:
+        """It comes back with its tokens, or with why it has none."""
+        if self._long is None:
+            self._long = SimpleQueue()
+            threading.Thread(target=self._ask, args=(self._long,), name="long requests", daemon=True).start()
+        self._long.put(request)
+
+    def _ask(self, requests: SimpleQueue[LiveRequest]) -> None:
+        while True:
+            request = requests.get()
+            if not request.gone:
+                _tokenise(request)
+            self._new.append(request)
+            self.wake()
+
     def _read(self, request: LiveRequest) -> None:
-        self._number(request)
-        assert request.form is not None, "it has just got one"
+        if request.asked is None:
+            self._number(request)
+            if len(request.record.data or b"") > _LONG:
+                self._beside(request)
+                return
+        assert request.form is not None, "it has got one with its number"
         try:
-            request.open = opened(self._engine, request.form, request.record)
+            if isinstance(request.asked, Exception):
+                raise request.asked
+            request.open = opened(self._engine, request.form, request.record, request.asked)
         except Refused as why:
             self._refuse(request, why)
             return
@@ -228,6 +254,19 @@ class LiveRequests:
         with self._lock:
             self._count -= not request.over
             request.over = True
+
+
+def _tokenise(request: LiveRequest) -> None:
+    """Notes what a request asks for, with token ids in the place of texts where its answer has no need of these."""
+    form = request.form
+    assert form is not None, "it has got one with its number"
+    try:
+        asked = request.asked = form.asked(request.record)
+        if form.codec is not None and not asked.body.get("echo"):
+            encode = form.codec.encode
+            asked.prompts = [encode(each) if isinstance(each, str) else each for each in asked.prompts]
+    except Exception as error:  # which the engine's thread tells, or finds again
+        request.asked = request.asked or error
 
 
 @dataclass
