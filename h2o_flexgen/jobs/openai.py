@@ -40,24 +40,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "frequency_penalty": (-2, 2),
     "repetition_penalty": (0, math.inf),
 }
-_SAMPLING = frozenset(
-    [
-        *_BOUNDS,
-        "max_tokens",
-        "n",
-        "stop",
-        "seed",
-        "logit_bias",
-        "top_k",
-        "min_tokens",
-        "ignore_eos",
-        "stop_token_ids",
-        "skip_special_tokens",
-        "logprobs",
-        "response_format",
-        "fold",
-    ]
-)
+_SAMPLING = {"max_tokens", "n", "stop", "seed", "logit_bias", "top_k", "min_tokens", "ignore_eos", "stop_token_ids"}
+_SAMPLING |= _BOUNDS.keys() | {"skip_special_tokens", "logprobs", "response_format", "fold"}
 _COMMON = _SAMPLING | {"model", "stream", "spans"}
 _FIELDS = {
     COMPLETIONS: _COMMON | {"prompt", "echo", "best_of", "suffix"},
@@ -142,11 +126,11 @@ class OpenAIFormat:
 
     def so_far(self, asked: BatchRequest, output: RequestOutput, spell: Spell = spelt) -> dict[str, str]:
         """Texts of an unfinished answer that its end will not change, by field; none where the end says what it is."""
-        if asked.scores or asked.body.get("echo") or output.text is None:
+        before = asked.prompts[output.index] if asked.body.get("echo") else ""
+        if asked.scores or output.text is None or not isinstance(before, str):  # which would be decoded for each token
             return {}
         if asked.body["url"] == COMPLETIONS:
-            ends = asked.body["logprobs"] is not None
-            return {} if ends else {"text": self._sure(output.text, output, asked.params)}
+            return {"text": before + self._sure(output.text, output, asked.params)}
         if asked.body["speech"].form is not None or not self._speaker.in_order:
             return {}
         said = self._speaker.message(asked.body["speech"], output, asked.params, "", spell)
@@ -291,16 +275,15 @@ class OpenAIFormat:
 
     def _choice(self, asked: BatchRequest, prompt: Any, output: RequestOutput | None) -> dict[str, Any]:
         before = self._text_of(prompt) if asked.body["echo"] else ""
-        logprobs = None
         if asked.scores:
             ids = self._ids_of(prompt) if output is None else [*output.prompt_ids, *output.token_ids]
+            known = [] if output is None else _logprobs(output)
+            logprobs = None
             if asked.body["logprobs"] is not None:
-                known = [] if output is None else _logprobs(output)
                 logprobs = self._logprobs([], ids, [None] * (len(ids) - len(known)) + known, asked)
             return {"text": before, "logprobs": logprobs, "finish_reason": "length"}
         assert output is not None, "a generated choice has an output"
-        if asked.body["logprobs"] is not None:
-            logprobs = self._logprobs(output.prompt_ids, output.token_ids, _logprobs(output), asked)
+        logprobs = self.logprobs(asked, output)
         return {"text": before + (output.text or ""), "logprobs": logprobs, "finish_reason": output.finish_reason}
 
     def _chat_choice(self, asked: BatchRequest, output: RequestOutput | None, name: str) -> dict[str, Any]:
@@ -308,12 +291,19 @@ class OpenAIFormat:
         assert output is not None, "a generated choice has an output"
         message = self._speaker.message(asked.body["speech"], output, asked.params, name)
         reason = "tool_calls" if "tool_calls" in message and output.finish_reason == "stop" else output.finish_reason
-        return {"message": message, "logprobs": self.chat_logprobs(asked, output), "finish_reason": reason}
+        return {"message": message, "logprobs": self.logprobs(asked, output), "finish_reason": reason}
 
-    def chat_logprobs(self, asked: BatchRequest, output: RequestOutput, start: int = 0) -> dict[str, Any] | None:
-        """Those of the new tokens from `start` on; None where a chat asks for none."""
+    def logprobs(
+        self, asked: BatchRequest, output: RequestOutput, start: int = 0, at: int = 0
+    ) -> dict[str, Any] | None:
+        """Those of the new tokens from `start` on; None where none are asked for. `at`: where the text of the token
+        before these begins."""
         if asked.body["logprobs"] is None:
             return None
+        if asked.body["url"] == COMPLETIONS:
+            before = [*output.prompt_ids, *output.token_ids[:start]]
+            at += len(self._told(before, len(before) - 1).text) if start else 0
+            return self._logprobs(before, output.token_ids[start:], _logprobs(output, start), asked, at)
         every, content = [*output.prompt_ids, *output.token_ids], list[dict[str, Any]]()
         for place, (value, top) in enumerate(_logprobs(output, start), len(output.prompt_ids) + start):
             likeliest = [_chat_token(self._told(every, place, token), other) for token, other in top.items()]
@@ -330,7 +320,9 @@ class OpenAIFormat:
         tokens = sum(map(self._speaker.reasoning_tokens, every))
         return {"completion_tokens_details": {"reasoning_tokens": tokens}} if tokens else {}
 
-    def _logprobs(self, before: list[int], ids: list[int], known: list[Any], asked: BatchRequest) -> dict[str, Any]:
+    def _logprobs(
+        self, before: list[int], ids: list[int], known: list[Any], asked: BatchRequest, at: int = 0
+    ) -> dict[str, Any]:
         """As the service has them for completions; None where there is no probability, as for a first token."""
         every, places = [*before, *ids], range(len(before), len(before) + len(ids))
         told = [self._told(every, place) for place in places]
@@ -339,7 +331,7 @@ class OpenAIFormat:
             "tokens": [each.label for each in told],
             "token_logprobs": [each and finite(each[0]) for each in known],
             "top_logprobs": top if asked.body["logprobs"] else None,
-            "text_offset": [0, *accumulate(len(each.text) for each in told)][: len(told)],
+            "text_offset": list(accumulate((len(each.text) for each in told), initial=at))[:-1],
         }
 
     def _likeliest(self, ids: list[int], place: int, top: Mapping[int, float]) -> dict[str, float | None]:

@@ -189,6 +189,17 @@ def test_models_and_single_requests(service: Service, talker: Path) -> None:
     assert counted[-1].usage.completion_tokens == 10
     for choice in client.completions.create(**several).choices:
         assert "".join(p.choices[0].text for p in pieces if p.choices[0].index == choice.index) == choice.text
+    for given in ({"logprobs": 2}, {"logprobs": 0, "n": 2}, {"echo": True}, {"echo": True, "stop": ["a", "e"]}):
+        settings = {"model": "model", "prompt": "ab", "max_tokens": 9, "seed": 4, **given}
+        pieces = list(client.completions.create(**settings, stream=True))
+        for choice in client.completions.create(**settings).choices:
+            mine = [p.choices[0] for p in pieces if p.choices[0].index == choice.index]
+            assert "".join(each.text for each in mine) == choice.text
+            assert len([each for each in mine if each.text]) > 2, "as they come"
+            told = [each.logprobs.to_dict() for each in mine if each.logprobs]
+            whole = choice.logprobs.to_dict() if choice.logprobs else {}
+            for name, values in whole.items():
+                assert values == (values and [value for each in told for value in each[name]])
     first = client.chat.completions.create(model="model", messages=TALK, max_tokens=20)
     second = client.chat.completions.create(model="model", messages=TALK, max_tokens=20)
     assert first.choices[0].message.content != second.choices[0].message.content, "no seed: drawn anew"

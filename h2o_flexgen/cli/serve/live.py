@@ -299,6 +299,8 @@ class _Listener:
     told: Mapping[str, str] = field(default_factory=dict)
     tokens: int = 0
     """Those whose log-probabilities were told."""
+    at: int = 0
+    """Where the text of the last of these begins."""
 
     def __post_init__(self) -> None:
         self._text = self._spelt = Growing(lambda ids: "")
@@ -325,8 +327,10 @@ class _Listener:
             self.told = {**self.told, **{name: before[name] + text for name, text in pieces.items()}}
             if not pieces:
                 return
-            logprobs = form.chat_logprobs(asked, output, self.tokens) if request.url == CHAT else None
+            logprobs = form.logprobs(asked, output, self.tokens, self.at)
             self.tokens = len(new)
+            if logprobs is not None and logprobs.get("text_offset"):
+                self.at = logprobs["text_offset"][-1]
             for index in self._indices():
                 request.tell(LiveEvent(index, pieces, logprobs=logprobs))
 

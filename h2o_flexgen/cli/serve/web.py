@@ -279,7 +279,7 @@ async def _stream(
         if chat and not begun:
             said = {"role": "assistant", "content": "", **said}
             told.setdefault((index, "content"), "")
-        tokens[index] = tokens.get(index, 0) + (len(logprobs["content"]) if chat and logprobs else 0)
+        tokens[index] = tokens.get(index, 0) + (len(logprobs["content" if chat else "tokens"]) if logprobs else 0)
         shown = {"delta": said} if chat else {"text": "", **said}
         return chunk_of(asked, {"index": index, **shown, "logprobs": logprobs, "finish_reason": None}, **more)
 
@@ -296,10 +296,10 @@ async def _stream(
             whole = {name: text for name, text in message.items() if isinstance(text, str) and name != "role"}
             rest = {name: _beyond(told.get((index, name), ""), text) for name, text in whole.items()}
             rest = {name: text for name, text in rest.items() if text}
-            logprobs = choice["logprobs"]
-            if chat and logprobs is not None:
-                logprobs = {"content": logprobs["content"][tokens.get(index, 0) :]}
-                logprobs = logprobs if logprobs["content"] else None
+            since, logprobs = tokens.get(index, 0), choice["logprobs"]
+            if logprobs is not None:
+                logprobs = {name: each and each[since:] for name, each in logprobs.items()}
+                logprobs = logprobs if any(logprobs.values()) else None
             if rest or logprobs is not None or not any(each == index for each, _ in told):
                 yield piece(index, rest, logprobs)
             calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
