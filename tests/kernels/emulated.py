@@ -1,6 +1,7 @@
 """AVX-512 with VNNI and bfloat16 by simde (Debian's libsimde-dev), for tests on processors without it.
 
-H2O_TEST_KERNELS=avx512 pytest ..., or avx512vnni, has all kernels made so; programs that tests start have their own.
+H2O_TEST_KERNELS=avx512 pytest ..., or avx512vnni or avx512bw (without these), has all kernels made so; programs that
+tests start have their own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from h2o_flexgen.kernels.native import building, tiers
 HEADER = Path(__file__).parent / "by_simde" / "immintrin.h"
 FLAGS = (*building.MACHINES["avx2"], f"-I{HEADER.parent}")
 """In the place of -mavx512f and so on."""
-TIERS = {"avx512": FLAGS, "avx512vnni": (*FLAGS, "-DWITHOUT_BF16")}
+TIERS = {
+    "avx512": FLAGS,
+    "avx512vnni": (*FLAGS, "-DWITHOUT_BF16"),
+    "avx512bw": (*FLAGS, "-DWITHOUT_BF16", "-DWITHOUT_VNNI"),
+}
 
 
 @cache

@@ -48,7 +48,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         (f"{V3} avx_vnni", None, "avxvnni", "-march=native"),
         (ZEN4, "avx512vnni", "avx512vnni", "-mavx512vnni"),
         (ZEN4.replace(" avx512_bf16", ""), None, "avx512vnni", "-march=native"),
-        (ZEN4.replace(" avx512_vnni avx512_bf16", ""), None, "avx2", "-march=native"),
+        (ZEN4.replace(" avx512_vnni avx512_bf16", ""), None, "avx512bw", "-march=native"),
+        (f"{V3} avx512f avx512cd", None, "avx2", "-march=native"),
+        (ZEN4, "avx512bw", "avx512bw", "-march=x86-64-v4"),
         (V3, None, "avx2", "-march=native"),
         ("sse4_2", None, None, "-march=native"),
     ],
@@ -181,4 +183,4 @@ def test_one_command_makes_a_wheel_with_kernels(tmp_path: Path) -> None:
     assert "-py3-none-linux_" in wheel.name
     with zipfile.ZipFile(wheel) as files:
         libraries = {Path(name).name for name in files.namelist() if name.endswith(".so")}
-    assert libraries == {f"kernels-{name}.so" for name in ("avx2", "avxvnni", "avx512", "avx512vnni")}
+    assert libraries == {f"kernels-{name}.so" for name in ("avx2", "avxvnni", "avx512bw", "avx512vnni", "avx512")}

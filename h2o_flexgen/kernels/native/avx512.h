@@ -1,4 +1,4 @@
-/* AVX-512 with VNNI: vectors of 512 bits are the processor's own, and so are pairs of bfloat16 numbers where it has
+/* AVX-512: vectors of 512 bits are the processor's own, and so are pairs of bfloat16 numbers where it has
    instructions for them. Intel's take twice the time of float32's: they are left out there (tiers.py). */
 #ifndef AVX512_H
 #define AVX512_H
@@ -73,11 +73,13 @@ INLINE __m512 dot_pairs(__m512 sum, __m512i x, __m512i y) {
 #endif
 
 /* ---- products of bytes */
+#ifdef __AVX512VNNI__
 enum { BY_FOURS = 1, BYTE_OFFSET = 128 };
 INLINE __m512i dot_bytes_512(__m512i sum, __m512i w, __m512i x) { return _mm512_dpbusd_epi32(sum, w, x); }
 INLINE __m512i dot_nibbles_512(__m512i sum, __m512i w, __m512i x, __m512i w2, __m512i x2, const int with_sign) {
     (void)with_sign;
     return _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sum, w, x), w2, x2);
 }
+#endif
 
 #endif

@@ -15,6 +15,7 @@ _AVX512 = ("-march=x86-64-v4", "-mavx512vnni")
 MACHINES = {
     "avx512": (*_AVX512, "-mavx512bf16"),
     "avx512vnni": _AVX512,
+    "avx512bw": ("-march=x86-64-v4",),
     "avxvnni": ("-march=x86-64-v3", "-mavxvnni"),
     "avx2": ("-march=x86-64-v3",),
 }

@@ -5,6 +5,7 @@
    Its sums are in 16 lanes, four for each of its units, and are multiplied by the products of both scales before they are
    added up. Those are made for all spans of an output beforehand, with what its lows and the offset of its codes add. */
 
+#define OF_BYTES
 #include "whole.h"
 
 #include "team.h"

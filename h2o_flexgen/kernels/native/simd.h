@@ -1,5 +1,6 @@
 /* What kernels are written with: vectors of 512 bits under Intel's names (Intrinsics Guide), and what the tiers below name,
-   each in a file of its own. No kernel asks which of them it is compiled for, but by these:
+   each in a file of its own; where AVX-512 has no VNNI, files that say OF_BYTES take AVX2. No kernel asks which of them it is
+   compiled for, but by these:
 
    REGISTERS                 of a core. PAIRS: products of pairs of bfloat16 numbers are no slower than float32's
    reg, REG                  a register of float32 numbers, and how many it holds: reg_load, reg_first (of the first count
@@ -15,6 +16,9 @@
 #ifndef SIMD_H
 #define SIMD_H
 
+#if defined OF_BYTES && defined __AVX512BW__ && !defined __AVX512VNNI__
+#pragma GCC target("no-avx512f") /* with whose registers compilers move numbers about: a fifth slower */
+#endif
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
@@ -29,7 +33,7 @@ INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-#ifdef __AVX512VNNI__
+#if defined __AVX512VNNI__ || (defined __AVX512BW__ && !defined OF_BYTES)
 #include "avx512.h"
 #else
 #include "avx2.h"

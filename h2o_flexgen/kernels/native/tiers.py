@@ -32,6 +32,7 @@ class InstructionSets(NamedTuple):
 TIERS = (
     InstructionSets("avx512", "AVX-512 with VNNI and bfloat16", _V3 | _V4 | {"avx512_vnni", "avx512_bf16"}),
     InstructionSets("avx512vnni", "AVX-512 with VNNI", _V3 | _V4 | {"avx512_vnni"}),
+    InstructionSets("avx512bw", "AVX-512", _V3 | _V4),
     InstructionSets("avxvnni", "AVX2 with VNNI", _V3 | {"avx_vnni"}),
     InstructionSets("avx2", "AVX2", _V3),
 )
@@ -39,6 +40,7 @@ TIERS = (
 _BEYOND = {
     "avx512": ("amx",),
     "avx512vnni": ("amx", "avx512_bf16"),
+    "avx512bw": ("amx", "avx512_", "avx_vnni"),
     "avxvnni": ("amx", "avx512"),
     "avx2": ("amx", "avx512", "avx_vnni"),
 }

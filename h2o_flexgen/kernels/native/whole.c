@@ -8,6 +8,7 @@
    then they are multiplied by both scales. Codes are unsigned numbers, so what they stand for is `offset` less: sums
    start at -offset times the sum of x. Other lows are multiplied by that sum, in float32. */
 
+#define OF_BYTES
 #include "team.h"
 #include "tiles.h"
 #include "whole.h"

@@ -8,7 +8,10 @@
 #define SIMDE_ENABLE_NATIVE_ALIASES
 #include <simde/x86/avx512.h>
 #include <string.h>
-#define __AVX512VNNI__ 1 /* behind simde, which would take the processor's */
+#define __AVX512BW__ 1 /* behind simde, which would take the processor's */
+#ifndef WITHOUT_VNNI
+#define __AVX512VNNI__ 1
+#endif
 #ifndef WITHOUT_BF16
 #define __AVX512BF16__ 1
 #endif
