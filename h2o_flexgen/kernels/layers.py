@@ -65,7 +65,7 @@ def linear(
         fits = 0 < rows <= MOST_ROWS and outs and ins and ins == same and one == 1 and weight.is_contiguous()
         if fits and library() and _is_vector(bias, outs) and (onto is None or _takes(onto, rows, outs)):
             call = function("product", "PPPPllllliiiiPi", "i")
-            y = _new(rows, outs, dtype=torch.float32 if wide else torch.bfloat16) if onto is None else onto
+            y = _new(x, wide, rows, outs) if onto is None else onto
             places = x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
             kind = wide, relu, onto is not None, torch.get_num_threads()
             if call(*places, rows, outs, ins, stride, y.stride(0), *kind, None, False):
@@ -87,7 +87,7 @@ def _packed_linear(
     if fits and weight.place is not None:
         call = function("product", "PPPPllllliiiiPi", "i")
         wide = wide or exact
-        y = _new(rows, outs, dtype=torch.float32 if wide else torch.bfloat16) if onto is None else onto
+        y = _new(x, wide, rows, outs) if onto is None else onto
         places = x.data_ptr(), None, None if bias is None else bias.data_ptr(), y.data_ptr()
         kind = wide, relu, onto is not None, torch.get_num_threads(), ctypes.byref(weight.place)
         if call(*places, rows, outs, ins, x.stride(0), y.stride(0), *kind, _EXACTLY if exact else weight.whole):
@@ -110,8 +110,11 @@ def _packed_linear(
     return y.float() if wide else y
 
 
-def _new(*shape: int, dtype: torch.dtype) -> Tensor:
-    return LARGE.empty(*shape, dtype=dtype) if math.prod(shape) >= _MANY else torch.empty(shape, dtype=dtype)
+def _new(x: Tensor, wide: bool, *shape: int) -> Tensor:
+    """As x, or float32 where `wide`."""
+    if wide or math.prod(shape) >= _MANY:
+        return LARGE.empty(*shape, dtype=torch.float32 if wide else x.dtype)
+    return x.new_empty(*shape)  # takes half of the time
 
 
 def _is_vector(x: Tensor | None, n: int, dtype: torch.dtype = torch.bfloat16) -> bool:
@@ -175,9 +178,10 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) 
     is of rounded numbers, as transformers has it. Zhang and Sennrich, arXiv 1910.07467.
     """
     if x.dtype is torch.bfloat16 and x.is_cpu:
-        y = _native_norm(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]), weight, None, eps, offset, rms=True)
+        flat = x.ndim == 2  # a view takes as long as the norm of a row
+        y = _native_norm(x if flat else x.reshape(-1, x.shape[-1]), weight, None, eps, offset, rms=True)
         if y is not None:
-            return y.view(x.shape)
+            return y if flat else y.view(x.shape)
     return _rms_norm_by_torch(x, weight, eps, offset)
 
 
@@ -190,7 +194,7 @@ def _native_norm(
     rows, n = x.shape
     if not _is_vector(weight, n) or not _is_vector(bias, n):
         return None
-    y = LARGE.empty(rows, n, dtype=torch.bfloat16)
+    y = _new(x, False, rows, n)
     scale, added = (None if each is None else each.data_ptr() for each in (weight, bias))
     places = x.data_ptr(), scale, added, y.data_ptr()
     kind = eps, offset, rms, torch.get_num_threads()
@@ -249,7 +253,7 @@ def rotate_heads(
     fits = keys.dtype is torch.bfloat16 and keys.is_cpu and keys.shape == (rows, kv_heads, dim)
     if not fits or (kv_heads and keys.stride(2) != 1):
         return None
-    new_q, new_k = (_new(rows, count, dim, dtype=torch.bfloat16) for count in (heads, kv_heads))
+    new_q, new_k = (_new(q, False, rows, count, dim) for count in (heads, kv_heads))
     places = q.data_ptr(), keys.data_ptr(), new_q.data_ptr(), new_k.data_ptr(), cos.data_ptr(), sin.data_ptr()
     sizes = rows, heads, kv_heads, *q.stride()[:2], *keys.stride()[:2], dim, turned // 2, cos.stride(0)
     function("rotate_halves", "PPPPPPllllllllllii")(*places, *sizes, rounds, torch.get_num_threads())
