@@ -25,8 +25,8 @@ enum {
     VECTORS_OUT = 4,
     COLS = VECTORS_OUT * LANES, /* outputs of a panel */
     DEPTH = 256,                /* inputs: 16 KiB of a panel */
-    HEIGHT = IS_WIDE ? 6 : 4,           /* rows of a tile, */
-    PASS = IS_WIDE ? COLS : LANES,      /* and outputs at a time: as many sums as there are registers for */
+    HEIGHT = IS_WIDE ? 6 : 4,   /* rows of a tile, and */
+    PASS = IS_WIDE ? COLS : LANES, /* outputs at a time: as many sums as there are registers for */
     MOST_ROWS = 512,            /* whose sums are kept at a time */
     LINE = 64,
     STEP = COLS * 4, /* bytes of four inputs of a panel */
