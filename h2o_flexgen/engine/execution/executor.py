@@ -425,8 +425,9 @@ class Executor:
         if rotary is not None:
             growth = gpu_batch.growth(rotary, dtype)
             if not self._rolling:
-                angles = gpu_batch.angles(rotary, dtype)
-                of_rows, of_prompts = Angles(*(x[:rows] for x in angles)), Angles(*(x[rows:] for x in angles))
+                of_rows = angles = gpu_batch.angles(rotary, dtype)
+                if prompts is not None:
+                    of_rows, of_prompts = Angles(*(x[:rows] for x in angles)), Angles(*(x[rows:] for x in angles))
             else:
                 table = None if cache.rows is None else self._table(rotary, cache.rows.device, dtype)
                 of_prompts = None if prompts is None else gpu_batch.angles(rotary, dtype)
