@@ -40,9 +40,6 @@ INLINE void picked_wide(const uint8_t *codes, __m512 values, __m512 part[2]) {
 }
 
 /* ---- registers */
-#ifndef IN_REGISTER /* from here on, and in this order */
-#define IN_REGISTER(x) __asm__ volatile("" : "+v"(x))
-#endif
 typedef __m512 reg;
 enum { REG = 16 };
 #define reg_load _mm512_loadu_ps

@@ -18,7 +18,7 @@ typedef struct {
     int64_t block, unit, span; /* inputs: of a vector of codes, of a quarter of it, that share a scale of x */
     int64_t padded, spans;     /* inputs up to whole vectors, and how many spans those have */
     int64_t each;              /* spans of a group */
-    int log_span, log_units;   /* powers of two: inputs of a span, and its units, whose inputs have one vector of codes */
+    int log_span, log_units;   /* logarithms to base 2: of `span`, and of the number of units in it */
     int8_t *x;                 /* (rows, padded): of 4 bits first the even inputs of each block, then the odd ones; or, of more
                                   than FEW_ROWS, by fours of a tile's first row, of its second, and so on */
     float *scale, *sum;        /* (rows, spans) of x */

@@ -2,9 +2,14 @@
 #ifndef WHOLE_WIDE_H
 #define WHOLE_WIDE_H
 
-/* sums (rows, COLS) += a span of x, woven, times codes, which are so many units: whole sums are in registers, in this order
-   (compilers that choose another one move them about, and processors of four instructions a cycle are bound by those).
-   What is `ahead` is asked for. */
+/* Has the compiler hold a vector in one register, and keep the order of what is done to it. Left to itself it loads all
+   codes first and moves sums from register to register, and a core that decodes four instructions a cycle is busy with
+   those moves. */
+#ifndef IN_REGISTER
+#define IN_REGISTER(x) __asm__ volatile("" : "+v"(x))
+#endif
+
+/* sums (rows, COLS) += a span of x, woven, times codes, which are so many units. What is `ahead` is asked for. */
 INLINE void take_span(const Whole *all, const int8_t *x, uint64_t unit, const uint64_t units, const uint8_t *codes,
                       const uint8_t **ahead, const Scales *by, float *sums, const int rows, const int nibbles,
                       const int asks) {
