@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.native import function, library, structure
-from h2o_flexgen.kernels.packed import PackedWeight
+from h2o_flexgen.kernels.packed import PackedWeight, give
 from h2o_flexgen.kernels.triton_available import serves
 
 if TYPE_CHECKING:
@@ -24,31 +24,17 @@ PLACE = "native"
 """Where the weights of an expert keep what `expert_place` made of them."""
 
 
-class ExpertPlace(structure("experts.c", "Expert")):  # type: ignore[misc]
+class ExpertPlace(structure("matrices.h", "Expert")):  # type: ignore[misc]
     """What the kernel is given of an expert."""
 
     @classmethod
     def of(cls, w: Mapping[str, Any]) -> ExpertPlace | None:
         """What the kernel is given of an expert's weights, which must outlive it; None where it cannot take them."""
-        place, held = cls(), []
-        wide = ("gate_up", "wide") if "gate_up.weight" in w else None
-        for part, name in (wide, ("down", "down")) if wide else (("up", "up"), ("gate", "gate"), ("down", "down")):
-            weight, bias = w[f"{part}.weight"], w.get(f"{part}.bias")
-            if bias is not None and not _fits(bias):
-                return None
-            matrix = getattr(place, name)
-            matrix.bias = None if bias is None else bias.data_ptr()
-            if not isinstance(weight, PackedWeight):
-                if not _fits(weight):
-                    return None
-                matrix.w = weight.data_ptr()
-                continue
-            if weight.place is None or weight.order is not None:
-                return None
-            matrix.packed = ctypes.addressof(weight.place)
-            held.append(weight)
+        place, held = cls(), list[PackedWeight]()
+        parts = {"wide": "gate_up"} if "gate_up.weight" in w else {"up": "up", "gate": "gate"}
         place.held = held
-        return place
+        fits = all(give(getattr(place, name), w, part, held) for name, part in {**parts, "down": "down"}.items())
+        return place if fits else None
 
 
 def expert_place(w: Mapping[str, Any]) -> ExpertPlace | TritonExpert | None:
@@ -61,10 +47,6 @@ def expert_place(w: Mapping[str, Any]) -> ExpertPlace | TritonExpert | None:
     from h2o_flexgen.kernels.triton_experts import TritonExpert  # imports Triton, which is not there everywhere
 
     return TritonExpert.of(w)
-
-
-def _fits(x: Tensor) -> bool:
-    return x.dtype is torch.bfloat16 and x.is_cpu and x.is_contiguous()
 
 
 _Task = structure("experts.c", "Task")

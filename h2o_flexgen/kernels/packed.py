@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -102,6 +103,29 @@ class PackedWeight:
         if count and function("expand", "PPPllii", "i")(ctypes.byref(self.place), where, out.data_ptr(), *kind):
             raise MemoryError(f"no memory to expand weights of {self.shape[1]} inputs")
         return out
+
+
+def give(matrix: ctypes.Structure, w: Mapping[str, Any], part: str, held: list[PackedWeight]) -> bool:
+    """Whether kernels in C can take weight and bias of `part`, which `matrix` (matrices.h) then says. Packed weights,
+    which must outlive it, are added to `held`."""
+    weight, bias = w[f"{part}.weight"], w.get(f"{part}.bias")
+    matrix.outs, matrix.ins = weight.shape
+    matrix.bias = None if bias is None else bias.data_ptr()
+    if not is_plain(bias):
+        return False
+    if not isinstance(weight, PackedWeight):
+        matrix.w = weight.data_ptr()
+        return is_plain(weight)
+    if weight.place is None or weight.order is not None or weight.dtype is not torch.bfloat16:
+        return False
+    matrix.packed = ctypes.addressof(weight.place)
+    held.append(weight)
+    return True
+
+
+def is_plain(x: Tensor | None) -> bool:
+    """Whether kernels in C take it as it lies; None is nothing to take."""
+    return x is None or (x.dtype is torch.bfloat16 and x.is_cpu and x.is_contiguous())
 
 
 Weight = Tensor | PackedWeight

@@ -23,6 +23,8 @@ from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import WeightGroup
 from h2o_flexgen.kernels import ACTIVATIONS, gated, layer_norm, linear, prefill_attention, rms_norm
 from h2o_flexgen.kernels.experts import PLACE, Choices, Gate, add_experts, expert_place
+from h2o_flexgen.kernels.halves import PLACE as HALF
+from h2o_flexgen.kernels.halves import Form, HalfPlace
 from h2o_flexgen.kernels.packed import PackedWeight, Weight, look_up
 from h2o_flexgen.models.rotary import Rotary, rotate_both
 
@@ -104,6 +106,7 @@ class Decoder:
         self._eps, self._offset = arch.norm_eps, arch.norm_offset
         self._after_attn, self._after_mlp = self._halves(arch)
         self._clip = arch.clip_qkv
+        self._form = self._form_of(arch) if product is linear else None
         self._joint, self._residual_scale, self._logit_scale = arch.qk_norm_joint, arch.residual_scale, arch.logit_scale
         self._logit_cap, self.soft_cap = arch.logit_cap, arch.attention_cap
         self._feed_forward = self._gated if arch.gated_mlp else self._plain
@@ -143,10 +146,10 @@ class Decoder:
 
         q and k are normed and all are clamped where the model does that; none is rotated.
         """
-        x = self._before(w, hidden)
-        d, heads = self.spec.head_dim, self._heads
-        if "qkv.weight" in w:
-            joined = self._linear(x, w["qkv.weight"], w.get("qkv.bias"))
+        d, heads, half = self.spec.head_dim, self._heads, self._half(w, hidden)
+        x = self._before(w, hidden) if half is None else hidden
+        if half is not None or "qkv.weight" in w:
+            joined = half.forward(x) if half is not None else self._linear(x, w["qkv.weight"], w.get("qkv.bias"))
             q, k, v = joined.view(x.shape[0], -1, d).split_with_sizes(heads, 1)
         else:
             apart = (self._linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in "qkv")
@@ -162,11 +165,18 @@ class Decoder:
 
         Reads no tensor of the unit but those of the output projection and the norms.
         """
-        x, product = mixed.flatten(1), self._linear
+        x, product, half = mixed.flatten(1), self._linear, self._half(w, hidden)
+        if half is not None and half.takes(x):
+            half.back(x, hidden)
+            return
         self._after_attn(w, hidden, lambda onto: product(x, w["o.weight"], w.get("o.bias"), onto=onto))
 
     def mlp(self, w: Weights, hidden: Tensor) -> None:
         """The MLP half of a layer, residual included: updates hidden (T, hidden_width) in place."""
+        half = self._half(w, hidden)
+        if half is not None:
+            half.whole(hidden)
+            return
         self._after_mlp(w, hidden, lambda onto: self._feed_forward(w, self._before(w, hidden), onto))
 
     def route(self, w: Weights, hidden: Tensor) -> Routed:
@@ -240,6 +250,23 @@ class Decoder:
             (spec.bridged, lambda w, x: self._linear(x, w["head.project_out"])),
         ]
         return [step for wanted, step in embed if wanted], [step for wanted, step in head if wanted]
+
+    # ---- halves in one call
+
+    def _form_of(self, arch: ArchSpec) -> Form | None:
+        """None where nothing but single kernels does it."""
+        if arch.parallel or arch.residual_scale != 1 or not (arch.post_norms or arch.pre_norm):
+            return None
+        before, after = "norm" if arch.pre_norm else None, "post_norm" if arch.post_norms else None
+        return Form(arch.norm, arch.norm_eps, arch.norm_offset, before, after, arch.activation, arch.gated_mlp)
+
+    def _half(self, w: Weights, hidden: Tensor) -> HalfPlace | None:
+        """What does a half in one call for these tokens, if anything does: made once for a unit's tensors."""
+        if self._form is None or not HalfPlace.takes(hidden):
+            return None
+        if HALF not in w and isinstance(w, dict):
+            w[HALF] = HalfPlace.of(w, self._form)
+        return w.get(HALF)
 
     # ---- norms
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from h2o_flexgen.kernels.likeliest import largest, likeliest, serves
+from h2o_flexgen.kernels.layers import largest, likeliest, takes_scores
 from h2o_flexgen.kernels.native import library
 from tests.seeds import torch_generator
 
@@ -50,9 +50,9 @@ def test_what_is_minus_infinity_is_no_token(size: int) -> None:
 
 def test_rows_of_a_larger_tensor() -> None:
     logits = torch.randn(3, 1000, generator=torch_generator(1))[:, :777]
-    assert serves(logits)
-    assert not serves(logits.bfloat16())
-    assert not serves(logits.T)
+    assert takes_scores(logits)
+    assert not takes_scores(logits.bfloat16())
+    assert not takes_scores(logits.T)
     for row in logits:
         assert likeliest(row, bits_of([True] * 777)) == int(row.argmax())
 

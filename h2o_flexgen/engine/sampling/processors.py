@@ -17,7 +17,7 @@ from torch import Tensor
 
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.sequence import Hooks, Processor, Sequence
-from h2o_flexgen.kernels.likeliest import largest
+from h2o_flexgen.kernels.layers import largest
 
 NOTHING = float("-inf")
 """The score of a token that cannot be chosen."""

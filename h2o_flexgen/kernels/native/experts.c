@@ -4,7 +4,7 @@
 
 #include <stdlib.h>
 
-#include "product.h"
+#include "matrices.h"
 #include "team.h"
 
 enum {
@@ -12,16 +12,6 @@ enum {
     ENOUGH = 2,       /* experts of a thread, from which on each is computed by one, */
     SPREAD = 1 << 24, /* as long as their results are no more numbers */
 };
-
-typedef struct {
-    const bf16 *w, *bias; /* w: NULL where it is packed */
-    const Packed *packed;
-} Matrix;
-
-/* `wide`: up, then gate; without it they are apart. */
-typedef struct {
-    Matrix wide, up, gate, down;
-} Expert;
 
 typedef struct {
     const bf16 *x;              /* (tokens, hidden) */
@@ -34,14 +24,7 @@ typedef struct {
     double limit;
 } Task;
 
-void gate_up(bf16 *, const bf16 *, long, long, long, long, int, int);
 void clamped_gate(bf16 *, long, long, long, double, int);
-
-static int multiply(const bf16 *x, long x_stride, const Matrix *m, void *y, long y_stride, long rows, long outs, long ins,
-                    int wide, int threads) {
-    const int wholly = m->packed && takes_whole(m->packed);
-    return product(x, m->w, m->bias, y, rows, outs, ins, x_stride, y_stride, wide, 0, 0, threads, m->packed, wholly ? WHOLLY : BY_NUMBERS);
-}
 
 /* out[token of place `row`], columns from `first` to `last`, += its share of the result. */
 static void add_up(const Task *t, int64_t row, const float *result, int64_t first, int64_t last) {
@@ -98,18 +81,18 @@ static int compute(const Task *t, const Expert *e, int64_t first, int64_t rows, 
     bf16 *middle = room.middle;
     if (rows > 1) move_rows((Moved){t, t->tokens + first, NULL, room.gathered, rows, first}, threads);
     int failed = 0;
-    if (e->wide.w || e->wide.packed) {
-        failed |= multiply(x, hidden, &e->wide, middle, both, rows, both, hidden, 0, threads);
+    if (e->wide.outs) {
+        failed |= multiply(x, hidden, &e->wide, middle, both, rows, 0, 0, 0, threads);
     } else {
-        failed |= multiply(x, hidden, &e->up, middle, both, rows, ffn, hidden, 0, threads);
-        failed |= multiply(x, hidden, &e->gate, middle + ffn, both, rows, ffn, hidden, 0, threads);
+        failed |= multiply(x, hidden, &e->up, middle, both, rows, 0, 0, 0, threads);
+        failed |= multiply(x, hidden, &e->gate, middle + ffn, both, rows, 0, 0, 0, threads);
     }
     if (t->interleaved)
         clamped_gate(middle, rows, ffn, both, t->limit, threads);
     else
         gate_up(middle + ffn, middle, rows, ffn, both, both, (int)t->tanh_gelu, threads);
     const bf16 *gated = t->interleaved ? middle : middle + ffn;
-    return failed | multiply(gated, both, &e->down, results, hidden, rows, hidden, ffn, 1, threads);
+    return failed | multiply(gated, both, &e->down, results, hidden, rows, 1, 0, 0, threads);
 }
 
 /* Many experts, each computed by one thread: what they share. Then each thread adds up some columns of the results of

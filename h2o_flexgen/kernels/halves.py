@@ -1,0 +1,99 @@
+"""Half of a decoder layer in one call of C, for a few rows of bfloat16 numbers on a CPU.
+
+A decode step of few sequences through a small model takes longer to call its kernels one by one than they take.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kernels.layers import MOST_ROWS
+from h2o_flexgen.kernels.native import function, library, structure
+from h2o_flexgen.kernels.packed import PackedWeight, give, is_plain
+
+PLACE = "half"
+"""Where a unit's weights keep what `HalfPlace.of` made of them."""
+_FEW = min(32, MOST_ROWS)
+_KINDS = {"layernorm": 1, "rmsnorm": 2}
+_GATES = {"silu": 2, "gelu_tanh": 3}
+
+
+class Form(NamedTuple):
+    """What halves of a model have in common. `before`, `after`: names of norms, None where there are none."""
+
+    norm: str
+    eps: float
+    offset: float
+    before: str | None
+    after: str | None
+    activation: str
+    gated: bool
+
+    def gate(self) -> int | None:
+        """As half.c counts them; None if it does not know it."""
+        return _GATES.get(self.activation) if self.gated else 1 if self.activation == "relu" else None
+
+
+class HalfPlace(structure("matrices.h", "Half")):  # type: ignore[misc]
+    """What the kernels are given of a unit's weights."""
+
+    @classmethod
+    def of(cls, w: Mapping[str, Any], form: Form) -> HalfPlace | None:
+        """Of weights that outlive it; None where the kernels cannot take them."""
+        attends = "o.weight" in w
+        gate = 0 if attends else form.gate()
+        joint, apart, last = ("qkv", "qkv", "o") if attends else ("gate_up", ("up", "gate")[: 1 + form.gated], "down")
+        parts = [joint] if f"{joint}.weight" in w else [*apart]
+        if library() is None or gate is None or not all(f"{part}.weight" in w for part in (*parts, last)):
+            return None
+        place, held = cls(gate=gate), list[PackedWeight]()
+        place.held = held
+        names = dict(zip(("first", "second", "third"), parts, strict=False), last=last)
+        fits = all(give(getattr(place, name), w, part, held) for name, part in names.items())
+        return place if fits and place._take_norms(w, form) else None
+
+    def _take_norms(self, w: Mapping[str, Any], form: Form) -> bool:
+        for name, of, n in (("before", form.before, self.first.ins), ("after", form.after, self.last.outs)):
+            if of is None:
+                continue
+            norm, parts = getattr(self, name), [w.get(f"{of}.weight"), w.get(f"{of}.bias")]
+            norm.n, norm.kind, norm.eps, norm.offset = n, _KINDS[form.norm], form.eps, form.offset
+            norm.weight, norm.bias = (None if part is None else part.data_ptr() for part in parts)
+            if not all(map(is_plain, parts)):
+                return False
+        return True
+
+    @staticmethod
+    def takes(x: Tensor) -> bool:
+        """Whether x (T, n) are few rows of such numbers."""
+        return x.dtype is torch.bfloat16 and x.is_cpu and 0 < x.shape[0] <= _FEW and x.stride(1) == 1
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The norm of hidden (T, H), then the first products of that, side by side: (T, their outs), newly made."""
+        rows = hidden.shape[0]
+        out = hidden.new_empty(rows, self.first.outs + self.second.outs + self.third.outs)
+        call = function("half_forward", "PPlPli", "i")
+        self._check(call(ctypes.byref(self), hidden.data_ptr(), hidden.stride(0), out.data_ptr(), *self._how(rows)))
+        return out
+
+    def back(self, x: Tensor, hidden: Tensor) -> None:
+        """Adds the last product, of x (T, ins), and its norm, to hidden (T, H), in place."""
+        call, places = function("half_back", "PPlPlli", "i"), (x.data_ptr(), x.stride(0), hidden.data_ptr())
+        self._check(call(ctypes.byref(self), *places, hidden.stride(0), *self._how(hidden.shape[0])))
+
+    def whole(self, hidden: Tensor) -> None:
+        """Both, with the activation between them."""
+        call = function("half_whole", "PPlli", "i")
+        self._check(call(ctypes.byref(self), hidden.data_ptr(), hidden.stride(0), *self._how(hidden.shape[0])))
+
+    def _how(self, rows: int) -> tuple[int, int]:
+        return rows, torch.get_num_threads()
+
+    def _check(self, failed: int) -> None:
+        if failed:
+            raise MemoryError(f"no memory for what half a layer of {self.first.ins} inputs computes")

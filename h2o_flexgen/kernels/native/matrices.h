@@ -1,0 +1,46 @@
+/* What kernels that do several products in one call are given: matrices, and the norms around them. */
+#ifndef MATRICES_H
+#define MATRICES_H
+
+#include "product.h"
+
+typedef struct {
+    const bf16 *w, *bias; /* w: NULL where it is packed */
+    const Packed *packed;
+    int64_t outs, ins; /* outs: 0 where there is none */
+} Matrix;
+
+/* `wide`: up, then gate; without it they are apart. */
+typedef struct {
+    Matrix wide, up, gate, down;
+} Expert;
+
+/* Of n numbers; `kind`: NO_NORM, LAYER_NORM or RMS_NORM. */
+typedef struct {
+    const bf16 *weight, *bias;
+    double eps, offset;
+    int64_t n, kind;
+} Norm;
+
+/* Half of a layer: a norm, up to three products of what it leaves, a gate, the product back to the hidden states, and a norm
+   of that. The gate: NO_GATE, RELU of the first, or of the second, times the first, SILU or TANH_GELU. */
+typedef struct {
+    Norm before, after;
+    Matrix first, second, third, last;
+    int64_t gate;
+} Half;
+
+enum { NO_NORM, LAYER_NORM, RMS_NORM };
+enum { NO_GATE, RELU, SILU, TANH_GELU };
+
+INLINE int multiply(const bf16 *x, long x_stride, const Matrix *m, void *y, long y_stride, long rows, int wide, int relu,
+                    int onto, int threads) {
+    const int wholly = m->packed && takes_whole(m->packed);
+    return product(x, m->w, m->bias, y, rows, m->outs, m->ins, x_stride, y_stride, wide, relu, onto, threads, m->packed,
+                   wholly ? WHOLLY : BY_NUMBERS);
+}
+
+void gate_up(bf16 *, const bf16 *, long, long, long, long, int, int);
+void norm(const bf16 *, const bf16 *, const bf16 *, bf16 *, long, long, long, double, double, int, int);
+
+#endif
