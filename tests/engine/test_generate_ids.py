@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from h2o_flexgen.engine.engine import Engine
-from h2o_flexgen.errors import ModelError
+from h2o_flexgen.errors import ModelError, UsageError
 from tests.engine.against_generate import EOS, NEW, PAD, RAGGED, padded, same
 
 
@@ -113,11 +113,19 @@ def test_forms_of_the_input(model, llm) -> None:
     assert llm.generate_ids(ids[:0], max_new_tokens=6).shape == (0, 5)
 
 
-def test_right_padding_is_left_out(llm) -> None:
-    ids, mask = padded([5, 9])
-    right = torch.tensor([[*ids[0, 4:].tolist(), *[PAD] * 4], ids[1].tolist()])
-    found = llm.generate_ids(right, right != PAD, max_new_tokens=6)
-    assert torch.equal(found[:, 9:], llm.generate_ids(ids, mask, max_new_tokens=6)[:, 9:])
+def test_holes_in_a_prompt_are_left_out(model, llm) -> None:
+    ids, mask = padded([9, 9])
+    mask[0, 3:5] = 0
+    same(model, llm, (ids, mask), max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_right_padding_is_refused(llm, masked: bool) -> None:
+    """transformers goes on behind the pads, where no model was trained to."""
+    ids, _ = padded([9, 9])
+    ids[1, 6:] = PAD
+    with pytest.raises(UsageError, match="row 1 of input_ids ends in padding.*padding_side"):
+        llm.generate_ids(ids, ids != PAD if masked else None, max_new_tokens=6)
 
 
 class TestWhereSettingsComeFrom:

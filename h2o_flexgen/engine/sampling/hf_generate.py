@@ -246,9 +246,15 @@ class Inputs:
         return self.ids.shape[1]
 
     def prompts(self) -> list[list[int]]:
-        """The rows without padding. UsageError for a row of padding only."""
+        """The rows without padding. UsageError for a row of padding only, or with some at its end."""
         for row in (~self.mask.any(1)).nonzero().flatten().tolist():
             raise UsageError(f"attention_mask is 0 all over row {row}", "needed at least one token to continue")
+        for row in (~self.mask[:, -1]).nonzero().flatten().tolist():
+            raise UsageError(
+                f"row {row} of input_ids ends in padding",
+                "needed it at the beginning, as transformers' generate does",
+                "make the tokenizer with padding_side='left'",
+            )
         return [ids[mask].tolist() for ids, mask in zip(self.ids, self.mask, strict=True)]
 
 
