@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -46,14 +47,36 @@ def sources() -> list[Path]:
 def build(compiler: str, flags: Sequence[str], target: Path, timeout_s: float = TIMEOUT_S) -> None:
     """Compiles the library to `target`, at once: another process that builds the same ends up with the same. Raises
     subprocess.SubprocessError, also after `timeout_s` seconds of a compiler, or OSError."""
+    started: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory(dir=target.parent) as made, ThreadPoolExecutor(_COMPILERS) as pool:
         objects = [str(Path(made) / f"{source.stem}.o") for source in sources()]
         each = [[compiler, *flags, "-c", str(c), "-o", o] for c, o in zip(sources(), objects, strict=True)]
-        list(pool.map(lambda command: _run(command, timeout_s), each))
         linked = Path(made, target.name)
-        _run([compiler, "-shared", "-pthread", _LINKER, *objects, "-o", str(linked), "-lm"], timeout_s)
+        try:
+            list(pool.map(lambda command: _run(command, timeout_s, started), each))
+            _run([compiler, "-shared", "-pthread", _LINKER, *objects, "-o", str(linked), "-lm"], timeout_s, started)
+        except BaseException:
+            for process in started:
+                _stop(process)
+            raise
         linked.replace(target)
 
 
-def _run(command: list[str], timeout_s: float) -> None:
-    subprocess.run(command, capture_output=True, text=True, check=True, timeout=timeout_s)
+def _run(command: list[str], timeout_s: float, started: list[subprocess.Popen[str]]) -> None:
+    """In a process group, which goes to `started`: a compiler that is killed alone leaves the programs it started."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    )
+    started.append(process)
+    try:
+        output, said = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        _stop(process)
+        raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, output, said)
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)

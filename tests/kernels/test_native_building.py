@@ -1,0 +1,26 @@
+"""Building of the native library, by compilers that do not do what they should."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from h2o_flexgen.kernels.native import building
+
+
+def test_a_compiler_in_time_out_takes_its_programs_along(tmp_path: Path) -> None:
+    compiler, pids = tmp_path / "cc", tmp_path / "pids"
+    compiler.write_text(f"#!/bin/sh\nsleep 600 & echo $! >> {pids}\nwait\n")
+    compiler.chmod(0o755)
+    begun = time.monotonic()
+    with pytest.raises(subprocess.TimeoutExpired):
+        building.build(str(compiler), [], tmp_path / "kernels.so", timeout_s=3)
+    assert time.monotonic() - begun < 60
+    time.sleep(0.2)
+    left = [int(pid) for pid in pids.read_text().split() if psutil.pid_exists(int(pid))]
+    assert all(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in left)
+    assert not list(tmp_path.glob("tmp*"))
