@@ -248,6 +248,10 @@ class EngineConfig:
         """`spec`, as caches keep its keys and values. UsageError where they cannot."""
         share, bits, newest = self.eviction.bytes, self.cache_bits, self.cache_newest
         by_bytes = share is not None
+        if not spec.keeps_caches:
+            if bits == 16:
+                return spec
+            raise UsageError(f"cache_bits is {bits} for {spec.name}, which runs row by row", "needed 16")
         if newest is None:
             newest = 0 if share is None else min(max(round(NEWEST * share), LEAST_NEWEST), MOST_NEWEST)
         dims = [spec.heads_of(layer).dim for layer in range(spec.num_layers) if spec.attends(layer)]

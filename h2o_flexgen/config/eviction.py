@@ -224,11 +224,9 @@ class EvictionConfig(KeptAsJson):
         asked = math.floor(room / kept)
         if asked < 1:
             raise UsageError(
-                f"--kv-bytes {share!r} of a sequence of {length} tokens is less than one",
-                f"needed {kept + beside:,} of its {full:,} bytes",
-                # As a share that would not be true: what is kept of the newest grows with it.
-                "raise it, which takes more for the newest tokens up to 0.4, lower --cache-newest, or give the budget "
-                "in tokens",
+                f"--kv-bytes {share!r} of a sequence of {length} tokens is {math.floor(room) + beside:,} bytes",
+                f"needed {kept + beside:,}, {beside:,} of them for tokens that are kept in 16 bits too",
+                "lower --cache-newest (0: none), raise --kv-bytes beyond 0.4, or give the budget in tokens: --hh-ratio",
             )
         for most, each, _ in self.window_bytes:
             if asked > most:  # which these layers do not take: others may

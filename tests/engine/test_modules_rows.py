@@ -147,6 +147,18 @@ def test_what_rows_cannot_have_is_refused_by_name(tmp_path: Path) -> None:
             Engine(str(tmp_path), **settings)
 
 
+@pytest.mark.parametrize(
+    ("named", "settings"),
+    [("cache_bits is 8", {"cache_bits": 8}), ("is h2o", {"eviction": EvictionConfig("h2o", bytes=0.2)})],
+)
+def test_no_head_size_is_blamed_where_caches_stay_in_modules(
+    tmp_path: Path, named: str, settings: dict[str, Any]
+) -> None:
+    tiny("recurrent_gemma").save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=f"{named}.*row by row"):
+        Engine(str(tmp_path), **settings)
+
+
 @pytest.mark.parametrize("kind", ["llama", "bloom"])
 def test_without_a_gpu_its_share_is_the_cpus(kind: str, tmp_path: Path) -> None:
     """As with native families: FlexGen's usual `--percent 100 0 100 0 100 0` runs on any machine."""

@@ -220,7 +220,7 @@ def test_shares_of_bytes_that_there_are_not() -> None:
         EvictionConfig("h2o", 0.5, bytes=0.2)
     with pytest.raises(UsageError, match=re.escape("--kv-bytes 0.2 is given with the full cache")):
         EvictionConfig(bytes=0.2)
-    with pytest.raises(UsageError, match=re.escape("--kv-bytes 0.01 of a sequence of 40 tokens is less than one")):
+    with pytest.raises(UsageError, match=re.escape("--kv-bytes 0.01 of a sequence of 40 tokens is 0 bytes")):
         EvictionConfig("h2o", bytes=0.01).resolve(30, 10)
-    with pytest.raises(UsageError, match=r"needed 11 of its 40 bytes.*up to 0\.4, lower --cache-newest"):
+    with pytest.raises(UsageError, match=r"is 8 bytes\. needed 11, 10 of them.*lower --cache-newest"):
         EvictionConfig("h2o", bytes=0.2, token_bytes=(1, 1, 10)).resolve(30, 10)
