@@ -148,9 +148,9 @@ class SamplingParams:
             )
 
     def _check_shares(self) -> None:
-        if isinstance(self.temperature, int | float) and self.temperature == 0:
+        if isinstance(self.temperature, int | float) and 0 <= self.temperature < LEAST_TEMPERATURE:
             found, greedy = f"temperature is {self.temperature!r}", "for greedy search leave it and do_sample out"
-            raise UsageError(found, "needed a number above 0", greedy)
+            raise UsageError(found, f"needed {LEAST_TEMPERATURE} or more", greedy)
         for name in ("temperature", "repetition_penalty", "encoder_repetition_penalty"):
             number(getattr(self, name), name, 0, above=True)
         for name in ("presence_penalty", "frequency_penalty"):
@@ -207,6 +207,9 @@ class SamplingParams:
 
 SamplingLike = SamplingParams | Mapping[str, Any]
 """Settings, or a dict of some."""
+
+LEAST_TEMPERATURE = 1e-30
+"""Logits over less than that are infinite."""
 
 SAMPLING_ONLY = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Settings that only `do_sample` gives a meaning."""

@@ -16,7 +16,7 @@ from typing import Any
 from h2o_flexgen.config.checks import shown
 from h2o_flexgen.config.prompt import Prompt
 from h2o_flexgen.config.response_format import ResponseFormat
-from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.config.sampling import LEAST_TEMPERATURE, SamplingParams
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.engine.requests.tokenizer import TextCodec, TokenText, stop_in
 from h2o_flexgen.errors import UsageError, required
@@ -232,7 +232,7 @@ class OpenAIFormat:
             raise Refused("response_format is given beside tools: needed one of the two", param="response_format")
         typed = self.sampling
         temperature = fields.number("temperature", typed.get("temperature", 1.0))
-        draws = temperature > 0 and typed.get("do_sample", True)
+        draws = temperature >= LEAST_TEMPERATURE and typed.get("do_sample", True)
         seed = fields.whole("seed", seed_of(self.seed, record.line), -(2**63), 2**63 - 1)
         given: dict[str, Any] = {
             **typed,

@@ -124,7 +124,7 @@ def test_right_padding_is_refused(llm, masked: bool) -> None:
     """transformers goes on behind the pads, where no model was trained to."""
     ids, _ = padded([9, 9])
     ids[1, 6:] = PAD
-    with pytest.raises(UsageError, match="row 1 of input_ids ends in padding.*padding_side"):
+    with pytest.raises(UsageError, match=r"row 1 of input_ids ends in padding.*padding_side"):
         llm.generate_ids(ids, ids != PAD if masked else None, max_new_tokens=6)
 
 

@@ -304,5 +304,5 @@ def test_files_of_another_kind_are_named_with_their_flags(tmp_path: Path, model:
 def test_a_temperature_of_zero_is_no_greedy_search_but_says_how_to_get_one(model: Path, run: Run) -> None:
     ran = run("--model", model, "--prompt", "a", "--temperature", 0)
     assert ran.code == 2
-    assert ran.err.startswith("error: --temperature is 0.0\n  needed a number above 0\n")
+    assert ran.err.startswith("error: --temperature is 0.0\n  needed 1e-30 or more\n")
     assert "for greedy search leave it and --do-sample out" in ran.err

@@ -204,6 +204,7 @@ def test_of_equal_names_the_first_is_answered(tmp_path: Path) -> None:
 SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"max_new_tokens": 16, "do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}),
     ({"temperature": 0}, {"do_sample": False, "num_return_sequences": 1}),
+    ({"temperature": 1e-320}, {"do_sample": False}),
     ({"temperature": 0, "n": 3, "top_p": 0.5}, {"do_sample": False, "num_return_sequences": 1}),
     ({"n": 3, "top_p": 0.5, "top_k": -1}, {"num_return_sequences": 3, "top_p": 0.5, "top_k": 0}),
     ({"seed": -1}, {"seed": 2**63 - 1}),
