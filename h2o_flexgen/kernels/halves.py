@@ -55,6 +55,7 @@ class HalfPlace(structure("matrices.h", "Half")):  # type: ignore[misc]
         place.held = held
         names = dict(zip(("first", "second", "third"), parts, strict=False), last=last)
         fits = all(give(getattr(place, name), w, part, held) for name, part in names.items())
+        place.made = sum(getattr(place, name).outs for name in names if name != "last")
         return place if fits and place._take_norms(w, form) else None
 
     def _take_norms(self, w: Mapping[str, Any], form: Form) -> bool:
@@ -76,7 +77,7 @@ class HalfPlace(structure("matrices.h", "Half")):  # type: ignore[misc]
     def forward(self, hidden: Tensor) -> Tensor:
         """The norm of hidden (T, H), then the first products of that, side by side: (T, their outs), newly made."""
         rows = hidden.shape[0]
-        out = hidden.new_empty(rows, self.first.outs + self.second.outs + self.third.outs)
+        out = hidden.new_empty(rows, self.made)
         call = function("half_forward", "PPlPli", "i")
         self._check(call(ctypes.byref(self), hidden.data_ptr(), hidden.stride(0), out.data_ptr(), *self._how(rows)))
         return out

@@ -54,7 +54,8 @@ def available(device: torch.device | str) -> bool:
 
 def serves(device: torch.device) -> bool:
     """Whether the engine's caches and prompts on `device` are worked on by Triton. Asked often: the answer is kept."""
-    return _serves(device, interpreting(), _switch())
+    interpreted = interpreting()
+    return (interpreted or device.type == "cuda") and _serves(device, interpreted, _switch())
 
 
 @cache
