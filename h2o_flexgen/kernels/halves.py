@@ -19,12 +19,15 @@ from h2o_flexgen.kernels.packed import PackedWeight, give, is_plain
 PLACE = "half"
 """Where a unit's weights keep what `HalfPlace.of` made of them."""
 _FEW = min(32, MOST_ROWS)
-_KINDS = {"layernorm": 1, "rmsnorm": 2}
+_LAYER, _RMS = 1, 2
+_KINDS = {"layernorm": _LAYER, "rmsnorm": _RMS}
 _GATES = {"silu": 2, "gelu_tanh": 3}
 
 
 class Form(NamedTuple):
-    """What halves of a model have in common. `before`, `after`: names of norms, None where there are none."""
+    """What halves of a model have in common. `before`, `after`: names of norms, None where there are none. `heads`: of
+    queries and of keys; `normed`: both have RMS norms.
+    """
 
     norm: str
     eps: float
@@ -33,6 +36,9 @@ class Form(NamedTuple):
     after: str | None
     activation: str
     gated: bool
+    heads: tuple[int, int]
+    dim: int
+    normed: bool
 
     def gate(self) -> int | None:
         """As half.c counts them; None if it does not know it."""
@@ -59,11 +65,19 @@ class HalfPlace(structure("matrices.h", "Half")):  # type: ignore[misc]
         return place if fits and place._take_norms(w, form) else None
 
     def _take_norms(self, w: Mapping[str, Any], form: Form) -> bool:
-        for name, of, n in (("before", form.before, self.first.ins), ("after", form.after, self.last.outs)):
+        """Whether all norms can be taken, which they then are."""
+        kind = _KINDS[form.norm]
+        norms = [("before", form.before, kind), ("after", form.after, kind)]
+        if "o.weight" in w:
+            (self.heads, self.kv_heads), self.dim = form.heads, form.dim
+            norms += [("of_queries", "q_norm", _RMS), ("of_keys", "k_norm", _RMS)] if form.normed else []
+        sizes = {"before": self.first.ins, "after": self.last.outs}
+        for name, of, kind in norms:
             if of is None:
                 continue
             norm, parts = getattr(self, name), [w.get(f"{of}.weight"), w.get(f"{of}.bias")]
-            norm.n, norm.kind, norm.eps, norm.offset = n, _KINDS[form.norm], form.eps, form.offset
+            norm.n = sizes.get(name) or w[f"{of}.weight"].shape[0]
+            norm.kind, norm.eps, norm.offset = kind, form.eps, form.offset
             norm.weight, norm.bias = (None if part is None else part.data_ptr() for part in parts)
             if not all(map(is_plain, parts)):
                 return False
@@ -74,13 +88,28 @@ class HalfPlace(structure("matrices.h", "Half")):  # type: ignore[misc]
         """Whether x (T, n) are few rows of such numbers."""
         return x.dtype is torch.bfloat16 and x.is_cpu and 0 < x.shape[0] <= _FEW and x.stride(1) == 1
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """The norm of hidden (T, H), then the first products of that, side by side: (T, their outs), newly made."""
+    def forward(self, hidden: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+        """The norm of hidden (T, H), then the first products of that, side by side: (T, their outs), newly made.
+
+        Queries and keys among them are normed where they have norms, then turned by cosines and sines (T, 2 m), if any,
+        as by `layers.rotate_heads`.
+        """
         rows = hidden.shape[0]
         out = hidden.new_empty(rows, self.made)
-        call = function("half_forward", "PPlPli", "i")
-        self._check(call(ctypes.byref(self), hidden.data_ptr(), hidden.stride(0), out.data_ptr(), *self._how(rows)))
+        turns: tuple[int | None, int | None, int, int] = None, None, 0, 0
+        if angles is not None:
+            cos, sin = angles
+            turns = cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[1] // 2
+        call = function("half_forward", "PPlPPPllli", "i")
+        places = hidden.data_ptr(), hidden.stride(0), out.data_ptr()
+        self._check(call(ctypes.byref(self), *places, *turns, *self._how(rows)))
         return out
+
+    @staticmethod
+    def turns(angles: tuple[Tensor, Tensor]) -> bool:
+        """Whether `forward` takes these cosines and sines."""
+        cos, sin = angles
+        return cos.dtype is sin.dtype is torch.bfloat16 and cos.stride() == sin.stride() and cos.stride(1) == 1
 
     def back(self, x: Tensor, hidden: Tensor) -> None:
         """Adds the last product, of x (T, ins), and its norm, to hidden (T, H), in place."""

@@ -26,7 +26,7 @@ from h2o_flexgen.kernels.experts import PLACE, Choices, Gate, add_experts, exper
 from h2o_flexgen.kernels.halves import PLACE as HALF
 from h2o_flexgen.kernels.halves import Form, HalfPlace
 from h2o_flexgen.kernels.packed import PackedWeight, Weight, look_up
-from h2o_flexgen.models.rotary import Rotary, rotate_both
+from h2o_flexgen.models.rotary import Angles, Rotary, rotate_both
 
 Weights = Mapping[str, Any]
 """Vectors and tables of positions are tensors, matrices tensors or packed (`kernels.packed.Weight`)."""
@@ -106,7 +106,6 @@ class Decoder:
         self._eps, self._offset = arch.norm_eps, arch.norm_offset
         self._after_attn, self._after_mlp = self._halves(arch)
         self._clip = arch.clip_qkv
-        self._form = self._form_of(arch) if product is linear else None
         self._joint, self._residual_scale, self._logit_scale = arch.qk_norm_joint, arch.residual_scale, arch.logit_scale
         self._logit_cap, self.soft_cap = arch.logit_cap, arch.attention_cap
         self._feed_forward = self._gated if arch.gated_mlp else self._plain
@@ -115,6 +114,7 @@ class Decoder:
         self._head_name = "embed.tokens" if arch.tied_head else "head.vocab"
         self._embed_steps, self._head_steps = self._outer_steps(spec)
         self._heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        self._form = self._form_of(arch) if product is linear else None
         specs = [arch.rotary_of(layer) for layer in range(spec.num_layers)]
         made = {each: Rotary(each, spec.max_positions) for each in set(specs) if each is not None}
         self._rotaries = [None if each is None else made[each] for each in specs]
@@ -134,31 +134,42 @@ class Decoder:
             hidden = step(w, hidden, positions)
         return hidden
 
-    def attn(self, w: Weights, hidden: Tensor, attention: Attention) -> None:
+    def attn(self, w: Weights, hidden: Tensor, attention: Attention, angles: Angles | None = None) -> None:
         """The attention half of a layer, residual included: updates hidden (T, hidden_width) in place.
 
         `attention` gets what `queries` returns, and `output` what it returns.
         """
-        self.output(w, hidden, attention(*self.queries(w, hidden)))
+        self.output(w, hidden, attention(*self.queries(w, hidden, angles)))
 
-    def queries(self, w: Weights, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def queries(self, w: Weights, hidden: Tensor, angles: Angles | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """q (T, heads, d), k and v (T, kv_heads, d) of hidden (T, hidden_width).
 
-        q and k are normed and all are clamped where the model does that; none is rotated.
+        q and k are normed and all are clamped where the model does that; q and k are rotated by `angles` (T, dim).
         """
         d, heads, half = self.spec.head_dim, self._heads, self._half(w, hidden)
-        x = self._before(w, hidden) if half is None else hidden
-        if half is not None or "qkv.weight" in w:
-            joined = half.forward(x) if half is not None else self._linear(x, w["qkv.weight"], w.get("qkv.bias"))
+        if half is not None:
+            inner = angles if self._clip is None and (angles is None or half.turns(angles)) else None
+            joined = half.forward(hidden, inner)
+            found = joined.view(joined.shape[0], -1, d).split_with_sizes(heads, 1)
+            angles = None if inner is not None else angles
+        else:
+            found = self._projected(w, self._before(w, hidden))
+        if self._clip is not None:
+            for each in found:
+                each.clamp_(-self._clip, self._clip)
+        q, k, v = found
+        return (q, k, v) if angles is None else (*rotate_both(q, k, angles), v)
+
+    def _projected(self, w: Weights, x: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v of a half's input x (T, H), q and k normed where the model does that."""
+        d, heads = self.spec.head_dim, self._heads
+        if "qkv.weight" in w:
+            joined = self._linear(x, w["qkv.weight"], w.get("qkv.bias"))
             q, k, v = joined.view(x.shape[0], -1, d).split_with_sizes(heads, 1)
         else:
             apart = (self._linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in "qkv")
             q, k, v = (t.view(len(x), count, d) for t, count in zip(apart, heads, strict=True))
-        found = (*(self._norm_heads(w, q, k) if self.spec.arch.qk_norm else (q, k)), v)
-        if self._clip is not None:
-            for each in found:
-                each.clamp_(-self._clip, self._clip)
-        return found
+        return (*(self._norm_heads(w, q, k) if self.spec.arch.qk_norm else (q, k)), v)
 
     def output(self, w: Weights, hidden: Tensor, mixed: Tensor) -> None:
         """Brings the mixed values (T, heads, d) into hidden (T, hidden_width), in place.
@@ -258,7 +269,8 @@ class Decoder:
         if arch.parallel or arch.residual_scale != 1 or not (arch.post_norms or arch.pre_norm):
             return None
         before, after = "norm" if arch.pre_norm else None, "post_norm" if arch.post_norms else None
-        return Form(arch.norm, arch.norm_eps, arch.norm_offset, before, after, arch.activation, arch.gated_mlp)
+        norm, heads = (arch.norm, arch.norm_eps, arch.norm_offset), (self.spec.num_heads, self.spec.num_kv_heads)
+        return Form(*norm, before, after, arch.activation, arch.gated_mlp, heads, self.spec.head_dim, arch.qk_norm)
 
     def _half(self, w: Weights, hidden: Tensor) -> HalfPlace | None:
         """What does a half in one call for these tokens, if anything does: made once for a unit's tensors."""

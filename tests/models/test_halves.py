@@ -55,8 +55,13 @@ def test_halves_are_their_kernels(name: str, fused: bool, bits: int) -> None:
         # Wider than it must be: rows need not adjoin.
         hidden = torch.randn(rows, width + 3).bfloat16()[:, :width]
         asked = whole.queries(attn, hidden)
-        for ours, theirs in zip(asked, parts.queries(attn, hidden), strict=True):
-            assert torch.equal(ours, theirs)
+        rotary, angles = whole.rotary_of(0), None
+        if rotary is not None:
+            at = torch.arange(rows) + 5
+            angles = rotary.angles(at, at + 1, torch.bfloat16)
+        for turned in (None, angles):
+            pairs = zip(whole.queries(attn, hidden, turned), parts.queries(attn, hidden, turned), strict=True)
+            assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
         left, right = hidden.clone(), hidden.clone()
         whole.output(attn, left, asked[0])
         parts.output(attn, right, asked[0])

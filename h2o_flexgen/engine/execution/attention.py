@@ -307,7 +307,10 @@ class TickAttention:
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One decode step on the cache's device, with q, k, v and the result where q is."""
-        q, k, v = self.turned(q, k, v)
+        return self.placed(*self.turned(q, k, v))
+
+    def placed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The same of rotated q and k."""
         if self.cache is None or self.cache.device == q.device:
             return self.attend(q, k, v)
         place = self.cache.device

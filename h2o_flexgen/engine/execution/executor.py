@@ -25,7 +25,7 @@ from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.sampling.sampler import Sampler
 from h2o_flexgen.engine.state.kv_store import BatchCache, CacheMaker
-from h2o_flexgen.models.decoder import Decoder, Weights
+from h2o_flexgen.models.decoder import Attention, Decoder, Weights
 from h2o_flexgen.models.rotary import Angles, Rotary
 from h2o_flexgen.schedule.tasks import Task, TaskKind, Tick, recordable
 
@@ -345,8 +345,11 @@ class Executor:
             host.begin(task, self._units[task.unit], gpu_batch, weights, attention)
             return
         for part in gpu_batch.parts:
-            attend = attention.decode if part.chunk is None else partial(attention.part, part)
-            self._decoder.attn(weights, hidden[part.span], attend)
+            angles: Angles | None = None
+            attend: Attention = partial(attention.part, part)
+            if part.chunk is None and attention.growth is None:
+                angles, attend = attention.row_angles, attention.placed
+            self._decoder.attn(weights, hidden[part.span], attend, angles)
         if gpu_batch.fresh:
             self._end_attention(gpu_batch, cache)
             if layer == self._layers - 1:

@@ -24,6 +24,17 @@ static int forward(const Half *h, const bf16 *hidden, long stride, bf16 *room, b
     return failed;
 }
 
+/* Norms and rotates the queries and keys of a row of products, in place. cos, sin: 2 * turned numbers of it, or NULL. */
+static void settle_heads(const Half *h, bf16 *q, const bf16 *cos, const bf16 *sin, long turned) {
+    bf16 *k = q + h->heads * h->dim;
+    const long dim = h->dim;
+    if (h->of_queries.kind != NO_NORM) {
+        normed(&h->of_queries, q, h->of_queries.n, q, h->heads * dim / h->of_queries.n, 1);
+        normed(&h->of_keys, k, h->of_keys.n, k, h->kv_heads * dim / h->of_keys.n, 1);
+    }
+    if (cos) rotate_halves(q, k, q, k, cos, sin, 1, h->heads, h->kv_heads, 0, dim, 0, dim, dim, turned, 0, 1, 1);
+}
+
 /* hidden (rows, outs) += the last product, of x (rows, ins); room (rows, outs). */
 static int back(const Half *h, const bf16 *x, long x_stride, bf16 *hidden, long stride, bf16 *room, long rows, int threads) {
     const int64_t outs = h->last.outs;
@@ -44,10 +55,14 @@ static bf16 *memory_for(const Half *h, long rows, int64_t more) {
     return aligned_alloc(64, (size_t)up(rows * (wide + more) * (int64_t)sizeof(bf16), 64));
 }
 
-/* These return 0, or 1 where memory is short. The first: out (rows, pitch). */
-int half_forward(const Half *h, const bf16 *hidden, long stride, bf16 *out, long rows, int threads) {
+/* These return 0, or 1 where memory is short. The first: out (rows, pitch); cosines and sines (rows, 2 turned), `angle`
+   elements from row to row, or NULL. */
+int half_forward(const Half *h, const bf16 *hidden, long stride, bf16 *out, const bf16 *cos, const bf16 *sin, long angle,
+                 long turned, long rows, int threads) {
     bf16 *room = memory_for(h, rows, 0);
     const int failed = !room || forward(h, hidden, stride, room, out, rows, threads);
+    for (long row = 0; row < rows && !failed; row++)
+        settle_heads(h, out + row * pitch(h), cos ? cos + row * angle : NULL, cos ? sin + row * angle : NULL, turned);
     free(room);
     return failed;
 }

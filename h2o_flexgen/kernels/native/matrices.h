@@ -23,11 +23,12 @@ typedef struct {
 } Norm;
 
 /* Half of a layer: a norm, up to three products of what it leaves, a gate, the product back to the hidden states, and a norm
-   of that. The gate: NO_GATE, RELU of the first, or of the second, times the first, SILU or TANH_GELU. */
+   of that. The gate: NO_GATE, RELU of the first, or of the second, times the first, SILU or TANH_GELU. Where the products are
+   queries and keys of so many heads of `dim`, and values: norms of the first two. */
 typedef struct {
-    Norm before, after;
+    Norm before, after, of_queries, of_keys;
     Matrix first, second, third, last;
-    int64_t gate;
+    int64_t gate, heads, kv_heads, dim;
 } Half;
 
 enum { NO_NORM, LAYER_NORM, RMS_NORM };
@@ -42,5 +43,7 @@ INLINE int multiply(const bf16 *x, long x_stride, const Matrix *m, void *y, long
 
 void gate_up(bf16 *, const bf16 *, long, long, long, long, int, int);
 void norm(const bf16 *, const bf16 *, const bf16 *, bf16 *, long, long, long, double, double, int, int);
+void rotate_halves(const bf16 *, const bf16 *, bf16 *, bf16 *, const bf16 *, const bf16 *, long, long, long, long, long, long,
+                   long, long, long, long, int, int);
 
 #endif
