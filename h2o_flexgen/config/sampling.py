@@ -176,7 +176,7 @@ class SamplingParams:
             for token in tokens:
                 whole(token, f"a token id in {name}", 0)
         for _, bias in self.sequence_bias:
-            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or math.isnan(bias):
+            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not bias < math.inf:
                 raise UsageError(f"sequence_bias holds the bias {bias!r}", "needed a number")
         for name in ("forced_bos_token_id", "forced_eos_token_id"):
             forced = _tokens(getattr(self, name))

@@ -56,27 +56,30 @@ class CallGuard:
     """One call of an engine at a time, as calls share the streamed weights, and a plan may place all weights anew."""
 
     def __init__(self) -> None:
-        self._holder: object | None = None
+        self._held = self._closed = False
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Within, the engine belongs to this call: another one gets a UsageError."""
-        if self._holder is not None:
+        """Within, the engine belongs to this call: another one gets a UsageError, and all do once it is closed."""
+        if self._closed:
+            raise UsageError("this engine is closed", change="make another LLM")
+        if self._held:
             raise UsageError(
                 "a stream of this engine is still under way",
                 change="finish it or close() it first, or use another LLM",
             )
-        mine = self._holder = object()
+        self._held = True
         try:
             yield
+        except Exception as error:
+            if self._closed:
+                raise UsageError("this engine was closed before a call had ended", change="make another LLM") from error
+            raise
         finally:
-            # After `end` another call may hold it.
-            if self._holder is mine:
-                self._holder = None
+            self._held = False
 
-    def end(self) -> None:
-        """The engine is closed: it belongs to no call any more."""
-        self._holder = None
+    def close(self) -> None:
+        self._closed = True
 
 
 def _work_of(rows: Collection[Sequence]) -> Counter[str]:
@@ -276,7 +279,7 @@ class Engine(Closing):
 
     def close(self) -> None:
         """Releases memory, threads and files. A second call does nothing."""
-        self._guard.end()
+        self._guard.close()
         self._grammars.close()
         loaded, self._loaded = self._loaded, None
         if loaded is not None:

@@ -40,6 +40,7 @@ from h2o_flexgen.errors import UsageError
         {"bad_words_ids": [[]]},
         {"sequence_bias": {(1,): "x"}},
         {"sequence_bias": [[[1], float("nan")]]},
+        {"sequence_bias": [[[1], float("inf")]]},
         {"exponential_decay_length_penalty": (3,)},
         {"exponential_decay_length_penalty": (3, 0.0)},
         {"forced_eos_token_id": [4, 5], "suppress_tokens": [5, 4, 6]},

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_flexgen.engine.engine import CallGuard, Engine
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import UsageError
 from tests.tiny import prompts_of
 
@@ -79,20 +79,17 @@ def test_so_does_one_that_fails(engine: Engine, monkeypatch: pytest.MonkeyPatch)
     assert engine.generate(PROMPTS, **SETTINGS) == expected
 
 
-def test_a_closed_engine_waits_for_nobody(engine: Engine) -> None:
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_closed_engine_says_so(call: Callable[[Engine], object], engine: Engine) -> None:
     stream = first_of(engine)
     engine.close()
-    with engine._guard.taken():
-        stream.close()
-        with pytest.raises(UsageError), engine._guard.taken():
-            pass
+    with pytest.raises(UsageError, match="was closed before a call had ended"):
+        list(stream)
+    with pytest.raises(UsageError, match="this engine is closed"):
+        call(engine)
 
 
-def test_a_turn_ends_once() -> None:
-    turn = CallGuard()
-    with turn.taken():
-        turn.end()
-        with turn.taken():
-            pass
-    with turn.taken(), pytest.raises(UsageError), turn.taken():
-        pass
+def test_a_stream_of_a_closed_engine_can_be_closed(engine: Engine) -> None:
+    stream = first_of(engine)
+    engine.close()
+    stream.close()

@@ -405,7 +405,10 @@ class TestPrompts:
 
     @pytest.mark.parametrize(
         "prompts",
-        ["text", ["text"], [[1.5]], [[VOCAB]], [[-1]], [["a"]], [5, 6, 7], [None], torch.tensor([5, 6])],
+        [
+            *("text", ["text"], [[1.5]], [[VOCAB]], [[-1]], [["a"]], [5, 6, 7], [None], torch.tensor([5, 6])),
+            *(torch.tensor(5), [b"a"], [{5: 6}], {(5, 6): 7}, {(5, 6)}),
+        ],
         ids=str,
     )
     def test_what_is_no_prompt_is_refused(self, llm, prompts) -> None:

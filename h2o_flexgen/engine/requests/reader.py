@@ -78,7 +78,7 @@ class RequestReader:
         is raised as its own."""
         if isinstance(prompts, str):
             raise UsageError("prompts is one string", "needed a list of prompts", "wrap it: [prompt]")
-        if not hasattr(prompts, "__len__") or getattr(prompts, "shape", None) == ():
+        if not _listed(prompts) or not hasattr(prompts, "__len__"):
             raise UsageError(f"prompts is {type(prompts).__name__}, not a list", "needed a list of prompts")
         if isinstance(params, SamplingParams | Mapping) or not hasattr(params, "__iter__"):
             params = [SamplingParams.read(params, "params")] * len(prompts)
@@ -201,15 +201,13 @@ class RequestReader:
         """Ids of one prompt without added special tokens."""
         if isinstance(prompt, str):
             return self._known(self._tokenizer(where).encode_bare(whole_text(prompt, where)), where)
-        try:
-            tokens = iter(prompt)
-        except TypeError as error:
+        if not _listed(prompt):
             raise UsageError(
                 f"{where}: {prompt!r} is not a prompt",
                 "needed a string or a list of token ids",
                 "wrap the token ids of one prompt: [[1, 2, 3]]",
-            ) from error
-        return self._known([_as_int(token, where) for token in tokens], where)
+            )
+        return self._known([_as_int(token, where) for token in prompt], where)
 
     @cached_property
     def _opening(self) -> list[int]:
@@ -315,6 +313,12 @@ class RequestReader:
 
 def _content(prompt: PromptLike) -> str | SequenceOf[int]:
     return prompt.content if isinstance(prompt, Prompt) else prompt
+
+
+def _listed(value: object) -> bool:
+    """Whether it is a list, or like one: bytes would pass for token ids, and the keys of a dict for prompts."""
+    ordered = isinstance(value, Iterable) and not isinstance(value, bytes | Mapping | set | frozenset)
+    return ordered and getattr(value, "shape", None) != ()
 
 
 def _as_int(token: Any, where: str) -> int:
