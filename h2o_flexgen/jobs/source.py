@@ -132,10 +132,13 @@ class Source:
 
     def _rows(self) -> Iterator[Record]:
         file, number = self._parquet_file(), 0
-        for batch in file.iter_batches(batch_size=1024, columns=list(self._columns)):
-            for row in batch.to_pylist():
-                number += 1
-                yield Record(number, row)
+        try:
+            for batch in file.iter_batches(batch_size=1024, columns=list(self._columns)):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield Record(number, row)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{self.path} cannot be read as Parquet behind row {number}: {error}") from None
 
     def _parquet_file(self) -> Any:
         module = _parquet()

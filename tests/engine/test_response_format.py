@@ -137,6 +137,21 @@ def test_a_row_whose_grammar_fails_leaves_its_neighbours_alone(demo: LLM, monkey
     assert outputs[0].error == "its grammar failed"
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_schema_of_no_text_is_to_blame(demo: LLM, sampled: bool) -> None:
+    outputs = demo.generate(["The"], max_new_tokens=5, do_sample=sampled, response_format=form({"$ref": "#"}))
+    assert outputs[0].error == "its response_format and other settings forbid every token"
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_a_schema_that_fails_when_it_is_compiled_ends_its_row(demo: LLM, settings: dict[str, Any]) -> None:
+    evil = form({"type": "string", "pattern": "^(a|a)*b{1,1000}$"})
+    params = [SamplingParams(max_new_tokens=4, response_format=each, **settings) for each in (None, evil)]
+    plain, failed = demo.generate(["The", "The"], params)
+    assert plain.error is None
+    assert failed.error.startswith("its response_format cannot be followed: Check failed")
+
+
 def test_a_schema_that_cannot_be_followed_names_its_prompt(demo: LLM) -> None:
     params = [SamplingParams(), SamplingParams(response_format=form({"type": "strin"}))]
     with pytest.raises(UsageError, match=r"prompt 1: the schema cannot be followed: Unsupported type"):

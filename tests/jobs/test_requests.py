@@ -378,6 +378,11 @@ def test_parquet(tmp_path: Path) -> None:
     (tmp_path / "torn.parquet").write_bytes((tmp_path / "in.parquet").read_bytes()[:-9])
     with pytest.raises(UsageError, match="cannot be read as Parquet"):
         Source(tmp_path / "torn.parquet").scan()
+    data = bytearray((tmp_path / "in.parquet").read_bytes())
+    data[4:60] = bytes(56)
+    (tmp_path / "damaged.parquet").write_bytes(data)
+    with pytest.raises(UsageError, match="cannot be read as Parquet behind row 0"):
+        list(Source(tmp_path / "damaged.parquet", columns=("question",)).records())
 
 
 def test_shards_share_the_requests_out(tmp_path: Path) -> None:

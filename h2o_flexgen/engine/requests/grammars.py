@@ -66,9 +66,7 @@ class Grammars:
         try:
             parsed = _parsed(library.Grammar, form)
         except RuntimeError as error:
-            # After the place in the library's own source.
-            why = str(error).strip().splitlines()[-1].rsplit(".cc:", 1)[-1].partition(": ")[2]
-            raise UsageError(f"{where}: the schema cannot be followed: {why or error}") from None
+            raise UsageError(f"{where}: the schema cannot be followed: {_why(error)}") from None
         if self._codec is None or self._codec.light is None:
             raise UsageError(f"{where} has a response_format, and this model has no tokenizer that it works with")
         if not self._pools:
@@ -97,6 +95,11 @@ class Grammars:
             pool.shutdown(cancel_futures=True)
         self._pools = []
         self._made.clear()
+
+
+def _why(error: RuntimeError) -> str:
+    """What the library says, behind the place in its own source."""
+    return str(error).strip().splitlines()[-1].rsplit(".cc:", 1)[-1].partition(": ")[2] or str(error)
 
 
 def _parsed(grammar: Any, form: ResponseFormat) -> Any:
@@ -158,12 +161,14 @@ class Guide:
     """
 
     def __init__(self, row: Sequence, vocab_size: int) -> None:
-        library = _library()
-        compiled, eos = row.grammar.compiled.result(), sorted(token for token in row.eos if token >= 0)
-        self._matcher = library.GrammarMatcher(
-            compiled, override_stop_tokens=eos or None, terminate_without_stop_token=not eos
-        )
+        library, eos = _library(), sorted(token for token in row.eos if token >= 0)
         self.ends_by_itself, self._error = not eos, ""
+        try:
+            self._matcher = library.GrammarMatcher(
+                row.grammar.compiled.result(), override_stop_tokens=eos or None, terminate_without_stop_token=not eos
+            )
+        except RuntimeError as error:  # one row's, not its neighbours'
+            self._error = f"its response_format cannot be followed: {_why(error)}"
         self._mask, self._cuts = library.allocate_token_bitmask(1, vocab_size), row.grammar.cuts
         self._cut: Tensor | None = None
         self._filled = False
@@ -203,7 +208,7 @@ class Guide:
             self._error = f"its grammar does not go on with token {token}"
 
     def _accepts(self, token: int) -> bool:
-        if self._cut is not None and not self._cut[0, token // 32] >> token % 32 & 1:
+        if self._error or (self._cut is not None and not self._cut[0, token // 32] >> token % 32 & 1):
             return False
         try:
             accepted = bool(self._matcher.accept_token(token))

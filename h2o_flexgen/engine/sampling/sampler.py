@@ -119,7 +119,8 @@ class Sampler:
                 row.close_thought()
                 token = row.given.pop(0)
             if token < 0:
-                row.finish_reason, row.error = "error", "its settings forbid every token"
+                of = "settings" if row.guide is None else "response_format and other settings"
+                row.finish_reason, row.error = "error", f"its {of} forbid every token"
             else:
                 taken[r] = int(token)
         if logits is not None:
