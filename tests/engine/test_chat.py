@@ -119,6 +119,20 @@ def test_templates_are_run_in_a_sandbox(tmp_path: Path) -> None:
         marked_chat(codec_of(folder), "m", "Hi", (), "it")
 
 
+def test_templates_without_end_and_of_no_text(tmp_path: Path) -> None:
+    folder = folders.llama(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}")
+    with pytest.raises(UsageError, match="does not suit the chat template of m: maximum recursion depth"):
+        marked_chat(codec_of(folder), "m", "Hi", (), "it")
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelError, match=r"the tokenizer in .* cannot be read: UnicodeDecodeError"):
+        marked_chat(codec_of(folder), "m", "Hi", (), "it")
+    (folder / "chat_template.jinja").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"x": 1}]}))
+    with pytest.raises(ModelError, match="cannot be read: KeyError"):
+        marked_chat(codec_of(folder), "m", "Hi", (), "it")
+
+
 def test_a_content_in_parts_is_their_texts(tmp_path: Path) -> None:
     folder = folders.llama(tmp_path / "model")
     in_config(folder)

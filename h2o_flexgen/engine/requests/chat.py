@@ -174,5 +174,5 @@ def _rendered(tokenizer: Any, messages: list[Message], arguments: dict[str, Any]
 
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments))
-    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"{complaint}: {error}") from error

@@ -385,9 +385,9 @@ def _transformed(folder: Path) -> Any:
     settings: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), **settings)
-    except ValueError as error:
+    except (LookupError, ValueError) as error:
         if "auto_map" not in read_json(folder / "tokenizer_config.json"):
-            raise
+            raise ModelError(f"the tokenizer in {folder} cannot be read: {_torn(folder) or repr(error)}") from error
         if not (folder / "tokenizer.json").exists():
             raise ModelError(
                 f"the tokenizer in {folder} is code of its own (auto_map), which is never run",
