@@ -147,7 +147,7 @@ class NativeAttend:
             self._strides, size = strides, self._dtype.itemsize
             for vectors, stride in zip((self._asked, self._new_k, self._new_v), strides, strict=True):
                 vectors.row, vectors.head = stride[0] * size, stride[1] * size
-        out = torch.empty(q.shape, dtype=self._dtype)
+        out = q.new_empty(q.shape)  # takes half of the time of torch.empty
         self._asked.at, self._new_k.at, self._new_v.at = q.data_ptr(), k.data_ptr(), v.data_ptr()
         step.out, step.step, step.group, step.scale = out.data_ptr(), number, heads // self._new[1], scale
         step.threads, step.cap = torch.get_num_threads(), soft_cap or 0
