@@ -17,7 +17,7 @@
 #include "team.h"
 #include "vectors.h"
 
-enum { BLOCK = 32, FEW_BYTES = 1 << 15, AHEAD = 4096, MOST_VECTORS = 40 };
+enum { BLOCK = 32, FEW_BYTES = 1 << 15, AHEAD = 4096, PACKED_AHEAD = 1 << 14, MOST_VECTORS = 40 };
 
 /* What a row's slots follow from, beside the step. Occupied are the slots before min(held + step + 1, limit). */
 typedef struct {
@@ -75,21 +75,6 @@ typedef struct {
 INLINE __m512 dot(__m512 sum, __m512i a, __m512i b, int bf16) {
     return bf16 ? _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b)
                 : _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
-}
-
-/* The stretches of memory that a head's turn reads, one after the other: keys, values, next keys. */
-typedef struct {
-    const char *keys, *values, *next;
-    int64_t size, both; /* bytes of the keys, and of keys and values */
-} Path;
-
-/* Asks for what lies AHEAD bytes after the token at `from` on the path. The processor's own prefetching stops at the
-   end of each stretch, and most are short. Into the second cache: fetching into the first was slower. */
-INLINE void fetch(const Path *path, int64_t from, int64_t bytes) {
-    int64_t at = from + AHEAD;
-    const char *stretch = at < path->size ? path->keys : path->values - path->size;
-    stretch = at < path->both ? stretch : path->next - path->both;
-    for (int64_t i = 0; i < bytes; i += VECTOR) _mm_prefetch(stretch + at + i, _MM_HINT_T1);
 }
 
 /* Logits of products with `left` keys, at most 16; -inf in the lanes after them. */
@@ -435,7 +420,7 @@ INLINE void attend(const Step *s, int64_t row, int64_t head, float *scratch, int
     float *x = scratch + room_for(s, h.count), *mixed = x + group * pitch, *sums = mixed + group * accs * LANES;
     const char *k = s->k + (h.base + h.first) * bytes, *v = s->v + (h.base + h.first) * bytes;
     const char *q = s->new_q.at + row * s->new_q.row + head * group * s->new_q.head;
-    const Path path = {k, v, k + s->capacity * bytes, n * bytes, 2 * n * bytes};
+    const Path path = {k, v, k + s->capacity * bytes, n * bytes, 2 * n * bytes, AHEAD};
     for (int64_t i = 0; i < n; i += LANES) {
         UNROLL for (int64_t j = 0; j < LANES; j += 4) fetch(&path, (i + j) * bytes, 4 * bytes);
         for (int64_t g = 0; g < group; g++)
@@ -461,75 +446,96 @@ INLINE void attend(const Step *s, int64_t row, int64_t head, float *scratch, int
     settle(s, &h, x, sums, scratch);
 }
 
-/* `mix` of packed values; mixed (heads, width) vectors. */
-INLINE void mix_packed(const Order *order, float *mixed, const char *v, const float *p, int64_t pitch, int64_t n,
-                       const int heads, const int bits, const int units, const int paired, const Path *path) {
-    const int vectors = heads * width_of(bits, units);
-    __m512 sums[MOST_WIDTH];
-    UNROLL for (int i = 0; i < vectors; i++) sums[i] = _mm512_loadu_ps(mixed + i * LANES);
-    for (; paired && n > 0; n -= 2, p += 2, v += 2 * order->piece) {
-        if (path) fetch(path, path->size + (v - path->values), 2 * order->piece);
-        const uint8_t *value = (const uint8_t *)v;
-        pair_values(order, sums, value, value + (n > 1 ? order->piece : 0), p, pitch, heads, bits);
-    }
-    for (int64_t s = 0; !paired && s < n; s++, v += order->piece) {
-        if (path && s % 4 == 0) fetch(path, path->size + (v - path->values), 4 * order->piece);
-        packed_value(order, sums, (const uint8_t *)v, p + s, pitch, heads, bits, units);
-    }
-    UNROLL for (int i = 0; i < vectors; i++) _mm512_storeu_ps(mixed + i * LANES, sums[i]);
+enum { MOST_TOKENS = 1 << 17 }; /* whose sums of codes 32 bits bear */
+
+INLINE Pieces keys_of(const Step *s) { return (Pieces){s->dim, s->k_bits, !s->bf16, s->block}; }
+INLINE Pieces values_of(const Step *s) { return (Pieces){s->dim, s->v_bits, !s->bf16, s->block}; }
+
+/* Numbers of scratch of `attend_packed` beside ranks. */
+static int64_t packed_room(const Step *s, int64_t count) {
+    const Pieces values = values_of(s);
+    const Order order = stretches_of(&values);
+    const int64_t each = up(count, 2 * LANES), bytes = s->group * (int64_t)(sizeof(Query) + sizeof(Mixture));
+    const int64_t lines = 2 * order.groups, vectors = sums_of_codes(&order, MOST_DIGITS) + 8;
+    return (lines + s->group * (order.groups + 1)) * each + s->group * vectors * LANES + bytes / 4 + up(s->group, LANES);
 }
 
-/* How keys, or values, are packed: bits, units of a piece, and whether two pieces share one. */
-typedef struct {
-    int bits, units, paired;
-} Form;
+/* Attends to the keys: logits x (group, pitch). `room`: 8 vectors for each query. */
+INLINE void packed_logits(const Step *s, const Head *h, const Pieces *keys, Query *q, const Path *path, const int digits,
+                          float *x, float *room) {
+    const Order order = order_of(keys);
+    for (int64_t g = 0; g < s->group; g++)
+        arrange(keys, s->new_q.at + h->row * s->new_q.row + (h->head * s->group + g) * s->new_q.head, digits, q + g);
+    for (int64_t i = 0; i < h->n; i += LANES) {
+        fetch(path, i * order.piece, LANES * order.piece);
+        const uint8_t *some = (const uint8_t *)path->keys + i * order.piece;
+        products_with(&order, q, s->group, some, least(LANES, h->n - i), digits, room, x + i, h->pitch);
+        for (int64_t g = 0; g < s->group; g++)
+            _mm512_storeu_ps(x + g * h->pitch + i, logits_of(s, _mm512_loadu_ps(x + g * h->pitch + i), h->n - i));
+    }
+}
+
+/* Mixes the values by their weights x (group, pitch). `room` for lines and weights. */
+INLINE void packed_mixtures(const Step *s, const Head *h, const Order *order, const Path *path, const int digits,
+                            const float *x, float *room, Mixture *mixed) {
+    const int64_t sums = sums_of_codes(order, digits) * LANES;
+    for (int64_t g = 0; g < s->group; g++) memset(mixed[g].y, 0, sizeof mixed[g].y);
+    for (int64_t first = 0; first < h->n; first += MOST_TOKENS) {
+        const int64_t n = least(MOST_TOKENS, h->n - first), pitch = up(n, 2 * LANES);
+        const uint8_t *v = (const uint8_t *)path->values + first * order->piece;
+        float *w = room + 2 * order->groups * pitch;
+        for (int64_t i = 0; i < n; i += LANES) {
+            for (int64_t g = 0; g < order->groups; g++) {
+                __m512 scale, low;
+                lines_of(order, v + i * order->piece, n - i, g, &scale, &low);
+                _mm512_storeu_ps(room + g * pitch + i, scale);
+                _mm512_storeu_ps(room + (order->groups + g) * pitch + i, low);
+            }
+        }
+        for (int64_t g = 0; g < s->group; g++) {
+            weights_of(order, x + g * h->pitch + first, room, n, pitch, digits, w + g * order->groups * pitch, mixed + g);
+            memset(mixed[g].sums, 0, (size_t)sums * sizeof(int32_t));
+        }
+        mix_packed(order, v, n, w, pitch, s->group, digits, path, mixed);
+        for (int64_t g = 0; g < s->group; g++) add_sums(order, digits, mixed + g);
+    }
+}
 
 /* As `attend`, of packed keys and values. */
-INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scratch, const Form kf, const Form vf) {
-    const Pieces keys = {s->dim, kf.bits, !s->bf16, s->block}, values = {s->dim, vf.bits, !s->bf16, s->block};
-    const Order k_order = order_of(&keys, kf.bits, kf.units), v_order = order_of(&values, vf.bits, vf.units);
+INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scratch, const int digits) {
+    const Pieces keys = keys_of(s), values = values_of(s);
+    const Order order = stretches_of(&values);
     const Head h = begin(s, row, head, &keys, &values);
     if (s->exact) remember(s, &h);
-    const int accs = vf.units * vectors_of(vf.bits), together = accs > 8 ? 1 : 8 / accs * 2;
-    const int64_t wide = width_of(kf.bits, kf.units) * LANES, width = width_of(vf.bits, vf.units) * LANES;
-    const int64_t n = h.n, pitch = h.pitch, group = s->group, k_piece = k_order.piece, v_piece = v_order.piece;
-    float *x = scratch + room_for(s, h.count), *mixed = x + group * pitch, *q = mixed + group * width, *lanes = q + group * wide;
-    float *sums = lanes + group * LANES * LANES;
-    const char *k = s->k + (h.base + h.first) * k_piece, *v = s->v + (h.base + h.first) * v_piece;
-    const Path path = {k, v, k + s->capacity * k_piece, n * k_piece, n * (k_piece + v_piece)};
-    for (int64_t g = 0; g < group; g++) {
-        const char *query = s->new_q.at + row * s->new_q.row + (head * group + g) * s->new_q.head;
-        arrange(&keys, query, kf.bits, kf.units, q + g * wide);
-    }
-    for (int64_t i = 0; i < n; i += LANES) {
-        const int64_t left = least(LANES, n - i);
-        UNROLL for (int64_t j = 0; j < LANES; j += 4) fetch(&path, (i + j) * k_piece, 4 * k_piece);
-        products_with(&k_order, q, group, (const uint8_t *)k + i * k_piece, left, kf.bits, kf.units, kf.paired, lanes);
-        for (int64_t g = 0; g < group; g++)
-            _mm512_storeu_ps(x + g * pitch + i, logits_of(s, packed_sums(lanes + g * LANES * LANES, kf.paired), n - i));
-    }
+    const int64_t group = s->group, k_piece = kept_bytes(&keys), all = sums_of_codes(&order, digits) * LANES;
+    float *x = scratch + room_for(s, h.count), *sums = x + group * h.pitch, *room = sums + up(group, LANES);
+    Query *q = (Query *)(void *)room;
+    room = (float *)(void *)(q + group);
+    Mixture *mixed = (Mixture *)(void *)room;
+    room = (float *)(void *)(mixed + group);
+    for (int64_t g = 0; g < group; g++, room += all) mixed[g].sums = (int32_t *)(void *)room;
+    const char *k = s->k + (h.base + h.first) * k_piece, *v = s->v + (h.base + h.first) * order.piece;
+    const Path path = {k, v, k + s->capacity * k_piece, h.n * k_piece, h.n * (k_piece + order.piece), PACKED_AHEAD};
+    packed_logits(s, &h, &keys, q, &path, digits, x, room);
     if (s->exact) mend_logits(s, &h, &keys, x);
     if (s->masks) hide(s, &h, x);
     const float *sinks = s->sinks ? s->sinks + head * group : NULL;
-    for (int64_t g = 0; g < group; g++) sums[g] = exponentials(x + g * pitch, pitch, sinks ? sinks + g : NULL);
-    memset(mixed, 0, group * width * sizeof(float));
-    const int64_t block = group == 1 ? n : BLOCK;
-    for (int64_t i = 0; i < n; i += block) {
-        int64_t g = 0, some = least(block, n - i);
-        for (; g + together <= group; g += together)
-            mix_packed(&v_order, mixed + g * width, v + i * v_piece, x + g * pitch + i, pitch, some, together, vf.bits,
-                       vf.units, vf.paired, g ? NULL : &path);
-        for (; g < group; g++)
-            mix_packed(&v_order, mixed + g * width, v + i * v_piece, x + g * pitch + i, pitch, some, 1, vf.bits,
-                       vf.units, vf.paired, g ? NULL : &path);
-    }
+    for (int64_t g = 0; g < group; g++) sums[g] = exponentials(x + g * h.pitch, h.pitch, sinks ? sinks + g : NULL);
+    packed_mixtures(s, &h, &order, &path, digits, x, room, mixed);
     for (int64_t g = 0; g < group; g++) {
         float beside[MOST_DIM];
-        if (s->exact) mend_values(s, &h, &values, x + g * pitch, beside);
-        bring_back(&values, mixed + g * width, 1.0f / sums[g], vf.bits, vf.units, s->exact ? beside : NULL,
+        if (s->exact) mend_values(s, &h, &values, x + g * h.pitch, beside);
+        bring_back(&values, mixed[g].y, 1.0f / sums[g], s->exact ? beside : NULL,
                    s->out + (h.task * group + g) * vector_bytes(&values));
     }
     settle(s, &h, x, sums, scratch);
+}
+
+static void packed_short(const Step *s, int64_t row, int64_t head, float *scratch) {
+    attend_packed(s, row, head, scratch, 2);
+}
+static void packed_wide(const Step *s, int64_t row, int64_t head, float *scratch) {
+    attend_packed(s, row, head, scratch, 3);
 }
 
 typedef void Attend(const Step *, int64_t, int64_t, float *);
@@ -557,28 +563,6 @@ static Attend *const KINDS[2][MOST_VECTORS + 1] = {
 };
 static Attend *const ANY[2] = {attend_0, attend_1};
 
-/* Bits and units of keys, then of values; 0 units: two pieces share one. */
-#define PACKED(kb, ku, vb, vu) \
-    static void packed_##kb##_##ku##_##vb##_##vu(const Step *s, int64_t row, int64_t head, float *scratch) { \
-        const Form keys = {kb, ku ? ku : 1, !ku}, values = {vb, vu ? vu : 1, !vu}; \
-        attend_packed(s, row, head, scratch, keys, values); \
-    }
-PACKED(4, 0, 3, 0) PACKED(4, 1, 3, 1) PACKED(4, 2, 3, 2) PACKED(4, 0, 4, 0) PACKED(4, 1, 4, 1) PACKED(4, 2, 4, 2)
-PACKED(4, 0, 8, 1) PACKED(4, 1, 8, 2) PACKED(4, 2, 8, 4) PACKED(8, 1, 3, 0) PACKED(8, 2, 3, 1) PACKED(8, 4, 3, 2)
-PACKED(8, 1, 4, 0) PACKED(8, 2, 4, 1) PACKED(8, 4, 4, 2) PACKED(8, 1, 8, 1) PACKED(8, 2, 8, 2) PACKED(8, 4, 8, 4)
-
-/* By the bits of keys, 4 and 8, and of values, 3, 4 and 8, and by the numbers of a head: up to 64, 128 and 256. */
-static Attend *const PACKED_KINDS[2][3][3] = {
-    {{packed_4_0_3_0, packed_4_1_3_1, packed_4_2_3_2}, {packed_4_0_4_0, packed_4_1_4_1, packed_4_2_4_2},
-     {packed_4_0_8_1, packed_4_1_8_2, packed_4_2_8_4}},
-    {{packed_8_1_3_0, packed_8_2_3_1, packed_8_4_3_2}, {packed_8_1_4_0, packed_8_2_4_1, packed_8_4_4_2},
-     {packed_8_1_8_1, packed_8_2_8_2, packed_8_4_8_4}},
-};
-
-static Attend *packed_kind(const Step *s) {
-    return PACKED_KINDS[s->k_bits == 8][s->v_bits / 4][s->dim > 2 * UNIT ? 2 : s->dim > UNIT];
-}
-
 typedef struct {
     const Step *step;
     Attend *one;
@@ -599,11 +583,10 @@ int attend_step(const Step *s) {
         longest = most(longest, count);
         slots += count * s->kv_heads;
     }
-    const int64_t packed = s->k_bits ? 2 * 4 * 9 + LANES : 0;
-    const int64_t each = up(longest, LANES) + (2 * nv + packed) * LANES;
-    const int64_t floats = room_for(s, longest) + s->group * each + up(s->group, LANES);
+    const int64_t plain = s->group * (up(longest, LANES) + 2 * nv * LANES) + up(s->group, LANES);
+    const int64_t floats = room_for(s, longest) + (s->k_bits ? packed_room(s, longest) : plain);
     const int many = slots * s->dim * (s->bf16 ? 4 : 8) > FEW_BYTES;
-    Attend *one = s->k_bits ? packed_kind(s) : KINDS[s->bf16 != 0][nv];
+    Attend *one = s->k_bits ? s->bf16 && s->k_bits == 4 ? packed_short : packed_wide : KINDS[s->bf16 != 0][nv];
     Tasks all = {s, one ? one : ANY[s->bf16 != 0]};
     const int64_t turn = most(1, tasks / (8 * s->threads)); /* rows differ in length */
     return team_share(some_tasks, &all, tasks, turn, floats * (int64_t)sizeof(float), many ? (int)s->threads : 1);

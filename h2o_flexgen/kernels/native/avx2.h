@@ -281,6 +281,12 @@ INLINE int v_extreme(m16 mask, i512 x, int sign) { /* the least, or with sign -1
 BOTH_F(_v_unpacklo, _mm256_unpacklo_ps) BOTH_F(_v_unpackhi, _mm256_unpackhi_ps)
 BOTH_I(_v_unpacklo_i, _mm256_unpacklo_epi32) BOTH_I(_v_unpackhi_i, _mm256_unpackhi_epi32)
 BOTH_I(_v_unpacklo_q, _mm256_unpacklo_epi64) BOTH_I(_v_unpackhi_q, _mm256_unpackhi_epi64)
+BOTH_I(_v_unpacklo_8, _mm256_unpacklo_epi8) BOTH_I(_v_unpackhi_8, _mm256_unpackhi_epi8)
+BOTH_I(_v_unpacklo_16, _mm256_unpacklo_epi16) BOTH_I(_v_unpackhi_16, _mm256_unpackhi_epi16)
+#define _mm512_unpacklo_epi8 _v_unpacklo_8
+#define _mm512_unpackhi_epi8 _v_unpackhi_8
+#define _mm512_unpacklo_epi16 _v_unpacklo_16
+#define _mm512_unpackhi_epi16 _v_unpackhi_16
 #define _mm512_unpacklo_ps _v_unpacklo
 #define _mm512_unpackhi_ps _v_unpackhi
 #define _mm512_unpacklo_pd(x, y) v_as_f(_v_unpacklo_q(v_as_i(x), v_as_i(y)))
@@ -332,7 +338,6 @@ INLINE void four_columns(const void *rows, int64_t apart, __m256i column[4]) {
 }
 
 /* ---- codes of 4 bits */
-INLINE f512 nibbles_of(i512 words) { return _mm512_cvtepi32_ps(_v_and(words, v_set1_i(15))); }
 /* Of 32 codes in 16 bytes those of the first and of the last 8 bytes, in their order. */
 INLINE void apart_nibbles(const uint8_t *codes, __m128i which[2]) {
     const __m128i bytes = _mm_loadu_si128((const __m128i *)codes), low = _mm_set1_epi8(15);

@@ -22,9 +22,6 @@ INLINE __m512 spread_eight(__m256 eight, __m512i which) {
 }
 
 /* ---- codes of 4 bits: a permutation looks at no more than the last four bits */
-INLINE __m512 nibbles_of(__m512i words) {
-    return _mm512_permutexvar_ps(words, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-}
 INLINE __m512i picked(const uint8_t *codes, __m256i values) {
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes));
     const __m512i which = _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
@@ -76,6 +73,13 @@ INLINE __m512i dot_bytes_512(__m512i sum, __m512i w, __m512i x) { return _mm512_
 INLINE __m512i dot_nibbles_512(__m512i sum, __m512i w, __m512i x, __m512i w2, __m512i x2, const int with_sign) {
     (void)with_sign;
     return _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sum, w, x), w2, x2);
+}
+#else
+enum { BY_FOURS = 0 };
+INLINE __m512i dot_nibbles_512(__m512i sum, __m512i w, __m512i x, __m512i w2, __m512i x2, const int with_sign) {
+    const __m512i both = _mm512_add_epi16(_mm512_maddubs_epi16(w, x), _mm512_maddubs_epi16(w2, x2));
+    (void)with_sign; /* files of which w has one take AVX2 */
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(both, _mm512_set1_epi16(1)));
 }
 #endif
 

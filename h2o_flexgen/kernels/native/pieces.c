@@ -52,19 +52,19 @@ static void pack(const Pieces *p, float *x, uint8_t *to) {
             _mm512_storeu_ps(x + i, _mm512_sub_ps(_mm512_loadu_ps(x + i), _mm512_fmadd_ps(code, by, from)));
         }
     }
-    if (p->bits == 8) {
-        for (int64_t i = 0; i < p->dim; i++) to[i] = (uint8_t)codes[i];
-    } else if (p->bits == 4) {
-        for (int64_t i = 0; i < p->dim / 2; i++) to[i] = (uint8_t)(codes[2 * i] | codes[2 * i + 1] << 4);
-    } else {
-        for (int64_t i = 0; i < p->dim / 4; i++) {
-            const int32_t *c = codes + 4 * i;
-            to[i] = (uint8_t)((c[0] & 3) | (c[1] & 3) << 2 | (c[2] & 3) << 4 | (c[3] & 3) << 6);
-        }
-        for (int64_t i = 0; i < p->dim / 8; i++) {
-            int32_t tops = 0;
-            UNROLL for (int j = 0; j < 8; j++) tops |= (codes[8 * i + j] >> 2) << j;
-            to[p->dim / 4 + i] = (uint8_t)tops;
+    for (int64_t i = 0; p->bits == 8 && i < p->dim; i++) to[i] = (uint8_t)codes[i];
+    for (int64_t i = 0; p->bits != 8 && i < p->dim; i += LANES) {
+        const __m512i sixteen = _mm512_loadu_si512(codes + i);
+        const __m128i bytes = _mm512_cvtsepi32_epi8(sixteen);
+        if (p->bits == 4) {
+            const __m128i both = _mm_maddubs_epi16(bytes, _mm_set1_epi16(0x1001)), all = _mm_packus_epi16(both, both);
+            memcpy(to + i / 2, &all, (size_t)least(LANES, p->dim - i) / 2);
+        } else {
+            const __m128i two = _mm_maddubs_epi16(_mm_and_si128(bytes, _mm_set1_epi8(3)), _mm_set1_epi16(0x0401));
+            const __m128i four = _mm_shuffle_epi8(_mm_madd_epi16(two, _mm_set1_epi32(0x00100001)), _mm_set1_epi32(0x0C080400));
+            const __mmask16 tops = _mm512_cmpgt_epi32_mask(sixteen, _mm512_set1_epi32(3));
+            memcpy(to + i / 4, &four, 4);
+            memcpy(to + p->dim / 4 + i / 8, &tops, 2);
         }
     }
     memcpy(to + lines, scale, (size_t)groups * sizeof *scale);

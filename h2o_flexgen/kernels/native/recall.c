@@ -49,7 +49,8 @@ typedef struct {
 
 /* Room for one head's look at up to `pitch` tokens. */
 typedef struct {
-    float *x, *mean, *worth, *near, *query, *lanes, *sums;
+    float *x, *mean, *worth, *near, *lanes, *sums;
+    Query *query;
 } Room;
 
 /* A token, by its place among those that are seen, and the slot that has it. */
@@ -59,7 +60,8 @@ typedef struct {
 } Choice;
 
 static int64_t floats_of(const Recall *r, int64_t pitch) {
-    return (r->group + 3) * pitch + 2 * LANES + r->group * (width_of(BITS, 2) + LANES) * LANES + up(r->group, LANES);
+    const int64_t queries = r->group * (int64_t)(sizeof(Query) / sizeof(float));
+    return (r->group + 3) * pitch + 2 * LANES + r->group * 8 * LANES + queries + up(r->group, LANES);
 }
 
 static Room room_in(const Recall *r, float *scratch, int64_t pitch) {
@@ -67,46 +69,36 @@ static Room room_in(const Recall *r, float *scratch, int64_t pitch) {
     room.mean = room.x + r->group * pitch;
     room.near = room.mean + pitch;
     room.worth = room.near + pitch + LANES; /* with LANES zeros on both sides */
-    room.query = room.worth + pitch + LANES;
-    room.lanes = room.query + r->group * width_of(BITS, 2) * LANES;
-    room.sums = room.lanes + r->group * LANES * LANES;
+    room.lanes = room.worth + pitch + LANES;
+    room.query = (Query *)(void *)(room.lanes + r->group * 8 * LANES);
+    room.sums = (float *)(void *)(room.query + r->group);
     return room;
 }
 
 /* Logits x (group, pitch) of n keys of the index, -inf behind them. */
-INLINE void logits(const Recall *r, const Order *o, const uint8_t *keys, int64_t n, int64_t pitch, const Room *room,
-                   const int units, const int paired) {
+INLINE void ask(const Recall *r, const char *q, const uint8_t *keys, int64_t n, int64_t pitch, const Room *room,
+                const int digits) {
+    const Pieces p = {r->dim, BITS, !r->bf16, r->block};
+    const Order order = order_of(&p);
+    for (int64_t g = 0; g < r->group; g++) arrange(&p, q + g * r->q.head, digits, room->query + g);
     for (int64_t i = 0; i < n; i += LANES) {
         const int64_t left = least(LANES, n - i);
-        const uint8_t *some = keys + i * o->piece;
-        products_with(o, room->query, r->group, some, left, BITS, units, paired, room->lanes);
-        for (int64_t g = 0; g < r->group; g++) {
-            const __m512 products = packed_sums(room->lanes + g * LANES * LANES, paired);
-            __m512 found = _mm512_mul_ps(products, _mm512_set1_ps((float)r->scale));
+        products_with(&order, room->query, r->group, keys + i * order.piece, left, digits, room->lanes,
+                      room->x + i, pitch);
+        for (float *x = room->x + i; x < room->x + r->group * pitch; x += pitch) {
+            __m512 found = _mm512_mul_ps(_mm512_loadu_ps(x), _mm512_set1_ps((float)r->scale));
             if (r->cap > 0) found = soft_capped(found, (float)r->cap);
-            found = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), first_lanes(left), found);
-            _mm512_storeu_ps(room->x + g * pitch + i, found);
+            _mm512_storeu_ps(x, _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), first_lanes(left), found));
         }
     }
-}
-
-INLINE void ask(const Recall *r, const char *q, const uint8_t *keys, int64_t n, int64_t pitch, const Room *room,
-                const int units, const int paired) {
-    const Pieces p = {r->dim, BITS, !r->bf16, r->block};
-    const Order order = order_of(&p, BITS, units);
-    for (int64_t g = 0; g < r->group; g++)
-        arrange(&p, q + g * r->q.head, BITS, units, room->query + g * width_of(BITS, units) * LANES);
-    logits(r, &order, keys, n, pitch, room, units, paired);
 }
 
 /* What n tokens are worth: the largest of the probabilities that the group's queries pay them, and the largest of their
    neighbours; the mean, where the look is rated. */
 static void weigh(const Recall *r, const char *q, const uint8_t *keys, int64_t n, int64_t pitch, const Room *room,
                   int rated) {
-    const Pieces p = {r->dim, BITS, !r->bf16, r->block};
-    if (is_paired(&p)) ask(r, q, keys, n, pitch, room, 1, 1);
-    else if (r->dim <= 2 * UNIT) ask(r, q, keys, n, pitch, room, 1, 0);
-    else ask(r, q, keys, n, pitch, room, 2, 0);
+    if (r->bf16) ask(r, q, keys, n, pitch, room, 2);
+    else ask(r, q, keys, n, pitch, room, 3);
     for (int64_t g = 0; g < r->group; g++) room->sums[g] = exponentials(room->x + g * pitch, pitch, NULL);
     memset(room->worth - LANES, 0, (size_t)(pitch + 2 * LANES) * sizeof(float));
     for (int64_t i = 0; i < pitch; i += LANES) {

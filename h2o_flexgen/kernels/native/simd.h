@@ -8,7 +8,6 @@
                              bfloat16 numbers part 0, 1, ..: the first of each pair, REG at a time, then the second ones
    joined, joined_i          a vector of two halves; first_half, second_half: the other one is 0; halved: their sum
    spread_four, spread_eight of so many numbers those that each lane asks for
-   nibbles_of                the lowest 4 bits of each lane as numbers
    picked, picked_wide       of 16 values those that 32 codes of 4 bits stand for, bfloat16 or float32, in their order
    dot_bytes_512             sums in 32 bits, by fours, of unsigned bytes that are less than 8-bit codes by BYTE_OFFSET, with
                              signed ones; dot_nibbles_512: twice, of at most 30 or, `with_sign`, of signed ones. BY_FOURS: by an

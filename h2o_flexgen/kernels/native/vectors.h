@@ -17,6 +17,21 @@ INLINE __m512i load(const char *at, int bf16, uint64_t mask) {
     return bf16 ? _mm512_maskz_loadu_epi16((__mmask32)mask, at) : _mm512_maskz_loadu_epi32((__mmask16)mask, at);
 }
 
+/* The stretches of memory that a head's turn reads, one after the other: keys, values, next keys. */
+typedef struct {
+    const char *keys, *values, *next;
+    int64_t size, both, ahead; /* bytes of the keys, and of keys and values; how far ahead they are asked for */
+} Path;
+
+/* Asks for what lies `ahead` bytes after the token at `from` on the path. The processor's own prefetching stops at the
+   end of each stretch, and most are short. Into the second cache: fetching into the first was slower. */
+INLINE void fetch(const Path *path, int64_t from, int64_t bytes) {
+    int64_t at = from + path->ahead;
+    const char *stretch = at < path->size ? path->keys : path->values - path->size;
+    stretch = at < path->both ? stretch : path->next - path->both;
+    for (int64_t i = 0; i < bytes; i += VECTOR) _mm_prefetch(stretch + at + i, _MM_HINT_T1);
+}
+
 /* The sums of each four vectors' lanes, by fours. Overwrites x. */
 INLINE void sums_by_fours(__m512 *x, const int count) {
     UNROLL for (int i = 0; i < count / 2; i++)
