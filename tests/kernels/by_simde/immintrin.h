@@ -72,6 +72,8 @@ EMULATED void *e_aligned(const void *at) {
     if ((uintptr_t)at % 64) __builtin_trap();
     return (void *)(uintptr_t)at;
 }
+#undef _mm512_madd_epi16 /* simde 0.7.4 has a macro of four arguments by that name */
+#define _mm512_madd_epi16 simde_mm512_madd_epi16
 #undef _mm512_load_ps
 #define _mm512_load_ps(at) simde_mm512_loadu_ps(e_aligned(at))
 #undef _mm512_load_si512
