@@ -106,10 +106,11 @@ class HalfPlace(structure("matrices.h", "Half")):  # type: ignore[misc]
         return out
 
     @staticmethod
-    def turns(angles: tuple[Tensor, Tensor]) -> bool:
-        """Whether `forward` takes these cosines and sines."""
+    def turns(angles: tuple[Tensor, Tensor], rows: int) -> bool:
+        """Whether `forward` takes these cosines and sines for so many rows."""
         cos, sin = angles
-        return cos.dtype is sin.dtype is torch.bfloat16 and cos.stride() == sin.stride() and cos.stride(1) == 1
+        same = cos.dtype is sin.dtype is torch.bfloat16 and cos.shape == sin.shape and cos.stride() == sin.stride()
+        return same and cos.shape[0] == rows and cos.stride(1) == 1
 
     def back(self, x: Tensor, hidden: Tensor) -> None:
         """Adds the last product, of x (T, ins), and its norm, to hidden (T, H), in place."""

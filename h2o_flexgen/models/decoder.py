@@ -147,29 +147,25 @@ class Decoder:
         q and k are normed and all are clamped where the model does that; q and k are rotated by `angles` (T, dim).
         """
         d, heads, half = self.spec.head_dim, self._heads, self._half(w, hidden)
+        x = self._before(w, hidden) if half is None else hidden
+        joined, inner = None, None
         if half is not None:
-            inner = angles if self._clip is None and (angles is None or half.turns(angles)) else None
-            joined = half.forward(hidden, inner)
-            found = joined.view(joined.shape[0], -1, d).split_with_sizes(heads, 1)
-            angles = None if inner is not None else angles
-        else:
-            found = self._projected(w, self._before(w, hidden))
-        if self._clip is not None:
-            for each in found:
-                each.clamp_(-self._clip, self._clip)
-        q, k, v = found
-        return (q, k, v) if angles is None else (*rotate_both(q, k, angles), v)
-
-    def _projected(self, w: Weights, x: Tensor) -> tuple[Tensor, ...]:
-        """q, k and v of a half's input x (T, H), q and k normed where the model does that."""
-        d, heads = self.spec.head_dim, self._heads
-        if "qkv.weight" in w:
+            fits = angles is not None and self._clip is None and half.turns(angles, x.shape[0])
+            inner = angles if fits else None
+            joined = half.forward(x, inner)
+        elif "qkv.weight" in w:
             joined = self._linear(x, w["qkv.weight"], w.get("qkv.bias"))
+        if joined is not None:
             q, k, v = joined.view(x.shape[0], -1, d).split_with_sizes(heads, 1)
         else:
             apart = (self._linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in "qkv")
             q, k, v = (t.view(len(x), count, d) for t, count in zip(apart, heads, strict=True))
-        return (*(self._norm_heads(w, q, k) if self.spec.arch.qk_norm else (q, k)), v)
+        if half is None and self.spec.arch.qk_norm:
+            q, k = self._norm_heads(w, q, k)
+        if self._clip is not None:
+            for each in (q, k, v):
+                each.clamp_(-self._clip, self._clip)
+        return (q, k, v) if angles is None or inner is not None else (*rotate_both(q, k, angles), v)
 
     def output(self, w: Weights, hidden: Tensor, mixed: Tensor) -> None:
         """Brings the mixed values (T, heads, d) into hidden (T, hidden_width), in place.
