@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from h2o_flexgen.kernels.layers import NATIVE_GATES
 from h2o_flexgen.kernels.native import function, library, structure
 from h2o_flexgen.kernels.packed import PackedWeight, give
 from h2o_flexgen.kernels.triton_available import serves
@@ -19,7 +20,6 @@ from h2o_flexgen.kernels.triton_available import serves
 if TYPE_CHECKING:
     from h2o_flexgen.kernels.triton_experts import TritonExpert
 
-_NATIVE = {"silu": False, "gelu_tanh": True}
 PLACE = "native"
 """Where the weights of an expert keep what `expert_place` made of them."""
 
@@ -117,7 +117,7 @@ def add_experts(
     if serves(x.device) and _by_triton(x, out, choices, experts, weights, gate, most):
         return
     places = [place for place in (w.get(PLACE) for w in weights) if isinstance(place, ExpertPlace)]
-    known = gate.clamp is not None or gate.activation in _NATIVE
+    known = gate.clamp is not None or gate.activation in NATIVE_GATES
     if x.dtype is torch.bfloat16 and x.is_cpu and len(places) == len(weights) and known and library() is not None:
         which = (ctypes.c_void_p * len(places))(*map(ctypes.addressof, places))
         starts = (ctypes.c_int64 * (len(experts) + 1))(*choices.starts[experts.start : experts.stop + 1])
@@ -126,7 +126,7 @@ def add_experts(
         task.shares, task.starts = choices.shares.data_ptr(), ctypes.addressof(starts)
         task.which, task.count, task.threads = ctypes.addressof(which), len(places), torch.get_num_threads()
         task.hidden, task.ffn, task.most = hidden, ffn, most
-        task.interleaved, task.tanh_gelu = gate.clamp is not None, _NATIVE.get(gate.activation, False)
+        task.interleaved, task.tanh_gelu = gate.clamp is not None, NATIVE_GATES.get(gate.activation, False)
         task.limit = gate.clamp or 0.0
         if function("experts", "P", "i")(ctypes.byref(task)):
             raise MemoryError(f"no memory for what {len(places)} experts compute")

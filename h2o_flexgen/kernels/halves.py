@@ -19,9 +19,11 @@ from h2o_flexgen.kernels.packed import PackedWeight, give, is_plain
 PLACE = "half"
 """Where a unit's weights keep what `HalfPlace.of` made of them."""
 _FEW = min(32, MOST_ROWS)
-_LAYER, _RMS = 1, 2
+_NO_GATE, _RELU, _SILU, _TANH_GELU = range(4)
+_NO_NORM, _LAYER, _RMS = range(3)
+"""As matrices.h counts them."""
 _KINDS = {"layernorm": _LAYER, "rmsnorm": _RMS}
-_GATES = {"silu": 2, "gelu_tanh": 3}
+_GATES = {"silu": _SILU, "gelu_tanh": _TANH_GELU}
 
 
 class Form(NamedTuple):
@@ -41,8 +43,8 @@ class Form(NamedTuple):
     normed: bool
 
     def gate(self) -> int | None:
-        """As half.c counts them; None if it does not know it."""
-        return _GATES.get(self.activation) if self.gated else 1 if self.activation == "relu" else None
+        """None where half.c does not know it."""
+        return _GATES.get(self.activation) if self.gated else _RELU if self.activation == "relu" else None
 
 
 class HalfPlace(structure("matrices.h", "Half")):  # type: ignore[misc]
@@ -52,7 +54,7 @@ class HalfPlace(structure("matrices.h", "Half")):  # type: ignore[misc]
     def of(cls, w: Mapping[str, Any], form: Form) -> HalfPlace | None:
         """Of weights that outlive it; None where the kernels cannot take them."""
         attends = "o.weight" in w
-        gate = 0 if attends else form.gate()
+        gate = _NO_GATE if attends else form.gate()
         joint, apart, last = ("qkv", "qkv", "o") if attends else ("gate_up", ("up", "gate")[: 1 + form.gated], "down")
         parts = [joint] if f"{joint}.weight" in w else [*apart]
         if library() is None or gate is None or not all(f"{part}.weight" in w for part in (*parts, last)):

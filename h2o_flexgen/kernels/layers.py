@@ -38,7 +38,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": lambda x: F.silu(x, inplace=True),
 }
 """All in place: the input is the output of a projection, which nothing else reads."""
-_NATIVE_GATES = {"silu": False, "gelu_tanh": True}
+NATIVE_GATES = {"silu": False, "gelu_tanh": True}
+"""Activations of gates that C knows, and whether it is GELU by tanh."""
 
 
 def linear(
@@ -224,8 +225,8 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     fit together.
     """
     fits = gate.shape == up.shape and gate.numel() and _is_matrix(gate) and _is_matrix(up)
-    if fits and activation in _NATIVE_GATES and library():
-        strides, kind = (gate.stride(0), up.stride(0)), (_NATIVE_GATES[activation], torch.get_num_threads())
+    if fits and activation in NATIVE_GATES and library():
+        strides, kind = (gate.stride(0), up.stride(0)), (NATIVE_GATES[activation], torch.get_num_threads())
         function("gate_up", "PPllllii")(gate.data_ptr(), up.data_ptr(), *gate.shape, *strides, *kind)
         return gate
     return ACTIVATIONS[activation](gate).mul_(up)

@@ -147,25 +147,22 @@ class Decoder:
         q and k are normed and all are clamped where the model does that; q and k are rotated by `angles` (T, dim).
         """
         d, heads, half = self.spec.head_dim, self._heads, self._half(w, hidden)
-        x = self._before(w, hidden) if half is None else hidden
-        joined, inner = None, None
-        if half is not None:
-            fits = angles is not None and self._clip is None and half.turns(angles, x.shape[0])
-            inner = angles if fits else None
-            joined = half.forward(x, inner)
-        elif "qkv.weight" in w:
+        if half is not None and (angles is None or half.turns(angles, hidden.shape[0])):
+            q, k, v = half.forward(hidden, angles).view(hidden.shape[0], -1, d).split_with_sizes(heads, 1)
+            return q, k, v
+        x = self._before(w, hidden)
+        if "qkv.weight" in w:
             joined = self._linear(x, w["qkv.weight"], w.get("qkv.bias"))
-        if joined is not None:
             q, k, v = joined.view(x.shape[0], -1, d).split_with_sizes(heads, 1)
         else:
             apart = (self._linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in "qkv")
             q, k, v = (t.view(len(x), count, d) for t, count in zip(apart, heads, strict=True))
-        if half is None and self.spec.arch.qk_norm:
+        if self.spec.arch.qk_norm:
             q, k = self._norm_heads(w, q, k)
         if self._clip is not None:
             for each in (q, k, v):
                 each.clamp_(-self._clip, self._clip)
-        return (q, k, v) if angles is None or inner is not None else (*rotate_both(q, k, angles), v)
+        return (q, k, v) if angles is None else (*rotate_both(q, k, angles), v)
 
     def output(self, w: Weights, hidden: Tensor, mixed: Tensor) -> None:
         """Brings the mixed values (T, heads, d) into hidden (T, hidden_width), in place.
@@ -262,7 +259,8 @@ class Decoder:
 
     def _form_of(self, arch: ArchSpec) -> Form | None:
         """None where nothing but single kernels does it."""
-        if arch.parallel or arch.residual_scale != 1 or not (arch.post_norms or arch.pre_norm):
+        alone = arch.parallel or arch.residual_scale != 1 or arch.clip_qkv is not None
+        if alone or not (arch.post_norms or arch.pre_norm):
             return None
         before, after = "norm" if arch.pre_norm else None, "post_norm" if arch.post_norms else None
         norm, heads = (arch.norm, arch.norm_eps, arch.norm_offset), (self.spec.num_heads, self.spec.num_kv_heads)

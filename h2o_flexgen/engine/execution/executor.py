@@ -345,11 +345,9 @@ class Executor:
             host.begin(task, self._units[task.unit], gpu_batch, weights, attention)
             return
         for part in gpu_batch.parts:
-            angles: Angles | None = None
-            attend: Attention = partial(attention.part, part)
-            if part.chunk is None and attention.growth is None:
-                angles, attend = attention.row_angles, attention.placed
-            self._decoder.attn(weights, hidden[part.span], attend, angles)
+            early = part.chunk is None and attention.growth is None  # rotated where they are made
+            attend: Attention = attention.placed if early else partial(attention.part, part)
+            self._decoder.attn(weights, hidden[part.span], attend, attention.row_angles if early else None)
         if gpu_batch.fresh:
             self._end_attention(gpu_batch, cache)
             if layer == self._layers - 1:
