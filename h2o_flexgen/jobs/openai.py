@@ -89,7 +89,7 @@ class OpenAIFormat:
         """A line of status 200; 500 where a sequence failed."""
         failed = next((output.error for each in outputs for output in each if output.error is not None), None)
         if failed is not None:
-            return self.refusal(record, Refused(failed, "server_error", status=500))
+            return self.refusal(record, Refused.of_row(failed))
         chat = asked.body["url"] == CHAT
         choices = list[dict[str, Any]]()
         for prompt, samples in zip(asked.prompts, outputs, strict=True):

@@ -62,7 +62,7 @@ class PlainFormat:
         samples = outputs[0]
         failed = next((output.error for output in samples if output.error is not None), None)
         if failed is not None:
-            return self.refusal(record, Refused(failed, "server_error", status=500))
+            return self.refusal(record, Refused.of_row(failed))
         made = [_sample(output) for output in samples]
         answer = {**self._named(record), **(made[0] if len(made) == 1 else {"samples": made})}
         return {**answer, "weights": "dummy"} if self.dummy else answer

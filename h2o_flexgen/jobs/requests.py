@@ -39,6 +39,13 @@ class Refused(Exception):
     def of(cls, error: UsageError, code: str = "invalid_request", param: str | None = None) -> Refused:
         return cls(str(error), code, param=param)
 
+    @classmethod
+    def of_row(cls, error: str) -> Refused:
+        """Of a sequence that ended with `error`: by what was asked of it, or by a failure here."""
+        if error.startswith("its response_format"):
+            return cls(error, param="response_format")
+        return cls(error) if error.startswith("its settings") else cls(error, "server_error", status=500)
+
     def by_field(self) -> Refused:
         """The same in the words of a body: names of settings are the program's own."""
         found = [name for name in _FIELDS if self.message.startswith(f"{name}=") or f"{name} holds" in self.message]

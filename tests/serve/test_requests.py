@@ -23,6 +23,11 @@ from tests.programs import until
 from tests.serve.conftest import KEY, Serve, Service, finished
 
 TALK: Any = [{"role": "user", "content": "Hello"}]
+EVIL: Any = {
+    "type": "json_schema",
+    "json_schema": {"schema": {"type": "string", "pattern": "^(a|a)*b{1,1000}$"}},
+}
+"""A schema that fails only when it is compiled."""
 
 
 def by_hand(url: str, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, dict[str, str], bytes]:
@@ -215,6 +220,13 @@ def test_no_answer_tells_where_the_model_is(service: Service, talker: Path) -> N
         ({"max_tokens": 10**6}, 400, '"param":"messages"'),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, 400,
          '"param":"response_format"'),
+        ({"response_format": EVIL, "max_reasoning_tokens": 0}, 400,
+         '"its response_format cannot be followed: Check failed'),
+        ({"response_format": EVIL, "max_reasoning_tokens": 0, "stream": True}, 400,
+         '"param":"response_format"'),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
+          "max_reasoning_tokens": 0}, 400,
+         '"param":"response_format"'),
         ({"max_tokens": 1}, 200, '"model":"model"'),
     ]  # fmt: skip
     for body, status, said in bodies:
@@ -229,7 +241,7 @@ def test_no_answer_tells_where_the_model_is(service: Service, talker: Path) -> N
     uploaded = client.files.create(file=("a.jsonl", "\n".join(lines).encode()), purpose="batch")
     made = client.batches.create(input_file_id=uploaded.id, endpoint="/v1/completions", completion_window="24h")
     ended = finished(client, made.id)
-    assert (ended.request_counts.completed, ended.request_counts.failed) == (1, 6)
+    assert (ended.request_counts.completed, ended.request_counts.failed) == (1, 9)
     for name in (ended.output_file_id, ended.error_file_id):
         assert str(talker.parent) not in client.files.content(name).text
 
