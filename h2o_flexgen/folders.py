@@ -48,7 +48,10 @@ def can_write(folder: Path) -> bool:
 @cache
 def _temporary(instead_of: str) -> Path:
     """A folder of this user alone among those for temporary files, the same for later runs where that can be."""
-    own = Path(tempfile.gettempdir()) / f"h2o_flexgen-{os.getuid()}"
+    try:
+        own = Path(tempfile.gettempdir()) / f"h2o_flexgen-{os.getuid()}"
+    except OSError:
+        return Path(instead_of)  # nothing can be written at all: whoever tries says so
     try:
         own.mkdir(mode=0o700, exist_ok=True)
         status = own.lstat()
@@ -60,7 +63,7 @@ def _temporary(instead_of: str) -> Path:
         if not private or not os.access(own, os.W_OK | os.X_OK):
             own = Path(tempfile.mkdtemp(prefix="h2o_flexgen-"))
     except OSError:
-        return Path(instead_of)  # nothing can be written at all: whoever tries says so
+        return Path(instead_of)
     log.warning("%s cannot be written: %s holds kernels, calibrations and packed weights instead", instead_of, own)
     return own
 

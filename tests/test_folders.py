@@ -79,6 +79,15 @@ def test_no_home_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert cached("offload").parent.parent == tmp_path / "temporary"
 
 
+def test_nothing_that_can_be_written_is_no_error_yet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in a container of a read-only image."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "file")])
+    assert cached("offload") == tmp_path / "file" / "h2o_flexgen" / "offload"
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may take another user id")
 @pytest.mark.slow
 def test_a_user_without_a_name_or_a_home_runs_the_demo(tmp_path: Path) -> None:

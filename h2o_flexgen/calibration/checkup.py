@@ -145,8 +145,12 @@ def _off(kernels: dict[str, Any], limits: dict[str, Any]) -> list[dict[str, str]
 
     def entries() -> Iterable[tuple[str, str, str]]:
         if why := kernels["native"]["why_not"]:
-            todo = "unset H2O_FLEXGEN_NATIVE" if "NATIVE" in why else "install gcc or clang" if "compile" in why else ""
-            yield "native kernels", why, todo
+            advice = {
+                "NATIVE": "unset H2O_FLEXGEN_NATIVE",
+                "no C": "install gcc or clang",
+                "not be": "see run's warning",
+            }
+            yield "native kernels", why, next((each for word, each in advice.items() if word in why), "")
         if not kernels["native_bfloat16"]:
             yield "bfloat16 on the CPU", "the processor does not multiply it natively", "it is multiplied as float32"
         if not kernels["gpus"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -23,6 +24,7 @@ from h2o_flexgen.errors import (
     UNREACHABLE,
     H2OFlexGenError,
     PlanError,
+    StorageError,
     UsageError,
     finding_model,
     is_out_of_memory,
@@ -80,12 +82,21 @@ def exit_on_errors() -> Iterator[ProgramExit]:
             # The reader of stdout went away (`| head`): not an error of ours, and nothing more can be said there.
             outcome.code = 0
         except OSError as error:
-            if error.errno not in UNREACHABLE:
-                raise
-            outcome.code = _failed(UsageError(place_of(error), "needed a path that can be reached"), outcome)
+            outcome.code = _failed(_of_system(error), outcome)
         finally:
             _arrived.clear()
             _let_go_of_stdout()
+
+
+def _of_system(error: OSError) -> H2OFlexGenError:
+    """What the system refused, in words; any other mistake is ours, and raised again."""
+    if error.errno in UNREACHABLE:
+        return UsageError(place_of(error), "needed a path that can be reached")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return StorageError(place_of(error), change="free some space, or set TMPDIR to a folder with room")
+    if error.errno == errno.ENOENT and error.filename is None:  # as tempfile says it
+        return StorageError(str(error.strerror), change="set TMPDIR to a folder that can be written")
+    raise error
 
 
 def program(work: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from h2o_flexgen.config.model.spec import ModelSpec
-from h2o_flexgen.errors import H2OFlexGenError
+from h2o_flexgen.errors import H2OFlexGenError, ModelError, PlanError, is_out_of_memory
 from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.models.hf.build import quiet
 from h2o_flexgen.models.hf.shrink import random_model, shrunk
@@ -36,11 +36,15 @@ Tokens = list[tuple[list[int], list[float]]]
 
 def tested_spec(config: Mapping[str, Any], name: str, make: Make) -> ModelSpec:
     """The ModelSpec of a model of transformers' modules, which is tested first if its type is not known. ModelError if
-    it cannot be run correctly."""
+    it cannot be run correctly, or tested."""
     try:
         return spec_from_config(config, name, "transformers")
     except Untested as doubt:
-        way = way_by_test(config, make)
+        try:
+            way = way_by_test(config, make)
+        except (OSError, MemoryError, PlanError, RuntimeError) as error:
+            found = f"{name}: how it can be run cannot be tested now: {error or 'out of memory'}"
+            raise ModelError(found, "needed memory and a folder for temporary files") from error
         log.info("%s: a tiny model of its kind was run, and is %s (%s)", name, way.how, doubt.found)
         try:
             keep(config, way)
@@ -51,7 +55,8 @@ def tested_spec(config: Mapping[str, Any], name: str, make: Make) -> ModelSpec:
 
 
 def way_by_test(config: Mapping[str, Any], make: Make) -> Way:
-    """How models like this one are run: the first way whose tokens equal those of transformers."""
+    """How models like this one are run: the first way whose tokens equal those of transformers. Raises what is a fault
+    of this machine."""
     try:
         with quiet(), torch.random.fork_rng(), torch.inference_mode(False), torch.no_grad():
             model = random_model(shrunk(config))
@@ -68,9 +73,15 @@ def way_by_test(config: Mapping[str, Any], make: Make) -> Way:
                 again = _difference(make, folder, Way("rows", differs), prompts, wanted)
                 return Way("rows", differs) if again is None else Way("refused", again)
     except Exception as error:  # whatever it raises, nothing was shown to be right
+        if _lacks_room(error):
+            raise
         line = (str(error).strip().splitlines() or [""])[0][:200]
         version = transformers.__version__
         return Way("refused", f"transformers {version} cannot run a tiny one of it: {type(error).__name__}: {line}")
+
+
+def _lacks_room(error: Exception) -> bool:
+    return isinstance(error, OSError | PlanError) or is_out_of_memory(error)
 
 
 def prompts_of(vocab: int) -> list[list[int]]:
@@ -104,6 +115,8 @@ def _difference(make: Make, folder: str, way: Way, prompts: list[list[int]], wan
             with assumed(way), make(folder, offload_dir=folder, **how) as engine:
                 found = engine.generate(prompts, max_new_tokens=NEW, ignore_eos=True, logprobs=0)
         except H2OFlexGenError as error:
+            if _lacks_room(error):
+                raise
             return error.found.removeprefix(f"{folder}: ")
         for output, (tokens, logprobs) in zip(found, wanted, strict=True):
             if output.error is not None:

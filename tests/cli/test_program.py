@@ -179,6 +179,23 @@ def test_files_that_cannot_be_asked_for(
         code_of(lambda: int(path.exists()))
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/t/made"), "/t/made: No space left on device"),
+        (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/t']"), "No usable temporary"),
+    ],
+)
+def test_no_room_for_temporary_files(capsys: pytest.CaptureFixture[str], error: OSError, said: str) -> None:
+    def work() -> int:
+        raise error
+
+    assert code_of(work) == 6
+    told = capsys.readouterr().err
+    assert said in told
+    assert "set TMPDIR" in told
+
+
 def test_a_model_and_a_home_in_a_closed_folder(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another user, as in containers that run as somebody without a home: exit 4; and a cache elsewhere."""
     closed, asked = tmp_path / "closed", os.stat

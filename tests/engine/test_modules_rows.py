@@ -16,7 +16,7 @@ from h2o_flexgen.config.model.tensors import dtype_bytes
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.engine import self_test
 from h2o_flexgen.engine.engine import Engine
-from h2o_flexgen.errors import ModelError, PlanError, UsageError
+from h2o_flexgen.errors import ModelError, PlanError, StorageError, UsageError
 from h2o_flexgen.models.hf import trusted
 from h2o_flexgen.models.hf.shrink import random_model
 from tests.engine.test_modules import tiny as packed
@@ -219,6 +219,25 @@ def test_what_answers_otherwise_is_not_packed(untried: Path, tmp_path: Path, mon
     found = self_test.way_by_test({"model_type": "qwen3"}, Engine)
     assert found.how == "rows"
     assert "other than those of transformers" in found.why
+
+
+@pytest.mark.parametrize("error", [StorageError("the disk is full"), PlanError("out of memory"), MemoryError()])
+def test_a_machine_without_room_is_no_fault_of_the_model(
+    untried: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """It would have been refused for ever: what a test has found is kept."""
+    tiny("bloom").save_pretrained(tmp_path)
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Engine, "generate", fail)
+        with pytest.raises(ModelError, match="how it can be run cannot be tested now"):
+            Engine(str(tmp_path), model_impl="transformers")
+    assert not untried.exists()
+    with Engine(str(tmp_path), model_impl="transformers"):
+        pass
 
 
 def test_what_transformers_cannot_run_is_refused_in_its_words(untried: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -24,3 +25,15 @@ def test_a_compiler_in_time_out_takes_its_programs_along(tmp_path: Path) -> None
     left = [int(pid) for pid in pids.read_text().split() if psutil.pid_exists(int(pid))]
     assert all(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in left)
     assert not list(tmp_path.glob("tmp*"))
+
+
+def test_what_a_compiler_leaves_behind_goes_with_the_rest(tmp_path: Path) -> None:
+    """One that is killed leaves its temporary files, whose folder may be full as well."""
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\ntouch "${TMPDIR:-/tmp}/left.s"\nexit 1\n')
+    compiler.chmod(0o755)
+    (tmp_path / "built").mkdir()
+    with pytest.raises(subprocess.CalledProcessError):
+        building.build(str(compiler), [], tmp_path / "built" / "kernels.so")
+    assert not list((tmp_path / "built").iterdir())
+    assert not (Path(tempfile.gettempdir()) / "left.s").exists()

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 FLAGS = ("-O3", "-fno-math-errno", "-std=c11", "-fPIC", "-pthread", "-Wall", "-Wextra")
@@ -49,12 +50,14 @@ def build(compiler: str, flags: Sequence[str], target: Path, timeout_s: float = 
     subprocess.SubprocessError, also after `timeout_s` seconds of a compiler, or OSError."""
     started: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory(dir=target.parent) as made, ThreadPoolExecutor(_COMPILERS) as pool:
+        # Compilers that are killed leave temporary files behind.
+        run = partial(_run, timeout_s=timeout_s, started=started, environment={**os.environ, "TMPDIR": made})
         objects = [str(Path(made) / f"{source.stem}.o") for source in sources()]
         each = [[compiler, *flags, "-c", str(c), "-o", o] for c, o in zip(sources(), objects, strict=True)]
         linked = Path(made, target.name)
         try:
-            list(pool.map(lambda command: _run(command, timeout_s, started), each))
-            _run([compiler, "-shared", "-pthread", _LINKER, *objects, "-o", str(linked), "-lm"], timeout_s, started)
+            list(pool.map(run, each))
+            run([compiler, "-shared", "-pthread", _LINKER, *objects, "-o", str(linked), "-lm"])
         except BaseException:
             for process in started:
                 _stop(process)
@@ -62,10 +65,18 @@ def build(compiler: str, flags: Sequence[str], target: Path, timeout_s: float = 
         linked.replace(target)
 
 
-def _run(command: list[str], timeout_s: float, started: list[subprocess.Popen[str]]) -> None:
+def _run(
+    command: list[str], timeout_s: float, started: list[subprocess.Popen[str]], environment: dict[str, str]
+) -> None:
     """In a process group, which goes to `started`: a compiler that is killed alone leaves the programs it started."""
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        text=True,
+        process_group=0,
     )
     started.append(process)
     try:
