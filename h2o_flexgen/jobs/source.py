@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+from array import array
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -192,27 +193,16 @@ class _Ids:
     """Which custom_ids stand twice: 24 bytes a line."""
 
     def __init__(self) -> None:
-        self._parts: list[np.ndarray[Any, Any]] = []
-        self._rows: list[tuple[int, int, int]] = []
+        self._rows = array("Q")
 
     def add(self, record: Record) -> None:
         name = custom_id_of(record)
         if name is not None:
             digest = xxhash.xxh3_128_intdigest(name.encode())
-            self._rows.append((digest >> 64, digest & (2**64 - 1), record.line))
-            if len(self._rows) >= 1 << 14:
-                self._pack()
-
-    def _pack(self) -> None:
-        if self._rows:
-            self._parts.append(np.array(self._rows, dtype=np.uint64))
-        self._rows = []
+            self._rows.extend((digest >> 64, digest & (2**64 - 1), record.line))
 
     def doubled(self) -> frozenset[int]:
-        self._pack()
-        if not self._parts:
-            return frozenset()
-        high, low, lines = np.concatenate(self._parts).T
+        high, low, lines = np.array(self._rows).reshape(-1, 3).T
         order = np.lexsort((lines, low, high))
         same = (high[order][1:] == high[order][:-1]) & (low[order][1:] == low[order][:-1])
         return frozenset(lines[order][1:][same].tolist())
