@@ -14,7 +14,7 @@ from h2o_flexgen.cli.program import print_error, write_result
 from h2o_flexgen.cli.prompts import Messages, PromptLike
 from h2o_flexgen.config.prompt import Prompt
 from h2o_flexgen.errors import StorageError, UsageError
-from h2o_flexgen.jobs.requests import line_of, logprobs_json
+from h2o_flexgen.jobs.requests import line_of, output_json
 
 if TYPE_CHECKING:
     from h2o_flexgen.engine.requests.sequence import RequestOutput
@@ -134,10 +134,7 @@ def answer_json(output: RequestOutput, prompt: PromptLike | None, dummy: bool = 
     if prompt is not None:
         given = prompt.content if isinstance(prompt, Prompt) else prompt
         answer["messages" if isinstance(prompt, Messages) else "prompt"] = given
-    answer.update(text=output.text, token_ids=output.token_ids, finish_reason=output.finish_reason)
-    answer.update(logprobs_json(output))
-    if output.kept is not None:
-        answer["kept"] = output.kept
+    answer.update(output_json(output))
     if output.error is not None:
         answer["error"] = output.error
     if dummy:

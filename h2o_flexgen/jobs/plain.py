@@ -10,7 +10,7 @@ from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.jobs.requests import BatchRequest, Refused, logprobs_json, seed_of, talk_of, with_spans
+from h2o_flexgen.jobs.requests import BatchRequest, Refused, output_json, seed_of, talk_of, with_spans
 from h2o_flexgen.jobs.source import BadLine, Record, load_json
 
 
@@ -63,7 +63,7 @@ class PlainFormat:
         failed = next((output.error for output in samples if output.error is not None), None)
         if failed is not None:
             return self.refusal(record, Refused.of_row(failed))
-        made = [_sample(output) for output in samples]
+        made = [output_json(output) for output in samples]
         answer = {**self._named(record), **(made[0] if len(made) == 1 else {"samples": made})}
         return {**answer, "weights": "dummy"} if self.dummy else answer
 
@@ -108,11 +108,3 @@ class PlainFormat:
             "line": record.line,
             "id": name if isinstance(name, str | int) else str(name) if name is not None else None,
         }
-
-
-def _sample(output: RequestOutput) -> dict[str, Any]:
-    sample: dict[str, Any] = {"text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason}
-    sample.update(logprobs_json(output))
-    if output.kept is not None:
-        sample["kept"] = output.kept
-    return sample

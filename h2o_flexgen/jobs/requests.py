@@ -114,15 +114,17 @@ def seed_of(job: int, line: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{job} {line}".encode()).digest()[:6])
 
 
-def logprobs_json(output: RequestOutput) -> dict[str, Any]:
-    """The log-probabilities of an answer that has some, under the names of RequestOutput."""
-    found: dict[str, Any] = {}
+def output_json(output: RequestOutput) -> dict[str, Any]:
+    """An answer under the names of RequestOutput; log-probabilities and kept tokens if it has some."""
+    found: dict[str, Any] = {"text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason}
     if output.logprobs is not None:
         found["logprobs"] = [finite(value) for value in output.logprobs]
     if output.top_logprobs is not None:
         found["top_logprobs"] = [
             {str(token): finite(value) for token, value in likeliest.items()} for likeliest in output.top_logprobs
         ]
+    if output.kept is not None:
+        found["kept"] = output.kept
     return found
 
 
