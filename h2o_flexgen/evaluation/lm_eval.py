@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
@@ -81,16 +80,9 @@ class H2OFlexGenLM(TemplateLM):
     def prefix_token_id(self) -> int:
         return int(self._spec.bos_token_id)
 
-    @cached_property
-    def _opening(self) -> list[int]:
-        """The special tokens that the tokenizer puts before a text."""
-        whole, bare = self._codec.encode("x"), self._codec.encode_bare("x")
-        return next((whole[:at] for at in range(len(whole)) if whole[at : at + len(bare)] == bare), [])
-
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        ids = self._codec.encode_bare(string)
-        opening = [] if add_special_tokens is False or ids[: len(self._opening)] == self._opening else self._opening
-        return [*opening, *ids]
+        ids, opening = self._codec.encode_bare(string), self._codec.opening
+        return ids if add_special_tokens is False or ids[: len(opening)] == opening else [*opening, *ids]
 
     def _loglikelihood_tokens(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from h2o_flexgen.config.budget import Budget, Range
@@ -23,8 +23,6 @@ from h2o_flexgen.errors import UsageError
 
 PromptLike = str | SequenceOf[int] | Prompt
 """A text, token ids, or either with spans."""
-
-_ANY_TEXT = "x"  # any: special tokens do not depend on it
 
 SAMPLE_BITS = 16
 """Of a sequence's number in a job, those that count the samples of a request."""
@@ -209,13 +207,9 @@ class RequestReader:
             )
         return self._known([_as_int(token, where) for token in prompt], where)
 
-    @cached_property
+    @property
     def _opening(self) -> list[int]:
-        """The special tokens that the tokenizer puts before a text."""
-        codec = self._tokenizer("a text")
-        whole, bare = codec.encode(_ANY_TEXT), codec.encode_bare(_ANY_TEXT)
-        starts = (at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
-        return self._known(whole[: next(starts, 0)], "what opens a text")
+        return self._known(self._tokenizer("a text").opening, "what opens a text")
 
     def _tokenizer(self, where: str) -> TextCodec:
         if self.codec is None:

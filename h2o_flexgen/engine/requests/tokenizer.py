@@ -255,6 +255,12 @@ class TextCodec:
         return self._transformed()
 
     @cached_property
+    def opening(self) -> list[int]:
+        """The special tokens that the tokenizer puts before a text, whichever it is."""
+        whole, bare = self.encode("x"), self.encode_bare("x")
+        return next((whole[:at] for at in range(len(whole)) if whole[at : at + len(bare)] == bare), [])
+
+    @cached_property
     def turn_ends(self) -> tuple[int, ...]:
         """The tokens that end the model's turn: the chat template's, the tokenizer's, and those of `ends`. None without
         a renderer of conversations."""
