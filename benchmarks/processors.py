@@ -33,6 +33,7 @@ from h2o_flexgen.baselines.work import PASSIVE, batched_bench, bench_row
 from h2o_flexgen.cli.prompts import random_prompts
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
+from h2o_flexgen.errors import required
 from h2o_flexgen.folders import expanded
 from h2o_flexgen.kernels.native.tiers import SWITCH
 
@@ -92,8 +93,7 @@ def timed(engine: Engine, prompts: list[list[int]], new: int) -> Record:
     """Seconds of a batch and so many steps of decoding, after a warm-up that does not count."""
     engine.generate([prompt[:8] for prompt in prompts], max_new_tokens=3, ignore_eos=True)
     engine.generate(prompts, max_new_tokens=new + 1, ignore_eos=True)
-    record = engine.last_record
-    assert record is not None, "a run has just ended"
+    record = required(engine.last_record, "a run has just ended")
     return {"prefill_s": record.prefill_s, "decode_s": record.decode_s}
 
 

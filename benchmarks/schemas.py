@@ -20,6 +20,7 @@ import jsonschema
 from benchmarks.jobs import questions
 from benchmarks.records import facts, print_record
 from h2o_flexgen import LLM, EvictionConfig, SamplingParams
+from h2o_flexgen.errors import required
 
 _TEXT, _SHARE = {"type": "string", "maxLength": 60}, {"type": "number", "minimum": 0, "maximum": 1}
 
@@ -67,8 +68,8 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
 
         def timed(name: str, each: list[SamplingParams]) -> list[Any]:
             outputs = llm.generate(prompts, each)
-            assert llm.last_record is not None
-            seconds[name].append(round(llm.last_record.prefill_s + llm.last_record.decode_s, 3))
+            record = required(llm.last_record, "a run has just ended")
+            seconds[name].append(round(record.prefill_s + record.decode_s, 3))
             return outputs
 
         answers = timed("schemas", params)

@@ -21,6 +21,7 @@ from h2o_flexgen.config.reports.record import package_version
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.limits.plan import Plan
+from h2o_flexgen.errors import required
 from h2o_flexgen.planning.llm import LLM
 from h2o_flexgen.planning.planner import calibrate_here
 from h2o_flexgen.schedule.request import PlanRequest
@@ -41,9 +42,7 @@ def measure(folder: str) -> Outcome:
         read, started = disk_bytes(), time.perf_counter()
         outputs = llm.generate(work.prompts, max_new_tokens=work.gen_len, ignore_eos=True)
         total_s, read = time.perf_counter() - started, disk_bytes() - read
-        record = llm.last_record
-        if record is None:
-            raise RuntimeError("the run left no record")
+        record = required(llm.last_record, "the run left no record")
     return Outcome(
         prefill_s=record.prefill_s,
         decode_s=record.decode_s,

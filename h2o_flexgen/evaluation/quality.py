@@ -15,7 +15,7 @@ from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.sequence import Score
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
-from h2o_flexgen.errors import H2OFlexGenError, UsageError
+from h2o_flexgen.errors import H2OFlexGenError, UsageError, required
 from h2o_flexgen.evaluation.settings import (
     RECALL_FILE,
     TEXT_FILE,
@@ -73,9 +73,7 @@ def evicting(model: str, engine: Mapping[str, Any] | None, eviction: EvictionCon
 
 
 def record_of(llm: LLM) -> RunRecord:
-    if llm.last_record is None:
-        raise RuntimeError("a run of at least one sequence left no record")
-    return llm.last_record
+    return required(llm.last_record, "a run of at least one sequence left no record")
 
 
 def codec_of(llm: LLM, purpose: str) -> TextCodec:
