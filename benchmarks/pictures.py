@@ -8,7 +8,6 @@ system's Chromium.
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import tempfile
@@ -18,10 +17,11 @@ from pathlib import Path
 from PIL import Image
 
 from h2o_flexgen.__main__ import main as program
+from h2o_flexgen.folders import cached
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/pictures"
-MODEL = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "h2o_flexgen/models/gemma-3-270m-q4_k_m.gguf"
+MODEL = cached("models", "gemma-3-270m-q4_k_m.gguf")
 """Where scripts/real_model.sh puts it."""
 PROMPT = (
     "The treaty was signed in Geneva on the fourth of March by Ambassador Ingrid Solheim, who had spent eleven years "

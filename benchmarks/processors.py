@@ -31,6 +31,7 @@ from h2o_flexgen.baselines.settings import usable_threads
 from h2o_flexgen.baselines.store import Record
 from h2o_flexgen.baselines.work import PASSIVE, batched_bench, bench_row
 from h2o_flexgen.cli.prompts import random_prompts
+from h2o_flexgen.config.model.known import known_config
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import required
@@ -39,22 +40,9 @@ from h2o_flexgen.kernels.native.tiers import SWITCH
 
 SHAPE = "llama-1.1b"
 LLAMA_1B: Record = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "vocab_size": 32000,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "bfloat16",
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
+    **(known_config("llama-3.2-1b") or {}),
+    **{"vocab_size": 32000, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False},
+    **{"max_position_embeddings": 8192, "rope_scaling": None},
 }
 OURS, PEER = "ours", "llama.cpp"
 TYPES = {4: "q4_0", 8: "q8_0", 16: "bf16"}

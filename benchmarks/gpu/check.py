@@ -23,12 +23,13 @@ import tarfile
 import time
 from pathlib import Path
 
-from benchmarks.gpu.section import Section, hardware, module_command, run, say, scratch_folder
+from benchmarks.gpu.section import KEPT, Section, hardware, module_command, run, say
 from benchmarks.gpu.tables import WHOLE, readme_block, tables, with_block
 from benchmarks.records import ROOT
 from h2o_flexgen.baselines.process import RunFailed
 from h2o_flexgen.baselines.store import commit
 from h2o_flexgen.config.flags import between_commas
+from h2o_flexgen.folders import cached
 
 SHARES = {"kernels": 0.2, "decode": 0.15, "tests": 0.2, "cost": 0.2, "paper": 0.25}
 """In the order in which they run; the time that one leaves goes to those after it."""
@@ -92,7 +93,7 @@ def _run(name: str, seconds: float, output: Path, args: argparse.Namespace) -> b
 
 def cache_folder() -> Path:
     """Where programs that are started from now on have Triton compile to. Only machine code is kept: a tenth of all."""
-    folder = os.environ.setdefault("TRITON_CACHE_DIR", str(scratch_folder() / "triton"))
+    folder = os.environ.setdefault("TRITON_CACHE_DIR", str(cached(KEPT, "triton")))
     os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
     return Path(folder)
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from benchmarks.gpu.section import Section, run, scratch_folder, serve, tiny_model
+from benchmarks.gpu.section import KEPT, Section, run, serve, tiny_model
 from h2o_flexgen.baselines.store import Record
+from h2o_flexgen.folders import cached
 
 SYSTEMS = "h2o,full,flexgen,accelerate,deepspeed"
 RUN_S = 200
@@ -34,7 +35,7 @@ def comparisons(section: Section) -> dict[str, str]:
 def compared(section: Section, name: str, flags: str) -> Record:
     """The table of one comparison."""
     output = section.output / "paper" / name.replace(", ", "-")
-    scratch = output if section.dry_run else scratch_folder()
+    scratch = output if section.dry_run else cached(KEPT)
     where = ["--output-dir", str(output), "--scratch-dir", str(scratch / "bench"), "--peers", section.peers]
     bench = [sys.executable, "-m", "h2o_flexgen.bench", "--systems", SYSTEMS, "--weights", "dummy"]
     done = run([*bench, "--repetitions", "1", *flags.split(), *where], section.left()).checked()

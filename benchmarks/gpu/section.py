@@ -27,6 +27,8 @@ from h2o_flexgen.schedule.tasks import FIRST_REPLAYED
 
 SCHEMA = 1
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "deepspeed", "flexgen", "numpy")
+KEPT = "gpu-check"
+"""In the cache folder, for the next call on this machine: checkpoints of random weights, compiled kernels."""
 ONE = "one"
 """Says to a section's module that it is to do one work of it, in a process of its own, and to print its facts."""
 WARM_UP = 8
@@ -150,11 +152,6 @@ def run(command: Sequence[str], seconds: float, loud: bool = False, **environmen
         raise RunFailed("no time is left in the budget")
     known = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **environment}
     return run_command(command, seconds, loud=loud, cwd=ROOT, environment=known)
-
-
-def scratch_folder() -> Path:
-    """What is kept for the next call on this machine: checkpoints of random weights, compiled kernels."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "h2o_flexgen" / "gpu-check"
 
 
 def tiny_model(folder: Path) -> str:
