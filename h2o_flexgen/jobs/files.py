@@ -50,15 +50,11 @@ class AppendedFile:
     def sync(self) -> None:
         os.fsync(self.fd)
 
-    def lines(self, start: int = 0) -> Iterator[bytes]:
-        """Its lines with their ends, from the byte `start` on; the last may have none."""
-        rest, offset = b"", start
-        while data := os.pread(self.fd, CHUNK, offset):
-            offset += len(data)
-            *whole, rest = (rest + data).split(b"\n")
-            yield from (line + b"\n" for line in whole)
-        if rest:
-            yield rest
+    def lines(self) -> Iterator[bytes]:
+        """Its lines with their ends; the last may have none. One reader at a time: they share the file's position."""
+        with open(self.fd, "rb", CHUNK, closefd=False) as file:
+            file.seek(0)
+            yield from file
 
     def piece(self, offset: int, count: int) -> bytes:
         """`count` bytes from `offset` on; StorageError where there are fewer."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 from h2o_flexgen.config.workload import Workload
@@ -137,14 +136,11 @@ class Job:
         self.summary.seconds = time.monotonic() - started
         return self.summary
 
-    def faults(self, most: int = 5) -> list[str]:
-        """Messages for the first requests that cannot be run."""
-        return list(islice(self._faults(), most))
-
-    def _faults(self) -> Iterator[str]:
+    def faults(self) -> Iterator[str]:
+        """Messages for requests that cannot be run."""
         for record in self.source.records():
             try:
-                self._task(record)
+                opened(self.engine, self.format, record)
             except Refused as why:
                 yield f"line {record.line}: {why.message}"
 
@@ -155,7 +151,7 @@ class Job:
             if self.results.state[record.line]:
                 continue
             try:
-                task = self._task(record)
+                task = opened(self.engine, self.format, record)
             except Refused as why:
                 self._refuse(record, why)
                 continue
@@ -173,9 +169,6 @@ class Job:
                 window, rows, tokens = [], 0, 0
         if window:
             yield window
-
-    def _task(self, record: Record) -> OpenRequest:
-        return opened(self.engine, self.format, record)
 
     def _run(self, window: Sequence[OpenRequest]) -> None:
         """Answers all of `window`. What does not fit into memory together is tried in halves."""

@@ -44,6 +44,7 @@ from h2o_flexgen.planning.llm import LLM
 from h2o_flexgen.units import counted, format_speed
 
 EXIT_RESUMABLE = 75
+_MOST_TOLD = 5  # requests that cannot be run, of those that --strict refuses
 _OF_RECORD = ("model", "dtype", "device", "weights", "quantization", "eviction", "policy", "peak_bytes", "warnings")
 """The keys of the last window's record that the summary repeats."""
 
@@ -73,7 +74,7 @@ def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
         identity = job_identity(arguments, llm, source, scan, begun)
         if arguments.strict:
             form = request_format(arguments, llm.model, source.format, scan.doubled, results.header or {})
-            if faults := "; ".join(Job(llm, source, form, results, scan.requests).faults()):
+            if faults := "; ".join(islice(Job(llm, source, form, results, scan.requests).faults(), _MOST_TOLD)):
                 raise UsageError(f"--strict: {faults}", "needed requests that can all be run", "leave --strict out")
         _begin(arguments, results, identity, scan)
         form = request_format(arguments, llm.model, source.format, scan.doubled, results.header or {})
