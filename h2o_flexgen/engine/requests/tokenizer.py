@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from importlib.util import find_spec
 from operator import itemgetter
@@ -59,11 +59,7 @@ def light_tokenizer(folder: Path) -> Any:
         return None
     if has_settings and read_json(folder / "config.json").get("model_type") in _OVERRULED:
         return None
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
+    tokenizer = _stored(folder)
     if name in _GEMMA_CLASSES:
         if not _has_gemmas_pipeline(tokenizer, settings.get("unk_token", "<unk>")):
             return None
@@ -77,6 +73,16 @@ def light_tokenizer(folder: Path) -> Any:
     if not _adds_as_told(tokenizer, settings):
         return None
     return tokenizer if all(_adds_nothing(key, value, added) for key, value in settings.items()) else None
+
+
+def _stored(folder: Path) -> Any:
+    """The tokenizer of tokenizer.json, for whole texts as they are."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def has_chat_template(folder: Path) -> bool:
@@ -242,14 +248,6 @@ class TextCodec:
         self.light, self.offsets = light, offsets
         self.ends: tuple[int, ...] = ()
 
-    def refuse_texts(self, why: UsageError) -> None:
-        """From now on encoding raises `why`; decoding works."""
-
-        def refuse(*_: Any) -> Any:
-            raise why
-
-        self.encode = self.encode_bare = self.offsets = refuse
-
     @cached_property
     def transformed(self) -> Any:
         return self._transformed()
@@ -318,7 +316,12 @@ class TextCodec:
         codec = cls._light(found.tokenizer, found.transformed)
         codec.ends = found.ends
         if found.refusal is not None:
-            codec.refuse_texts(UsageError(*found.refusal))
+            why = UsageError(*found.refusal)
+
+            def refuse(*_: Any) -> Any:
+                raise why
+
+            codec.encode = codec.encode_bare = codec.offsets = refuse
         return codec
 
     @classmethod
@@ -360,11 +363,7 @@ def _warn_of_others(folder: Path, tokenizer: Any) -> None:
     """Warns if transformers' class gives other ids than the folder's tokenizer.json."""
     if not (folder / "tokenizer.json").exists():
         return
-    from tokenizers import Tokenizer
-
-    stored = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    stored.no_padding()
-    stored.no_truncation()
+    stored = _stored(folder)
     settings = read_json(folder / "tokenizer_config.json")
     told = any(settings.get(f"add_{word}_token") is not None for word in ("bos", "eos"))
     for text in _PROBES:
@@ -470,8 +469,9 @@ def added_text(decode: Decode, ids: list[int], cut: int, context: int = _CONTEXT
     Decoded alone, tokens may lose a space (sentencepiece) or half a character: about `context` tokens before `cut` are
     decoded with them, more if these begin within a character. A character that `cut` divides is added.
     """
-    before, start = "", 0
-    for start in _starts(cut, context):
+    before = ""
+    starts = [start for start in range(cut - context, cut - context - 4, -1) if start > 0]  # four tokens a character
+    for start in (*starts, 0):
         before = decode(ids[start:cut])
         if before and not before.startswith(UNKNOWN):
             break
@@ -490,12 +490,6 @@ def _whole_characters(decode: Decode, ids: list[int]) -> str:
         if not whole.endswith(UNKNOWN):
             return text if text.startswith(whole) else whole + UNKNOWN
     return text
-
-
-def _starts(cut: int, context: int) -> Iterator[int]:
-    """Candidate starts of decoding: a character has four tokens at most; then the beginning."""
-    yield from (start for start in range(cut - context, cut - context - 4, -1) if start > 0)
-    yield 0
 
 
 def _new_text(decode: Decode, row: Sequence) -> str:
