@@ -40,9 +40,14 @@ def can_write(folder: Path) -> bool:
     """Whether files can be made in `folder`, or the folder itself."""
     if not folder.is_absolute():
         return False  # "~", where no home is known
-    # Unlike pathlib this raises nothing where a folder may not be entered, as the home of another user.
-    there = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    there = nearest(folder)
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+def nearest(folder: Path) -> Path:
+    """`folder` if it is there, else the first of those that it would be in."""
+    # Unlike pathlib this raises nothing where a folder may not be entered, or a name is too long.
+    return next((each for each in (folder, *folder.parents) if os.path.exists(each)), folder)
 
 
 @cache

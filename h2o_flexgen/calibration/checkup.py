@@ -24,7 +24,7 @@ from h2o_flexgen.config.hardware.profile import METHOD, HardwareProfile, cache_f
 from h2o_flexgen.config.reports.record import host_facts
 from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.errors import H2OFlexGenError, UsageError
-from h2o_flexgen.folders import cached, expanded
+from h2o_flexgen.folders import cached, expanded, nearest
 from h2o_flexgen.kernels import native, triton_available
 from h2o_flexgen.units import MIB
 
@@ -105,11 +105,9 @@ def _limits(folder: Path) -> dict[str, Any]:
         soft = resource.getrlimit(number)[0]
         return None if soft == resource.RLIM_INFINITY else soft
 
-    while not os.path.exists(folder) and folder != folder.parent:
-        folder = folder.parent
     free = None
     with suppress(OSError):
-        free = shutil.disk_usage(folder).free
+        free = shutil.disk_usage(nearest(folder)).free
     return {
         "memlock": of(resource.RLIMIT_MEMLOCK),
         "open_files": of(resource.RLIMIT_NOFILE),

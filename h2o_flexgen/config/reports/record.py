@@ -9,7 +9,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,21 +60,22 @@ def eviction_entry(name: str, budgets: Sequence[Budget]) -> dict[str, Any]:
 
     heavy, recent and sinks add up to the budget, or where less is `kept_of_prompt`, to that.
     """
-
-    def spread(values: list[int]) -> int | list[int]:
-        low, high = min(values, default=0), max(values, default=0)
-        return low if low == high else [low, high]
-
     entry = {
         "name": name,
-        "budget": spread([budget.total for budget in budgets]),
-        "heavy": spread([budget.heavy for budget in budgets]),
-        "recent": spread([budget.recent for budget in budgets]),
-        "sinks": spread([budget.sinks for budget in budgets]),
+        "budget": span_of(budget.total for budget in budgets),
+        "heavy": span_of(budget.heavy for budget in budgets),
+        "recent": span_of(budget.recent for budget in budgets),
+        "sinks": span_of(budget.sinks for budget in budgets),
     }
     if any(budget.prompt is not None for budget in budgets):
-        entry["kept_of_prompt"] = spread([budget.after_prompt for budget in budgets])
+        entry["kept_of_prompt"] = span_of(budget.after_prompt for budget in budgets)
     return entry
+
+
+def span_of(values: Iterable[float]) -> float | list[float]:
+    """What all values are, or [least, most]; 0 of none."""
+    ordered = sorted(values) or [0]
+    return ordered[0] if ordered[0] == ordered[-1] else [ordered[0], ordered[-1]]
 
 
 def utc_now() -> str:

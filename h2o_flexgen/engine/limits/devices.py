@@ -19,7 +19,7 @@ import torch
 
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.folders import cached, can_write, expanded
+from h2o_flexgen.folders import cached, can_write, expanded, nearest
 from h2o_flexgen.huge import LARGE
 from h2o_flexgen.kernels.native.tiers import cpu_flags
 from h2o_flexgen.memory.cuda import Device, open_device
@@ -198,9 +198,7 @@ def cpu_limit() -> Limit:
 
 def disk_limit(folder: Path, there: int) -> Limit:
     """Disk space for a run: free bytes at `folder`, and the bytes of weights already `there`. Creates nothing."""
-    # Path.exists raises where a parent cannot be searched, or a name is too long.
-    while not os.path.exists(folder) and folder != folder.parent:
-        folder = folder.parent
+    folder = nearest(folder)
     try:
         info = os.statvfs(folder)
         # /proc and its like have no blocks, and tell root that it may write.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,7 @@ from h2o_flexgen.cache.recall import RecallCounts
 from h2o_flexgen.config.budget import Budget
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.recall import Reading, shelf_bytes, shelved_tokens
-from h2o_flexgen.config.reports.record import RunRecord, eviction_entry, host_facts
+from h2o_flexgen.config.reports.record import RunRecord, eviction_entry, host_facts, span_of
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cores import CoreCount, sharing_warning
 from h2o_flexgen.engine.limits import devices
@@ -285,9 +285,9 @@ def _eviction(config: EngineConfig, rows: SequenceOf[RowLengths]) -> dict[str, A
     if any(row.by_layer for row in rows):
         entry["budget_split"] = config.eviction.how_layers_share
         layers = zip(*(row.by_layer for row in rows), strict=True)
-        entry["budget_by_layer"] = [_span(each.total for each in layer) for layer in layers]
-    entry["share_of_prompt"] = _span(row.budget.total / row.prompt for row in rows)
-    entry["share_of_sequence"] = _span(row.budget.total / (row.prompt + row.most_new) for row in rows)
+        entry["budget_by_layer"] = [span_of(each.total for each in layer) for layer in layers]
+    entry["share_of_prompt"] = span_of(row.budget.total / row.prompt for row in rows)
+    entry["share_of_sequence"] = span_of(row.budget.total / (row.prompt + row.most_new) for row in rows)
     return entry
 
 
@@ -328,11 +328,6 @@ def _moved(request: PlanRequest, metrics: RunMetrics) -> dict[str, int]:
 def _kept(found: Mapping[str, list[dict[str, float]]]) -> dict[str, dict[str, float]] | None:
     means = {name: {key: fmean(c.get(key, 0.0) for c in each) for key in each[0]} for name, each in found.items()}
     return means or None
-
-
-def _span(values: Iterable[float]) -> float | list[float]:
-    ordered = sorted(values)
-    return ordered[0] if ordered[0] == ordered[-1] else [ordered[0], ordered[-1]]
 
 
 def _bound(metrics: RunMetrics) -> dict[str, Any] | None:
