@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from h2o_flexgen.pages.page import Chapter, Figure, Passage, Table, line_figure
 from h2o_flexgen.pages.reading import Json, Material, Run, number_in, object_in
@@ -24,11 +23,9 @@ LOOSE = 20
 """Caps of so many times what was used are not drawn: they would flatten everything else."""
 
 
-def schedule(material: Material) -> Chapter | None:
-    """The timelines of all traces; None without one."""
+def schedule(material: Material) -> Chapter:
+    """The timelines of all traces."""
     parts = [part for trace in material.traces for part in _timeline(trace, len(material.traces) > 1)]
-    if not parts:
-        return None
     text = (
         "What computed, and what moved over each link, when. Predicted: the schedule of the plan on the clock of the "
         "cost model, first block, decode steps that repeat left out; measured: the run. Red dashes: nothing computed."
@@ -37,8 +34,11 @@ def schedule(material: Material) -> Chapter | None:
 
 
 def _timeline(trace: TraceFile, several: bool) -> Iterator[Passage]:
-    shown = [("predicted", trace.predicted), ("measured", trace.measured)]
-    there = [(name, timeline) for name, timeline in shown if timeline is not None and timeline.rows]
+    shown = (
+        ("predicted", trace.predicted, "a prediction: give the run a calibrated machine"),
+        ("measured", trace.measured, "a measurement"),
+    )
+    there = [(name, timeline) for name, timeline, _ in shown if timeline is not None and timeline.rows]
     if not there:
         return
     total = sum(len(timeline.rows) for _, timeline in there)
@@ -54,12 +54,7 @@ def _timeline(trace: TraceFile, several: bool) -> Iterator[Passage]:
     ]
     if kept < total:
         texts.append(f"{total:,} tasks were traced; neighbours were joined to {kept:,}.")
-    for name, missing in (
-        ("predicted", "a prediction: give the run a calibrated machine"),
-        ("measured", "a measurement"),
-    ):
-        if name not in dict(there):
-            texts.append(f"Not in this trace: {missing}.")
+    texts += [f"Not in this trace: {missing}." for name, _, missing in shown if name not in dict(there)]
     span = max(timeline.span for _, timeline in there)
     label = "; ".join(f"{name}: {_busy(timeline)}" for name, timeline in there if timeline.span)
     figure = Figure(
@@ -114,59 +109,49 @@ def _lanes(
 
 
 def _stall_table(name: str, timeline: Timeline, gaps: Sequence[Stall]) -> Table:
-    seconds, counts = Counter[str](), Counter[str]()
+    lasted = defaultdict[str, list[float]](list)
     for gap in gaps:
-        seconds[gap.cause] += gap.end - gap.start  # type: ignore[assignment]  # a Counter of floats
-        counts[gap.cause] += 1
+        lasted[gap.cause].append(gap.end - gap.start)
+    totals = {cause: sum(seconds) for cause, seconds in lasted.items()}
     rows = [
-        [cause, f"{counts[cause]:,}", format_seconds(total), f"{total / timeline.span:.1%}"]
-        for cause, total in seconds.most_common()
+        [cause, f"{len(lasted[cause]):,}", format_seconds(total), f"{total / timeline.span:.1%}"]
+        for cause, total in sorted(totals.items(), key=lambda item: -item[1])
     ]
-    busy = sum(seconds.values())
+    idle = format_seconds(sum(totals.values()))
     return Table(
-        f"{name}: why nothing was computed, {format_seconds(busy)} of {format_seconds(timeline.span)}",
+        f"{name}: why nothing was computed, {idle} of {format_seconds(timeline.span)}",
         ["cause", "times", "seconds", "of the run"],
         rows or [["it never waited", "0", "0 s", "0 %"]],
     )
 
 
-def memory(material: Material) -> Chapter | None:
-    """Memory over time from traces, peaks and caps from records; None without either."""
+def memory(material: Material) -> Chapter:
+    """Memory over time from traces, peaks and caps from records."""
     parts = [part for trace in material.traces for part in _memory_over_time(trace)]
     peaks = _peaks(material.runs)
-    if not parts and peaks is None:
-        return None
     texts = ["Bytes in use on each tier, and resident in the process, which is what a cap on host memory holds for."]
     if not parts:
         texts.append("Over time: not in these records; run --trace FILE or run --report FILE records it.")
-    return Chapter("memory", "Memory", texts, [*parts, *([Passage("", [], [], [peaks])] if peaks else [])])
+    return Chapter("memory", "Memory", texts, [*parts, *([Passage(tables=[peaks])] if peaks else [])])
 
 
 def _memory_over_time(trace: TraceFile) -> Iterator[Passage]:
     timeline = trace.measured
     if timeline is None or not timeline.memory:
         return
-    lines: list[Json] = []
-    for colour, tier in enumerate(dict.fromkeys(level.tier for level in timeline.memory)):
+    lines, most = list[Json](), _most(timeline.memory)
+    for colour, tier in enumerate(most):
         levels = [level for level in timeline.memory if level.tier == tier]
         points = [[max(0.0, level.at - timeline.start), level.nbytes] for level in _thin_levels(levels)]
         points.append([timeline.span, points[-1][1]])
         lines.append({"name": tier, "points": points, "step": True, "plain": True, "colour": colour})
         cap = timeline.caps.get(tier)
-        if isinstance(cap, int | float) and 0 < cap < LOOSE * max(level.nbytes for level in levels):
-            lines.append(
-                {
-                    "name": f"{tier}, cap",
-                    "points": [[0, cap], [timeline.span, cap]],
-                    "dashed": True,
-                    "plain": True,
-                    "colour": colour,
-                }
-            )
-    said = ", ".join(f"{tier} at most {format_bytes(most)}" for tier, most in _most(timeline.memory).items())
+        if isinstance(cap, int | float) and 0 < cap < LOOSE * most[tier]:
+            edge = [[0, cap], [timeline.span, cap]]
+            lines.append({"name": f"{tier}, cap", "points": edge, "dashed": True, "plain": True, "colour": colour})
+    said = ", ".join(f"{tier} at most {format_bytes(nbytes)}" for tier, nbytes in most.items())
     x, y = {"name": "seconds since the first task", "min": 0}, {"name": "bytes", "form": "bytes", "min": 0}
     figure = line_figure(f"Memory over time, {trace.source}", x, y, lines, f"Memory over time: {said}.", wide=True)
-    most = _most(timeline.memory)
     loose = [
         f"{tier} {format_bytes(cap)}"
         for tier, cap in timeline.caps.items()
@@ -215,17 +200,13 @@ def _peaks(runs: Sequence[Run]) -> Table | None:
 _MOST_ROWS = 60
 
 
-def roofline(material: Material) -> Chapter | None:
-    """Where the phases of runs stand under the roof of the machine's rates; None without counted work."""
-    with_work = [(run, run.record) for run in material.runs if run.record and run.record.get("roofline")]
-    if not with_work:
-        return None
+def roofline(material: Material) -> Chapter:
+    """Where the phases of runs stand under the roof of the machine's rates, as far as work was counted."""
     machines = defaultdict(list)
-    for run, record in with_work:
-        machines[_rates(record, run.source)].append((run, record))
-    parts = [part for rates, runs in machines.items() if (part := _roof(dict(rates), runs)) is not None]
-    if not parts:
-        return None
+    for run in material.runs:
+        if run.record and run.record.get("roofline"):
+            machines[_rates(run.record, run.source)].append((run, run.record))
+    parts = [part for rates, runs in machines.items() for part in _roof(dict(rates), runs)]
     text = (
         "Each phase at its FLOPs per byte read from memory and its FLOPs per second, under rates that were measured on "
         "the machine: the slope is memory, the level is arithmetic. A point far below the roof was held up by "
@@ -251,10 +232,10 @@ def _rates(record: Json, source: str) -> tuple[tuple[str, float], ...]:
     return tuple(sorted((name, float(f"{rate:.3g}")) for name, rate in found.items()))
 
 
-def _roof(rates: Mapping[str, float], runs: Sequence[tuple[Run, Json]]) -> Passage | None:
+def _roof(rates: Mapping[str, float], runs: Sequence[tuple[Run, Json]]) -> Iterator[Passage]:
     memory_rate, top = rates.get("memory reads"), rates.get(ARITHMETIC)
     if not memory_rate or not top:
-        return None
+        return
     points: dict[str, list[list[float]]] = defaultdict(list)
     rows = []
     for run, record in runs:
@@ -269,37 +250,20 @@ def _roof(rates: Mapping[str, float], runs: Sequence[tuple[Run, Json]]) -> Passa
             points[name].append([work[0] / work[1], flops])
             bound = each.get("bound") or {}
             achieved = f"{each['achieved']:.0%}" if isinstance(each.get("achieved"), float) else "-"
-            rows.append(
-                [
-                    name,
-                    f"{work[0] / work[1]:.3g}",
-                    f"{flops / 1e9:.3g} GFLOP/s",
-                    str(bound.get("resource", "-")),
-                    achieved,
-                ]
-            )
+            rates_of = [f"{work[0] / work[1]:.3g}", f"{flops / 1e9:.3g} GFLOP/s"]
+            rows.append([name, *rates_of, str(bound.get("resource", "-")), achieved])
     if not points:
-        return None
+        return
     at = [point[0] for each in points.values() for point in each]
     low, high, ridge = min(*at, top / memory_rate) / 3, max(*at, top / memory_rate) * 3, top / memory_rate
-    roof: dict[str, Any] = {
-        "name": "roof",
-        "plain": True,
-        "colour": 7,
-        "points": [[low, low * memory_rate], [ridge, top], [high, top]],
-    }
-    lines = [
-        roof,
-        *(
-            {"name": name, "points": each, "scatter": True, "colour": number}
-            for number, (name, each) in enumerate(points.items())
-        ),
-    ]
+    edge = [[low, low * memory_rate], [ridge, top], [high, top]]
+    lines: list[Json] = [{"name": "roof", "plain": True, "colour": 7, "points": edge}]
+    for colour, (name, marks) in enumerate(points.items()):
+        lines.append({"name": name, "points": marks, "scatter": True, "colour": colour})
     title = f"Memory {format_rate(memory_rate)}, arithmetic {top / 1e9:.3g} GFLOP/s"
     label = f"Roofline with {sum(map(len, points.values()))} points: {', '.join(points)}."
     x, y = {"name": "FLOPs per byte read", "log": True}, {"name": "FLOP/s", "log": True}
     figure = line_figure(title, x, y, lines, label, wide=True)
     seen = [list(row) for row in dict.fromkeys(map(tuple, rows))][:_MOST_ROWS]
-    return Passage(
-        "", [], [figure], [Table("Phases", ["phase, run", "FLOPs/byte", "achieved", "bound by", "of the bound"], seen)]
-    )
+    head = ["phase, run", "FLOPs/byte", "achieved", "bound by", "of the bound"]
+    yield Passage(figures=[figure], tables=[Table("Phases", head, seen)])

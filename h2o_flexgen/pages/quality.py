@@ -14,14 +14,12 @@ _FORMS: dict[str, Json] = {
 """Axes of what is measured, by its kind."""
 
 
-def section(material: Material) -> Chapter | None:
+def section(material: Material) -> Chapter:
     suites: dict[tuple[str, str], list[Json]] = {}
     for each in material.suites:
         suites.setdefault((each.data["suite"], each.data["model"]), []).append(each.data)
     parts = [_quality(each.data) for each in material.qualities] + [_stream(each.data) for each in material.streams]
     parts += [_suite(f"{model_name(model)}: suite {suite}", rows) for (suite, model), rows in suites.items()]
-    if not parts:
-        return None
     text = "Right answers and perplexity of a model with its KV cache at a budget; the full cache is a dashed level."
     return Chapter("quality", "Quality", [text], parts)
 

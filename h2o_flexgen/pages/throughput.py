@@ -123,12 +123,10 @@ def called(run: PlottedRun, *, budget: bool = True, bits: bool = True) -> str:
     return " ".join(words)
 
 
-def section(material: Material) -> Chapter | None:
-    """Bars and curves of all runs and summaries; None without any."""
+def section(material: Material) -> Chapter:
+    """Bars and curves of all runs and summaries."""
     runs = _on_known_devices([measured(run) for run in material.runs])
     parts = [*_comparisons(runs), *_curves(runs), *(_summary(each.source, each.data) for each in material.summaries)]
-    if not parts:
-        return None
     texts = [
         "Generated tokens per second: end to end is over prefill and decode together, decode over decode alone; "
         "prefill counts prompt tokens. A bar is the median, its whisker reaches from the least run to the most."

@@ -16,11 +16,9 @@ from h2o_flexgen.pages.reading import Json, Material, model_name, object_in
 MOST_SEQUENCES = 12
 
 
-def section(material: Material) -> Chapter | None:
-    """The prompts of all recorded scores; None without any."""
+def section(material: Material) -> Chapter:
+    """The prompts of all recorded scores."""
     parts = [_prompts(each.source, each.data) for each in material.scores]
-    if not parts:
-        return None
     texts = [
         "Each token of a prompt is coloured by its score: the attention that it received from the tokens after it. H2O "
         "keeps the most recent tokens and those with the highest scores, the heavy hitters. What a budget lets go is "

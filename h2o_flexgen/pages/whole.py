@@ -25,10 +25,10 @@ _SECTIONS = (
 
 def page_of(material: Material, title: str = "") -> str:
     made = [(make(material), needs) for make, needs in _SECTIONS]
-    sections = [section for section, _ in made if section is not None]
-    missing = [needs for section, needs in made if section is None]
-    chapters = [_overview(material), _plans(material), *sections, _sources(material, missing)]
-    return render(title or _title(material), [chapter for chapter in chapters if chapter is not None])
+    missing = [needs for section, needs in made if not section.parts]
+    chapters = [_overview(material), _plans(material), *(section for section, _ in made)]
+    shown = [chapter for chapter in chapters if chapter.parts]
+    return render(title or _title(material), [*shown, _sources(material, missing)])
 
 
 def write_page(material: Material, path: Path, title: str = "") -> int:
@@ -54,7 +54,7 @@ def _title(material: Material) -> str:
     )
 
 
-def _overview(material: Material) -> Chapter | None:
+def _overview(material: Material) -> Chapter:
     """What was run, and its warnings: the first that one reads."""
     parts = []
     if len(material.runs) == 1 and material.runs[0].record is material.runs[0].data:
@@ -64,13 +64,13 @@ def _overview(material: Material) -> Chapter | None:
     ))  # fmt: skip
     if warnings:
         parts.append(Passage("Warnings", warnings[:20]))
-    return Chapter("overview", "Overview", [], parts) if parts else None
+    return Chapter("overview", "Overview", [], parts)
 
 
 def _sources(material: Material, missing: list[str]) -> Chapter:
     """The files that were read, what they lack, and which sections other records would add: the last."""
     rows = [[name, what] for name, what in material.files.items()]
-    parts = [Passage("", [], [], [Table("Files", ["file", "what is in it"], rows)])] if rows else []
+    parts = [Passage(tables=[Table("Files", ["file", "what is in it"], rows)])] if rows else []
     absent = [f"{name} in {count} of {len(material.runs)} records" for name, count in _absent(material).items()]
     if absent:
         parts.append(Passage("Missing in the records", [", ".join(absent) + "."]))
@@ -95,7 +95,7 @@ def _facts(run: Run) -> Passage:
         lines = list(report_lines(RunRecord.from_json(run.data)))
     except (UsageError, KeyError, TypeError) as error:
         return Passage("", [f"The report of this run is not shown: {error}."])
-    return Passage("", [], [], [Table("The run", ["", ""], lines)])
+    return Passage(tables=[Table("The run", ["", ""], lines)])
 
 
 def _block(policy: Json) -> list[str]:
@@ -106,9 +106,7 @@ def _block(policy: Json) -> list[str]:
         return ["-", "-"]
 
 
-def _plans(material: Material) -> Chapter | None:
-    if not material.plans:
-        return None
+def _plans(material: Material) -> Chapter:
     rows = []
     for plan in material.plans:
         policy, predicted = object_in(plan.data, "policy", plan.source), object_in(plan.data, "predicted", plan.source)
@@ -122,4 +120,4 @@ def _plans(material: Material) -> Chapter | None:
         ])  # fmt: skip
     head = ["model", "block", "placement", "predicted, tokens/s", "moved", "bound by"]
     text = "Plans that a search chose. Every figure here is predicted."
-    return Chapter("plans", "Plans", [text], [Passage("", [], [], [Table("Plans", head, rows)])])
+    return Chapter("plans", "Plans", [text], [Passage(tables=[Table("Plans", head, rows)])] if rows else [])
