@@ -172,10 +172,9 @@ def markdown(summary: dict[str, Any], explain: bool = True) -> str:
     """
     settings = summary["settings"]
     rows = {name: _cells(summary, name) for name in settings["systems"] if name in summary["systems"]}
-    head = list(next(iter(rows.values()), {"system": "", "batch": ""}))
-    head = [
-        name for name in head if name not in _OPTIONAL or any(row[name] not in (_NONE, "0 B") for row in rows.values())
-    ]
+    every = next(iter(rows.values()), {"system": "", "batch": ""})
+    empty = {name for name in _OPTIONAL if all(row[name] in (_NONE, "0 B") for row in rows.values())}
+    head = [name for name in every if name not in empty]
     lines = [_title(summary), "", _row(head), _row(["---", *["---:"] * (len(head) - 1)])]
     for name in settings["systems"]:
         if name in rows:
@@ -183,16 +182,14 @@ def markdown(summary: dict[str, Any], explain: bool = True) -> str:
         else:
             lines.append(_row([name, f"did not run: {_flat(_why(summary, name))}", *[""] * (len(head) - 2)]))
     lines += ["", *_ratio_table(summary)]
-    stopped = [(name, why) for name, why in summary["failed"].items() if name in summary["systems"]]
-    notes = [f"{name} stopped early: {_flat(why)}." for name, why in stopped]
-    plans = [(name, plan) for name in rows if (plan := _plan(summary["systems"][name]["plan"]))]
-    notes += [f"{name} ran with {plan}." for name, plan in plans]
+    notes = [f"{name} stopped early: {_flat(why)}." for name, why in summary["failed"].items() if name in rows]
+    notes += [f"{name} ran with {plan}." for name in rows if (plan := _plan(summary["systems"][name]["plan"]))]
     notes += _provenance(summary)
     for name, system in summary["systems"].items():
         if why := system["disturbed"]:
             notes.append(f"{why['runs']} of {system['repetitions']} runs of {name}, at worst: {why['worst']}.")
     if explain:
-        notes += [f"{name}: {says}." for name, says in _says(summary)]
+        notes += [f"{name}: {_says(summary, name)}." for name in rows]
         notes += [f"{name} tried {_attempts(tried)}." for name, tried in summary["tried"].items()]
         notes.append(f"Medians of n runs. {summary['measured']} {_about_text(summary)}")
         if summary["cap"]["why_not"]:
@@ -327,13 +324,10 @@ def _about_text(summary: dict[str, Any]) -> str:
     )
 
 
-def _says(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    notes = []
-    for name in summary["settings"]["systems"]:
-        if name in summary["systems"]:
-            versions = ", ".join(f"{key} {value}" for key, value in summary["systems"][name]["versions"].items())
-            notes.append((name, f"{SYSTEMS.get(name).says} ({versions})"))
-    return notes
+def _says(summary: dict[str, Any], name: str) -> str:
+    """How a system was run, and its versions."""
+    versions = ", ".join(f"{key} {value}" for key, value in summary["systems"][name]["versions"].items())
+    return f"{SYSTEMS.get(name).says} ({versions})"
 
 
 def _why(summary: dict[str, Any], name: str) -> str:
@@ -362,14 +356,16 @@ def _row(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+_CSV_FIGURES = ("prefill_s", "decode_s", "total_s", *RATES, "peak_bytes", "disk_read_bytes", "process_read_bytes")
+
+
 def csv_table(*parts: tuple[str, dict[str, Any]]) -> str:
     """All rows of some summaries as CSV; `parts` are (what the batches are: "equal", "best" or "given", summary).
 
     Seconds, bytes and tokens per second are medians; ratios are speeds relative to the column `reference`.
     """
-    head = ["batches", "system", "batch", "prompt_len", "gen_len", "dtype", "repetitions", "prefill_s", "decode_s"]
-    head += ["total_s", *RATES, "peak_bytes", "disk_read_bytes", "process_read_bytes", "bytes_moved", "reference"]
-    head += ["pairs", *(f"{rate}_ratio{end}" for rate in RATES for end, _ in _ENDS)]
+    head = ["batches", "system", "batch", "prompt_len", "gen_len", "dtype", "repetitions", *_CSV_FIGURES]
+    head += ["bytes_moved", "reference", "pairs", *(f"{rate}_ratio{end}" for rate in RATES for end, _ in _ENDS)]
     head += ["same_text", "sequences_compared", "failed"]
     target = io.StringIO()
     writer = csv.DictWriter(target, head, lineterminator="\n")
@@ -388,8 +384,7 @@ def _csv_row(summary: dict[str, Any], name: str) -> dict[str, Any]:
     if system is None:
         return row | {"failed": _why(summary, name)}
     row |= {"batch": system["batch"], "repetitions": system["repetitions"]}
-    figures = ("prefill_s", "decode_s", "total_s", *RATES, "peak_bytes", "disk_read_bytes", "process_read_bytes")
-    row |= {figure: system[figure]["median"] for figure in figures if system[figure]}
+    row |= {figure: system[figure]["median"] for figure in _CSV_FIGURES if system[figure]}
     moved = system["bytes_moved"]
     row["bytes_moved"] = "" if moved is None else sum(moved.values())
     row["pairs"] = _pair(summary, name, reference).get("pairs", "")

@@ -41,24 +41,21 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: i
 def quality_table(report: QualityReport) -> str:
     """A row per policy and ratio, and the lines that say what the columns are."""
     header = ["policy", "ratio", "tokens", "KV cache", "recall"]
-    header += [column_name(tally.kind) for tally in report.rows[0].recall]
-    header += [column_name(tally.kind, later=True) for tally in report.rows[0].recall if tally.later_cases]
+    header += [name for name, _ in _right_answers(report.rows[0])]
     table = markdown_table([*header, "perplexity"], [_quality_cells(row) for row in report.rows])
     return f"{table}\n\n{_filled(_quality_notes(report))}"
 
 
 def quality_line(row: QualityRow) -> str:
-    parts = [f"{column_name(tally.kind)} {_percent(tally.shown)}" for tally in row.recall]
-    parts += [
-        f"{column_name(tally.kind, later=True)} {_percent(tally.later)}" for tally in row.recall if tally.later_cases
-    ]
-    recall = f"recall {_percent(row.recall_accuracy)}, {', '.join(parts)}"
+    parts = ", ".join(f"{name} {_percent(share)}" for name, share in _right_answers(row))
+    recall = f"recall {_percent(row.recall_accuracy)}, {parts}"
     return f"{row.policy} {row.ratio:g}: {recall}, perplexity {row.perplexity:.4g} ({row.seconds:.0f} s)"
 
 
-def column_name(kind: str, later: bool = False) -> str:
-    """The name of a kind of question: "used", "used later", and "2+ tokens", "later" where a file knows no kinds."""
-    return f"{kind} later".strip() if later else kind or "2+ tokens"
+def _right_answers(row: QualityRow) -> list[tuple[str, float | None]]:
+    """Shares by kind of question: "used", "used later", and "2+ tokens", "later" where a file knows no kinds."""
+    shown = [(tally.kind or "2+ tokens", tally.shown) for tally in row.recall]
+    return [*shown, *((f"{tally.kind} later".strip(), tally.later) for tally in row.recall if tally.later_cases)]
 
 
 def span(value: Any) -> str:
@@ -68,8 +65,8 @@ def span(value: Any) -> str:
 
 def _quality_cells(row: QualityRow) -> list[str]:
     cells = [row.policy, f"{row.ratio:g}", span(row.eviction["budget"]), format_bytes(row.kv_bytes)]
-    cells += [_percent(row.recall_accuracy), *(_percent(tally.shown) for tally in row.recall)]
-    return [*cells, *(_percent(tally.later) for tally in row.recall if tally.later_cases), _number(row.perplexity)]
+    shares = [row.recall_accuracy, *(share for _, share in _right_answers(row))]
+    return [*cells, *map(_percent, shares), _number(row.perplexity)]
 
 
 def _quality_notes(report: QualityReport) -> list[str]:
@@ -86,10 +83,11 @@ def _quality_notes(report: QualityReport) -> list[str]:
         f"{report.context} tokens are read and evicted from, and {report.continuation} more scored one by one.",
     ]
     if later:
-        said = (
+        notes.insert(
+            2,
             "Later: the question comes after the passage was read and evicted from; right is an answer each of whose "
+            "tokens has more than half of the probability.",
         )
-        notes.insert(2, said + "tokens has more than half of the probability.")
     return notes
 
 
