@@ -87,28 +87,20 @@ def one(told: dict[str, Any]) -> Record:
     scores = 0 if work.budget is None else 12 * work.batch * slots * spec.num_layers * spec.num_kv_heads
     nbytes, step = weights + cache + scores, record.decode_s / (work.generated - 1)
     bound = nbytes / best(rates)
+    asked = {name: getattr(work, name) for name in ("batch", "prompt_len", "gen_len", "generated", "budget", "ran")}
+    kept = ("dtype", "prefill_s", "decode_s", "peak_bytes", "kv_bytes", "warnings")
     return {
         "model": Path(work.model).name,
-        "dtype": record.dtype,
-        "batch": work.batch,
-        "prompt_len": work.prompt_len,
-        "gen_len": work.gen_len,
-        "generated": work.generated,
-        "budget": work.budget,
-        "ran": work.ran,
+        **asked,
+        **{name: getattr(record, name) for name in kept},
         "projected": False,
         "load_s": load_s,
-        "prefill_s": record.prefill_s,
-        "decode_s": record.decode_s,
         "step_s": step,
         "steady_step_s": steady_step_s,
         "decode_tokens_per_s": record.decode_throughput,
         "bytes_per_step": nbytes,
         **rates,
         "bound_step_s": bound,
-        "peak_bytes": record.peak_bytes,
-        "kv_bytes": record.kv_bytes,
-        "warnings": record.warnings,
         "said": f"{step * 1e3:.2f} ms a step, bound {bound * 1e3:.2f} ms",
     }
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal, NamedTuple
 
 from h2o_flexgen.cache.eviction import EVICTION_POLICIES
@@ -203,30 +204,17 @@ def make(task: SuiteTask, llm: LLM) -> Measured:
         return Measured(task, [AskedCase(context, rest, 0) for context, rest in windows.pairs])
     if task.kind in ("recall", "reasoning"):
         cases = read_cases(task.questions, SUMS_FILE if task.kind == "reasoning" else RECALL_FILE)
-        questions = [case for case in cases if task.only in (None, case.kind)]
-        questions = spread([case for case in questions if case.question_at is not None], task.cases)
+        questions = [case for case in cases if task.only in (None, case.kind) and case.question_at is not None]
+        questions = spread(questions, task.cases)
         if not questions:
             raise UsageError(f"there are no questions of kind {task.only!r} with a question_at", "needed one at least")
-    elif task.kind == "instructions":
-        sentences = _sentences(_text(task))
-        return Measured(
-            task,
-            [
-                asked
-                for length in task.lengths
-                for case in range(task.cases)
-                for asked in _instructed(task, llm, sentences, length, case)
-            ],
-        )
-    else:
-        sentences = _sentences(_text(task))
-        questions = [
-            _passage(task, llm, sentences, length, depth, case)
-            for length in task.lengths
-            for depth in task.depths
-            for case in range(task.cases)
-        ]
-    return Measured(task, [_asked(task, llm, question) for question in questions])
+        return Measured(task, [_asked(task, llm, question) for question in questions])
+    sentences = _sentences(_text(task))
+    if task.kind == "instructions":
+        passages = product(task.lengths, range(task.cases))
+        return Measured(task, [asked for each in passages for asked in _instructed(task, llm, sentences, *each)])
+    places = product(task.lengths, task.depths, range(task.cases))
+    return Measured(task, [_asked(task, llm, _passage(task, llm, sentences, *place)) for place in places])
 
 
 def _asked(task: SuiteTask, llm: LLM, case: Question) -> AskedCase:
