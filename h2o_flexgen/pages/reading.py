@@ -19,6 +19,8 @@ from h2o_flexgen.pages.traces import TraceFile, trace_of
 Json = dict[str, Any]
 NUMBERS = ("prefill_s", "decode_s", "prompt_tokens", "generated_tokens", "sequences")
 """What every run has, ours and others'."""
+OBJECTS = ("eviction", "policy", "predicted", "roofline", "bytes_moved", "quantization", "host", "settings")
+"""What a run may have, besides the peaks of memory, which some have as one number."""
 KINDS = (
     "needed a record of run, bench, search, evaluate (of a suite, too) or demo, a trace, a summary of bench, or "
     "recorded scores, as JSON or JSON lines"
@@ -62,8 +64,8 @@ class Material:
     def add(self, source: str, data: Any) -> str:
         """Takes one object; returns what it is. UsageError for one of no known kind."""
         if isinstance(data, Mapping):
-            for what, known, take in _KINDS:
-                if known(data):
+            for what, keys, take in _KINDS:
+                if keys <= data.keys():
                     take(self, source, dict(data))
                     return what
         found = f"the keys {', '.join(list(data)[:8])}" if isinstance(data, Mapping) else f"a {type(data).__name__}"
@@ -99,7 +101,7 @@ def _read_folder(material: Material, folder: Path) -> None:
             for where, data in objects:
                 trial.add(where, data)
         except UsageError as error:
-            if any(known(data) for _, data in objects if isinstance(data, Mapping) for _, known, _ in _KINDS):
+            if any(keys <= data.keys() for _, data in objects if isinstance(data, Mapping) for _, keys, _ in _KINDS):
                 raise
             material.files[str(path)] = f"left out: {error.found.partition(': ')[2]}"
             continue
@@ -178,19 +180,10 @@ def _checked(source: str, data: Json) -> None:
     for name in NUMBERS:
         if number_in(data, name, source) is None:
             raise UsageError(f"{source}: the record has no {name}", f"needed {', '.join(NUMBERS)}")
-    for name in (
-        "eviction",
-        "policy",
-        "predicted",
-        "roofline",
-        "peak_bytes",
-        "bytes_moved",
-        "quantization",
-        "host",
-        "settings",
-    ):
-        if not (name == "peak_bytes" and isinstance(data.get(name), int)):
-            object_in(data, name, source)
+    for name in OBJECTS:
+        object_in(data, name, source)
+    if not isinstance(data.get("peak_bytes"), int):
+        object_in(data, "peak_bytes", source)
 
 
 def _run(material: Material, source: str, data: Json) -> None:
@@ -263,22 +256,17 @@ def _scores(material: Material, source: str, data: Json) -> None:
     material.scores.append(Sourced(source, data))
 
 
-Known = Callable[[Mapping[str, Any]], bool]
-_KINDS: tuple[tuple[str, Known, Callable[[Material, str, Json], None]], ...] = (
-    ("trace", lambda data: "traceEvents" in data, _trace),
-    ("scores", lambda data: "heavy_hitters" in data, _scores),
-    ("run of bench", lambda data: "bench_run" in data and "system" in data, _bench_run),
-    ("summary of bench", lambda data: "bench" in data and "systems" in data, _summary),
-    ("full cache beside an evicted one", lambda data: "full" in data and "evicted" in data, _demo),
-    ("evaluation along a stream", lambda data: "rows" in data and "streams" in data, _strict("streams", StreamReport)),
-    (
-        "evaluation of quality",
-        lambda data: "rows" in data and "recall_file" in data,
-        _strict("qualities", QualityReport),
-    ),
-    ("figure of a suite", lambda data: "suite" in data and "metric" in data, _of_a_suite),
-    ("run", lambda data: "eviction" in data and "decode_s" in data, _run),
-    ("policy file", lambda data: "made_for" in data, _policy_file),
-    ("plan of search", lambda data: "predicted" in data and "policy" in data, _plan),
+_KINDS: tuple[tuple[str, set[str], Callable[[Material, str, Json], None]], ...] = (
+    ("trace", {"traceEvents"}, _trace),
+    ("scores", {"heavy_hitters"}, _scores),
+    ("run of bench", {"bench_run", "system"}, _bench_run),
+    ("summary of bench", {"bench", "systems"}, _summary),
+    ("full cache beside an evicted one", {"full", "evicted"}, _demo),
+    ("evaluation along a stream", {"rows", "streams"}, _strict("streams", StreamReport)),
+    ("evaluation of quality", {"rows", "recall_file"}, _strict("qualities", QualityReport)),
+    ("figure of a suite", {"suite", "metric"}, _of_a_suite),
+    ("run", {"eviction", "decode_s"}, _run),
+    ("policy file", {"made_for"}, _policy_file),
+    ("plan of search", {"predicted", "policy"}, _plan),
 )
-"""Name, test and reader of each kind; the first that fits is taken."""
+"""Name, keys and reader of each kind; the first that fits is taken."""
