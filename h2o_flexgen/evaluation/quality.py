@@ -161,19 +161,10 @@ def recall(llm: LLM, cases: Sequence[Question]) -> tuple[RecallTally, ...]:
     tallies = []
     for kind in dict.fromkeys(case.kind for case in cases):
         mine = [index for index, case in enumerate(cases) if case.kind == kind]
-        long = [index for index in mine if asked[index].answer > 1]
-        split = [index for index in mine if index in later]
-        tallies.append(
-            RecallTally(
-                kind,
-                sum(shown[index] for index in mine),
-                len(mine),
-                sum(shown[index] for index in long),
-                len(long),
-                sum(later[index] for index in split),
-                len(split),
-            )
-        )
+        right = [shown[index] for index in mine]
+        long = [shown[index] for index in mine if asked[index].answer > 1]
+        split = [later[index] for index in mine if index in later]
+        tallies.append(RecallTally(kind, sum(right), len(right), sum(long), len(long), sum(split), len(split)))
     return tuple(tallies)
 
 
