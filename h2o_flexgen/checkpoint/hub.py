@@ -117,6 +117,7 @@ def resolve_model(
     searched: list[str] = []
     for folder in _candidates(name, path):
         searched.append(f"folder {folder}")
+        folder = folder.absolute()  # files are opened later, wherever the process is then
         file = _gguf_file(folder) if name else None
         if file is not None:
             header = read_header(file)

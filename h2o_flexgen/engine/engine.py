@@ -10,7 +10,6 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import closing, contextmanager
 from functools import partial
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,6 +95,8 @@ class Engine(Closing):
 
     def __init__(self, model: str | PathLike[str] = "demo", *, planner: Planner = by_rule, **settings: Any) -> None:
         self.config = EngineConfig.of(model, **settings)
+        self.offload_folder = devices.offload_folder(self.config.offload_dir).absolute()
+        """The folder of packed weights and the disk tier, wherever the process goes."""
         self.device = devices.resolve_device(self.config)
         self._devices = devices.resolve_devices(self.config, self.device)
         self.model: Model = open_model(self.config, self.device, Engine)
@@ -268,11 +269,6 @@ class Engine(Closing):
         return self._retry.within(planner)(request)
 
     @property
-    def offload_folder(self) -> Path:
-        """The folder of packed weights and the disk tier."""
-        return devices.offload_folder(self.config.offload_dir)
-
-    @property
     def timeline(self) -> Timeline:
         """The busy times of all resources, if the engine was made with trace=True."""
         return self._trace.timeline()
@@ -399,7 +395,7 @@ class Engine(Closing):
             return None
         memory = PREFIX_MEM if config.prefix_mem is None else config.prefix_mem
         disk = PREFIX_DISK if config.prefix_disk is None else config.prefix_disk
-        folder = None if config.prefix_dir is None else expanded(config.prefix_dir)
+        folder = None if config.prefix_dir is None else expanded(config.prefix_dir).absolute()
         return PrefixStore(self._content(), self.model.spec.num_layers, memory, folder, disk, self._needs_sums)
 
     def _content(self) -> str:

@@ -155,6 +155,11 @@ class DirectFile:
         if fd >= 0:
             os.close(fd)
 
+    def __del__(self) -> None:
+        """An engine that was let go of without `close`, as notebooks do, leaves no open files."""
+        if hasattr(self, "fd"):
+            self.close()
+
     def _read_bounced(self, view: memoryview, at: int, offset: int, end: int, name: str) -> None:
         while offset < end:
             low = page_floor(offset)

@@ -47,7 +47,11 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path, no_sockets: list[object]) ->
     (tmp_path / "tokenizer.json").write_text("{}")
     for name in (str(tmp_path), ".", f"../{tmp_path.name}", tmp_path.name if tmp_path.parent == Path.cwd() else "./"):
         found = resolve_model(name)
-        assert (found.origin, found.folder, found.tokenizer_folder) == ("folder", Path(name), Path(name))
+        assert (found.origin, found.folder, found.tokenizer_folder) == (
+            "folder",
+            Path(name).absolute(),
+            Path(name).absolute(),
+        )
         assert found.config == CONFIG  # without auto_map
         assert found.name == name
 

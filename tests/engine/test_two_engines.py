@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,3 +102,32 @@ def test_a_gpu_is_shared_too(open_llm: Callable[..., Engine], monkeypatch: pytes
             caps = second._caps()
         assert caps.gpu == devices.gpu_limit(FakeDevice(), None).nbytes - used(first)
         assert caps.why["gpu"].endswith("that other engines hold")
+
+
+def test_relative_paths_stay_where_they_were(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever folder the process goes to between the calls."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(model.parent)
+    how: dict[str, Any] = {"policy": {"weights": {"disk": 1.0}, "cache": {"disk": 1.0}}, "prefix_dir": "prefixes"}
+    with Engine("model", offload_dir="offload", **how) as llm:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        llm.generate(PROMPTS, **SETTINGS)
+        assert (model.parent / "offload" / "lock").exists()
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_an_engine_that_is_let_go_of_leaves_no_open_files(model: Path) -> None:
+    def there() -> list[str]:
+        gc.collect()
+        return [found for each in Path("/proc/self/fd").iterdir() if (found := readlink(each)).startswith(str(model))]
+
+    llm = Engine(str(model))
+    llm.generate(PROMPTS, **SETTINGS)
+    assert there()
+    del llm
+    assert not there()
+
+
+def readlink(path: Path) -> str:
+    """Where it points; nothing for what has gone meanwhile."""
+    return os.readlink(path) if path.is_symlink() else ""
