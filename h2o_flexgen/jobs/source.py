@@ -23,6 +23,15 @@ FORMATS = ("openai", "jsonl", "text", "parquet")
 LONGEST_LINE = 16 << 20
 """Bytes; a longer line is refused as a request, and never held in memory."""
 _CHUNK = 1 << 20
+_NO_LINES = {
+    b"\x1f\x8b": "is compressed by gzip",
+    b"\x28\xb5\x2f\xfd": "is compressed by zstd",
+    b"\xfd7zXZ": "is compressed by xz",
+    b"PK\x03\x04": "is a ZIP archive",
+    b"\xff\xfe": "is UTF-16 text",
+    b"\xfe\xff": "is UTF-16 text",
+}
+"""First bytes of files that people take for lines."""
 
 
 class BadLine(ValueError):
@@ -214,10 +223,16 @@ def _guessed(path: Path, prompts: tuple[str, ...]) -> str:
     ending = path.suffix.lower()
     if ending in (".parquet", ".pq"):
         return "parquet"
+    lines = Source(path, "text")
+    with lines._opened() as file:
+        head = file.read(8)
+    for first, why in _NO_LINES.items():
+        if head.startswith(first):
+            raise UsageError(f"{path} {why}", "needed lines in UTF-8, or Parquet")
     if ending not in (".jsonl", ".ndjson", ".json"):
         return "text"
     line = None
-    for line in Source(path, "text")._lines():
+    for line in lines._lines():
         with suppress(BadLine):
             entry = load_json(line.data)
             plain = not isinstance(entry, dict) or {"prompt", "messages", *prompts} & entry.keys()

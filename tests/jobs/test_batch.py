@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ import jsonschema
 import pytest
 
 from h2o_flexgen import LLM, EvictionConfig, Prompt, SamplingParams
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.jobs.source import Source
 from tests.jobs.files import request, results, timeless, write
 from tests.programs import Ran, write_talker
 
@@ -197,6 +200,18 @@ def test_files_of_requests_are_never_written_over(tmp_path: Path, model: Path, b
     for path, words in (("-", "--output - is not a file"), ("x" * 300, "File name too long")):
         ran = batch("-i", file, "-o", path, "--model", model)
         assert (ran.code, words in ran.err) == (2, True), ran.err
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.jsonl.gz", "in.txt"])
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [(gzip.compress(b'{"prompt": "a"}\n'), "is compressed by gzip"), ("{}\n".encode("utf-16"), "is UTF-16 text")],
+    ids=["gzip", "utf-16"],
+)
+def test_what_has_no_lines_is_refused_as_a_whole(tmp_path: Path, name: str, data: bytes, said: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UsageError, match=f"{name} {said}. needed lines in UTF-8"):
+        Source(tmp_path / name)
 
 
 def test_what_failed_is_told_and_run_again(tmp_path: Path, model: Path, batch: Batch) -> None:
