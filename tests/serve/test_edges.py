@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import select
+import signal
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -119,6 +121,25 @@ def test_who_hangs_up_within_a_stream_is_given_up(
             assert client.chat.completions.create(**short).choices == wanted
         assert len(given_up) == 1
         assert int(given_up[0].removeprefix("long,")) < MOST
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_waits_while_the_service_is_stopped_is_told(tmp_path: Path, thinker: Path, number: signal.Signals) -> None:
+    """A whole answer and one that has begun to stream."""
+    body: Any = {"model": "model", "messages": TALK, "max_tokens": MOST, "logit_bias": PLAIN}
+    body["extra_body"] = {"ignore_eos": True}
+    with Service(tmp_path, "--model", thinker) as service, ThreadPoolExecutor() as pool:
+        client = service.client
+        stream = iter(client.chat.completions.create(stream=True, **body))
+        next(stream)
+        whole = pool.submit(client.chat.completions.create, **body)
+        time.sleep(0.2)
+        service.kill(number)
+        with pytest.raises(openai.APIError, match="the service is being stopped"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError, match=r"503.*the service is being stopped"):
+            whole.result()
+        assert service.wait().code == 0
 
 
 def answer_to(url: str, data: bytes) -> bytes:

@@ -32,6 +32,7 @@ _FIRST_LINE, _LINES = 1 << 31, 1 << 31
 """Numbers beyond those of lines of files."""
 _TAIL = 32  # tokens
 _LONG = 1 << 18  # bytes of a request whose tokens are made beside the engine's thread, for which others wait
+_STOPS = "the service is being stopped"
 _NONE = Record(0, None)
 _NOTHING: Mapping[str, str] = {}
 
@@ -81,14 +82,16 @@ class LiveRequests:
         self._new: deque[LiveRequest] = deque()
         self._long: SimpleQueue[LiveRequest] | None = None
         self._elsewhere: list[LiveRequest] = []
-        self._lock, self._count, self._lines = threading.Lock(), 0, 0
+        self._lock, self._count, self._lines, self._stopped = threading.Lock(), 0, 0, False
         self._rows: deque[tuple[Row, LiveRequest]] = deque()
         self._running: dict[int, tuple[Row, LiveRequest]] = {}
         self.wake: Callable[[], None] = lambda: None
 
     def put(self, request: LiveRequest) -> None:
-        """ApiError 429 where too many wait."""
+        """ApiError 429 where too many wait, 503 once the service stops."""
         with self._lock:
+            if self._stopped:
+                raise ApiError(503, _STOPS, code="service_stopping")
             if self._count >= MOST_WAITING:
                 raise ApiError(429, f"{self._count} requests wait already", code="rate_limit_exceeded")
             self._count += 1
@@ -113,6 +116,16 @@ class LiveRequests:
             self._elsewhere.remove(request)
             self._number(request)
             self._refuse(request, Refused(message, "model_not_loaded", status=503, param="model"))
+
+    def stop(self) -> None:
+        """The service ends: all are told that no answer comes."""
+        with self._lock:
+            self._stopped = True
+        begun = [request for _, request in (*self._rows, *self._running.values())]
+        for request in {id(each): each for each in (*self._new, *self._elsewhere, *begun)}.values():
+            if request.form is None:
+                self._number(request)
+            self._refuse(request, Refused(_STOPS, "service_stopping", status=503))
 
     @property
     def waiting(self) -> bool:

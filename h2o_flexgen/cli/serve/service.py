@@ -58,6 +58,7 @@ def run_service(arguments: ServeArguments) -> None:
         stack.callback(worker.close)
         app = make_app(arguments, desk, worker.live)
         stack.enter_context(_answering(app, listening))
+        stack.callback(worker.live.stop)
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         print_error(f"serving {', '.join(arguments.models)} on http://{shown}:{port}, data in {arguments.data_dir}")
