@@ -35,8 +35,8 @@ def write_page(material: Material, path: Path, title: str = "") -> int:
     """Writes the page; returns its bytes. StorageError where that fails."""
     text = page_of(material, title)
     with writing(path):
-        path.write_text(text, encoding="utf-8")
-    return len(text.encode())
+        path.write_text(text, encoding="utf-8", errors="replace")  # names of files may be no text
+    return len(text.encode(errors="replace"))
 
 
 def _title(material: Material) -> str:

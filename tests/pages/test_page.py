@@ -13,7 +13,7 @@ import pytest
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.pages.page import Chapter, Passage, Table, hashed, render
 from h2o_flexgen.pages.reading import Material, read
-from h2o_flexgen.pages.whole import page_of
+from h2o_flexgen.pages.whole import page_of, write_page
 from h2o_flexgen.report import main
 from h2o_flexgen.schedule.timeline import Level, Row, Timeline
 from h2o_flexgen.search import main as search
@@ -202,6 +202,14 @@ def test_plans_that_a_search_chose(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "8 sequences" in said
     assert main([str(plan), "-o", str(tmp_path / "absent" / "page.html")]) != 0
     assert len(re.findall("error:", capsys.readouterr().err)) == 1
+
+
+def test_a_model_whose_path_is_no_text(tmp_path: Path) -> None:
+    """As os.fsdecode gives names with other bytes than UTF-8's."""
+    material = Material()
+    material.add("this run", RUN | {"model": "mod\udce8l"})
+    assert write_page(material, tmp_path / "page.html") == (tmp_path / "page.html").stat().st_size
+    assert "mod?l" in (tmp_path / "page.html").read_text()
 
 
 def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
