@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -39,14 +40,14 @@ def decode_curves(bench: Bench, seconds: float) -> dict[str, Curve]:
     spec = bench.spec
     token = 2 * spec.num_kv_heads * spec.head_dim * bench.itemsize
     places = [(batch, slots) for slots in SLOTS for batch in BATCHES if batch * slots * token <= len(bench.arena)]
-    budget = bench.timer.budget(seconds, {f"{kind} {place}": 1.0 for kind in ("plain", "scored") for place in places})
+    kinds = ("plain", "scored")
+    budget = bench.timer.budget(seconds, dict.fromkeys(product(kinds, places), 1.0))
     curves = {}
-    for kind in ("plain", "scored"):
+    for kind in kinds:
         by_bytes: dict[int, list[float]] = {}
-        for batch, slots in places:
-            share = budget.take(f"{kind} {(batch, slots)}")
-            sample = _decode_sample(bench, batch, slots, share, scored=kind == "scored")
-            by_bytes.setdefault(batch * slots * token, []).append(sample.seconds)
+        for place in places:
+            sample = _decode_sample(bench, *place, budget.take((kind, place)), scored=kind == "scored")
+            by_bytes.setdefault(math.prod(place) * token, []).append(sample.seconds)
         # As many bytes in few long caches and in many short ones: between the two.
         curves[kind] = Curve(tuple((size, math.prod(y) ** (1 / len(y))) for size, y in sorted(by_bytes.items())))
     return curves
@@ -115,11 +116,11 @@ def prefill_curves(bench: Bench, seconds: float) -> dict[str, Curve]:
     spec = bench.spec
     lengths = [keys for keys in KEYS if keys <= spec.max_positions] or [spec.max_positions]
     # All calls have as many tokens and therefore take longer with more keys; the longest are soon measured.
-    budget = bench.timer.budget(seconds, {str(keys): 1.0 + keys / 512 for keys in lengths})
+    budget = bench.timer.budget(seconds, {keys: 1.0 + keys / 512 for keys in lengths})
     curves: dict[str, list[tuple[int, float]]] = {"plain": [], "scored": []}
     last = 0.0
     for keys in lengths:
-        share = budget.take(str(keys))
+        share = budget.take(keys)
         if keys > _SURE_KEYS and 4 * last > seconds - budget.elapsed:
             break  # both kinds, each to warm up and to be timed, take twice as long as at the length before
         rows = max(1, bench.chunk // keys)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from h2o_flexgen.calibration.bench import Bench
 from h2o_flexgen.calibration.packed import fill_scales
-from h2o_flexgen.calibration.timing import Sample, sample_of
+from h2o_flexgen.calibration.timing import sample_of
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.hardware.rates import Curve, GemmShape
 from h2o_flexgen.config.model.spec import ModelSpec, Product
@@ -32,9 +33,9 @@ from h2o_flexgen.units import MIB
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Rows of x, up to the usual chunk of prompts."""
 EXPERT_ROWS, _SURE_EXPERT_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256), 8
-"""Tokens of each expert; up to so many measured however long it takes."""
+"""Tokens of each expert."""
 _HEAD_ROWS = 256  # the output head sees one token per sequence
-_SURE_ROWS = 16  # measured however long it takes; more rows only while there is time
+_SURE_ROWS = 16
 _ROWS_BESIDE = 64  # of the product that contends with the links
 _FIXED = 10.0  # an activation leaves it about as it is, so that working in place changes nothing from call to call
 _PIECE, _PIECES = 32 * MIB, 16  # of new memory
@@ -70,37 +71,42 @@ def product_shapes(bench: Bench, seconds: float) -> tuple[GemmShape, ...]:
     """Every shape of the model over the number of rows."""
     spec = bench.spec
     shapes = spec.all_products
-    budget = bench.timer.budget(seconds, dict.fromkeys(map(str, shapes), 1.0))
+    budget = bench.timer.budget(seconds, dict.fromkeys(shapes, 1.0))
     head = spec.products("head")
     found = []
     for shape in shapes:
         part = _fitting(bench, shape)
         most = _HEAD_ROWS if shape in head else bench.chunk
         biased = shape not in head and spec.arch.mlp_bias  # of most models all projections have a bias, or none
-        points = _over_rows(bench, part, budget.take(str(shape)), most, biased=biased, wide=shape == head[-1])
-        scale = shape.out_features / part.out_features
-        curve = Curve(tuple((rows, sample.seconds * scale) for rows, sample in points))
+        call = partial(_product_call, bench, part, biased=biased, wide=shape == head[-1])
+        counts, scale = tuple(rows for rows in ROWS if rows <= most), shape.out_features / part.out_features
+        curve = _over_rows(bench, "products", counts, call, budget.take(shape), _SURE_ROWS, scale)
         found.append(GemmShape(shape.out_features, shape.in_features, curve))
     return tuple(found)
 
 
 def _over_rows(
-    bench: Bench, product: Product, seconds: float, most: int, *, biased: bool, wide: bool
-) -> list[tuple[int, Sample]]:
-    """Samples over the number of rows, as many rows as there is time for: from there on the rate stays."""
-    counts = [rows for rows in ROWS if rows <= most]
+    bench: Bench,
+    figure: str,
+    counts: tuple[int, ...],
+    make: Callable[[int], Callable[[], object]],
+    seconds: float,
+    sure: int,
+    scale: float,
+) -> Curve:
+    """`scale` times the seconds of the call that `make` gives for so many rows, over `counts` of them: up to `sure`
+    however long it takes, and more while there is time; from there on the rate stays."""
     # The time a call takes grows with its rows, but a few repetitions of fast ones are soon done.
-    budget = bench.timer.budget(seconds, {str(rows): 1.0 + rows / 128 for rows in counts})
-    points: list[tuple[int, Sample]] = []
+    budget = bench.timer.budget(seconds, {rows: 1.0 + rows / (8 * sure) for rows in counts})
+    points: list[tuple[int, float]] = []
     for rows in counts:
-        share = budget.take(str(rows))
-        if points and rows > _SURE_ROWS:
-            expected = points[-1][1].seconds * rows / points[-1][0]
-            if 2 * expected > max(share, seconds - budget.elapsed):
+        share = budget.take(rows)
+        if rows > sure:
+            before, lasted = points[-1]
+            if 2 * lasted * rows / before > max(share, seconds - budget.elapsed):
                 break
-        call = _product_call(bench, product, rows, biased=biased, wide=wide)
-        points.append((rows, bench.measure("products", call, share)))
-    return points
+        points.append((rows, bench.measure(figure, make(rows), share).seconds))
+    return Curve(tuple((rows, lasted * scale) for rows, lasted in points))
 
 
 @torch.inference_mode()
@@ -115,17 +121,8 @@ def expert_curves(bench: Bench, packed: ModelSpec, seconds: float) -> dict[str, 
     found: dict[str, Curve] = {}
     for index, (bits, spec) in enumerate(specs.items()):
         weights = _experts(bench, next(spec.groups_by_key[unit.experts[0]] for unit in spec.units if unit.experts))
-        share = seconds / len(specs)
-        budget = bench.timer.budget(share, {str(rows): 1.0 + rows / 64 for rows in EXPERT_ROWS})
-        points: list[tuple[float, float]] = []
-        for rows in EXPERT_ROWS:
-            turn = budget.take(str(rows))
-            expected = points[-1][1] * len(weights) * rows / points[-1][0] if points else 0.0
-            if rows > _SURE_EXPERT_ROWS and 2 * expected > max(turn, share - budget.elapsed):
-                break
-            sample = bench.measure("experts", _expert_call(bench, weights, rows), turn)
-            points.append((rows, sample.seconds / len(weights)))
-        found[bits] = Curve(tuple(points))
+        call, share = partial(_expert_call, bench, weights), seconds / len(specs)
+        found[bits] = _over_rows(bench, "experts", EXPERT_ROWS, call, share, _SURE_EXPERT_ROWS, 1 / len(weights))
         if index:
             bench.refill()
     return found

@@ -39,12 +39,12 @@ def packed_factors(bench: Bench, packings: Mapping[str, Packing], seconds: float
     written to the arena, which holds small numbers again afterwards.
     """
     product = _part(bench)
-    budget = bench.timer.budget(seconds, {str(rows): 1.0 + rows / 128 for rows in ROWS})
+    budget = bench.timer.budget(seconds, {rows: 1.0 + rows / 128 for rows in ROWS})
     factors: dict[str, list[tuple[float, float]]] = {key: [] for key in packings}
     weights = {key: _weights(bench, packing, product) for key, packing in packings.items()}
     plain, once = bench.matrices(product.out_features, product.in_features), 0.0  # seconds of a row, of all products
     for rows in ROWS:
-        share = budget.take(str(rows)) / (1 + len(packings))
+        share = budget.take(rows) / (1 + len(packings))
         if 3 * once * rows > max(share, seconds - budget.elapsed):
             break
         x = bench.noise(rows, product.in_features)

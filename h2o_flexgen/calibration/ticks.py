@@ -305,10 +305,10 @@ def _beyond(
 
     `take(rows, seconds)` gives ticks by their kind.
     """
-    budget = bench.timer.budget(seconds, dict.fromkeys(map(str, ROWS), 1.0))
+    budget = bench.timer.budget(seconds, dict.fromkeys(ROWS, 1.0))
     beyond: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for rows in ROWS:
-        taken = bench.timer.repeats.steadiest(partial(take, rows, budget.take(str(rows))), _spread)
+        taken = bench.timer.repeats.steadiest(partial(take, rows, budget.take(rows)), _spread)
         if not taken:
             return {}
         for kind, ticks in taken.items():

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 Clock = Callable[[], float]
 _Taken = TypeVar("_Taken")
@@ -75,12 +75,12 @@ class TimeBudget:
     everything is measured, however late it is.
     """
 
-    def __init__(self, seconds: float, weights: Mapping[str, float], clock: Clock = time.perf_counter) -> None:
+    def __init__(self, seconds: float, weights: Mapping[Any, float], clock: Clock = time.perf_counter) -> None:
         self.seconds, self._clock = seconds, clock
         self._weights, self._left = dict(weights), dict(weights)
         self._start = clock()
 
-    def take(self, part: str) -> float:
+    def take(self, part: object) -> float:
         """Seconds that `part`, which starts now, may take; KeyError for one that is unknown or was taken before."""
         waiting = sum(self._left.values())
         weight = self._left.pop(part)
@@ -164,7 +164,7 @@ class Timer:
         self._synchronise, self.clock = synchronise, clock
         self.repeats = Repeats(0.0, clock) if repeats is None else repeats
 
-    def budget(self, seconds: float, weights: Mapping[str, float]) -> TimeBudget:
+    def budget(self, seconds: float, weights: Mapping[Any, float]) -> TimeBudget:
         """`seconds` divided by `weights`; what is measured again takes none of them."""
         return TimeBudget(seconds, weights, self.repeats.clock)
 
