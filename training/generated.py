@@ -37,19 +37,8 @@ def upper(text: str) -> str:
 def story(rng: Random) -> list[str]:
     """One short story as a list of sentences; its people keep their names and pronouns throughout."""
     hero, friend = rng.sample(WORDS["names"], 2)
-    she = hero in FEMALE
-    fixed = {
-        "n": hero,
-        "m": friend,
-        "he": "she" if she else "he",
-        "him": "her" if she else "him",
-        "his": "her" if she else "his",
-        "thing": "",
-        "spot": "",
-        "animal": "",
-        "job": "",
-        "job2": "",
-    }
+    pronouns = ("she", "her", "her") if hero in FEMALE else ("he", "him", "his")
+    fixed = {"n": hero, "m": friend} | dict(zip(("he", "him", "his"), pronouns, strict=True))
     for slot in ("thing", "spot", "animal", "job", "job2"):
         fixed[slot] = expand(rng, rng.choice(STORY[slot]), fixed)
     sentences = []

@@ -22,7 +22,6 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -202,10 +201,6 @@ class StreamTrainer(Trainer):
         return {"heldout_by_position": by_position(self.model, self.mix, 24)}
 
 
-def measured(model: PreTrainedModel, mix: Mix) -> dict:
-    return {"positions_per_figure": PIECE, "heldout_perplexity_by_position": by_position(model, mix, 128)}
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = flags(__doc__, StreamRecipe, "stream", ROOT / "results/local/stream/model", 1)
     parser.add_argument("--tokenizer", type=Path, default=ROOT / "h2o_flexgen/data/demo", help="folder of a tokenizer")
@@ -222,7 +217,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.text:
         return 0
     train(StreamTrainer(recipe, new_model(recipe, len(tokenizer)), args.work, mix=mix), corpus, args, args.every)
-    record(args, recipe, partial(measured, mix=mix))
+    told = {"positions_per_figure": PIECE}
+    record(args, recipe, lambda model: told | {"heldout_perplexity_by_position": by_position(model, mix, 128)})
     return 0
 
 
