@@ -30,12 +30,13 @@ from h2o_flexgen.cli.program import (
     write_result,
 )
 from h2o_flexgen.cli.progress import ProgressBar, bar
+from h2o_flexgen.config.checks import number
 from h2o_flexgen.config.engine import MEASURED_FIELDS, EngineConfig
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace
 from h2o_flexgen.config.hardware.profile import HardwareProfile, kept_file, load_kept
 from h2o_flexgen.config.hardware.rates import ComputeRates, Curve
 from h2o_flexgen.cores import sharing_warning
-from h2o_flexgen.errors import UsageError, writing
+from h2o_flexgen.errors import writing
 from h2o_flexgen.units import format_bytes, format_rate, format_seconds
 
 
@@ -43,8 +44,7 @@ from h2o_flexgen.units import format_bytes, format_rate, format_seconds
 def main(argv: Sequence[str] | None) -> int:
     with _parser().parsed(argv) as args:
         config = from_namespace(EngineConfig, args)
-    if not 0 < args.budget_s < float("inf"):
-        raise UsageError(f"--budget-s is {args.budget_s}", "needed a number of seconds above 0")
+    number(args.budget_s, "--budget-s", 0, above=True, needed="needed a number of seconds above 0")
     output = output_file("--output", args.output, keep=not args.overwrite)
     look_up_model(replace(config, weights="dummy"))  # sizes are enough
     # torch takes seconds to import: --help and refusals do without it.

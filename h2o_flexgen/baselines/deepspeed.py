@@ -64,14 +64,13 @@ def _settings(work: AdapterWork, checkpoint: str) -> dict[str, Any]:
     if work.cpu_mem is not None and nbytes > _ROOM * work.cpu_mem:
         _check_disk()
         offload = {"device": "nvme", "nvme_path": work.scratch, "buffer_count": 5, "buffer_size": 1 << 28}
-    settings: dict[str, Any] = {
+    return {
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": 1 << 30,
         "bf16": {"enabled": work.dtype == "bfloat16"},
         "fp16": {"enabled": work.dtype == "float16"},
         "zero_optimization": {"stage": 3, "offload_param": offload},
     }
-    return settings
 
 
 def _check_disk() -> None:

@@ -31,6 +31,7 @@ from h2o_flexgen.calibration.packed import packed_factors, usual_packings
 from h2o_flexgen.calibration.stored import keep_profile, machine_facts, profile_key
 from h2o_flexgen.calibration.ticks import prompt_ticks, recorded_ticks, unexplained_ticks
 from h2o_flexgen.calibration.timing import WIDE, Repeats, Spreads, TimeBudget, Timer
+from h2o_flexgen.config.checks import number
 from h2o_flexgen.config.hardware.profile import HardwareProfile
 from h2o_flexgen.config.hardware.rates import UNIT_KINDS, ComputeRates, LinkRate
 from h2o_flexgen.config.model.modules import ModuleSpec
@@ -38,7 +39,6 @@ from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.reports.record import utc_now
 from h2o_flexgen.cores import CoreCount, sharing_warning
 from h2o_flexgen.engine.limits.devices import cgroup_limit
-from h2o_flexgen.errors import UsageError
 from h2o_flexgen.folders import last_part
 from h2o_flexgen.kernels.decode import available
 from h2o_flexgen.kernels.native import library, why_not
@@ -97,8 +97,7 @@ class Calibration:
     """Bytes of host memory that the process may use in all; None: what the machine has free."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.budget_s < float("inf"):
-            raise UsageError(f"--budget-s is {self.budget_s}", "needed a number of seconds above 0")
+        number(self.budget_s, "--budget-s", 0, above=True, needed="needed a number of seconds above 0")
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
