@@ -109,7 +109,8 @@ class Executor:
         self._windows = [spec.arch.window_of(layer) for layer in range(spec.num_layers)]
         self._tables: dict[tuple[Rotary, torch.device], Angles] = {}
         self.mixture = Mixture(decoder, self._gpu_batches)
-        self._graphs = self._make_graphs()
+        self._graphs: DecodeGraphs | None = None
+        self._launch = self._launcher()
         self._launched: dict[int, Launched] = {}  # of GPU batches whose step was launched as a whole
         self._issue = {
             TaskKind.LOAD_WEIGHTS: lambda t: self._stages[t.unit].loaded.weights.load(self._group(t)),
@@ -203,9 +204,9 @@ class Executor:
         """The compute of a GPU batch whose step is launched as a whole: everything at its first unit, sampling at its
         last. None: the unit is to be computed."""
         unit, gpu_batch = self._units[task.unit], self._gpu_batches[task.batch]
-        if unit.kind == "embed" and self._graphs is not None:
+        if unit.kind == "embed" and self._launch is not None:
             with self._trace.record(task, unit, 0.0):
-                launched = self._graphs.step(gpu_batch)
+                launched = self._launch(gpu_batch)
             if launched is not None:
                 self._launched[gpu_batch.index] = launched
                 return []
@@ -216,8 +217,9 @@ class Executor:
             return self._sampler.step(gpu_batch.rows, outcome)
         return self._sampler.take(gpu_batch.rows, *outcome())
 
-    def _make_graphs(self) -> DecodeGraphs | None:
-        """CUDA graphs, if steps can be recorded, without a trace or `--check-finite`."""
+    def _launcher(self) -> Callable[[GpuBatch], Launched | None] | None:
+        """What launches a decode step as a whole, None where it has to be left to the ticks: steps that move nothing,
+        without a trace or `--check-finite`."""
         device, first = self._gpu_batches[0].device, self._all_stages[0]
         moves = first.loaded.weights.streamed or first.caches.moves or first.hidden.moves
         can = self._passes is None and recordable(
@@ -225,8 +227,18 @@ class Executor:
             elsewhere=any(place.type != device.type for place in self._maker.devices.values()),
             rolling=self._rolling,
         )
-        make = recorder(device) if can and not self._trace.enabled and self._finite is None else None
-        return None if make is None else DecodeGraphs(make, self._repeating, self._forward)
+        if not can or self._trace.enabled or self._finite is not None:
+            return None
+        make = recorder(device)
+        if make is not None:
+            self._graphs = DecodeGraphs(make, self._repeating, self._forward)
+            return self._graphs.step
+        # Several GPU batches share a unit's weights while the processor's caches hold them: these go tick by tick.
+        return self._at_once if device.type == "cpu" and len(self._gpu_batches) == 1 else None
+
+    def _at_once(self, gpu_batch: GpuBatch) -> Tensor | None:
+        """The logits of a step without prompts: of small models the ticks take as long as an eighth of it."""
+        return None if gpu_batch.fresh else self._forward(gpu_batch, *gpu_batch.inputs())
 
     def _repeating(self, gpu_batch: GpuBatch) -> list[KVCache] | None:
         """The caches of a GPU batch, if all are on its device and launch the same in every step; else None."""
