@@ -32,7 +32,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     library = native.library()
     assert library is not None
 
-    def run(command: list[str], *_: object) -> None:
+    def run(command: list[str], *_: object, **__: object) -> None:
         output = Path(command[command.index("-o") + 1])
         shutil.copy(library._name, output) if "-shared" in command else output.touch()
 
