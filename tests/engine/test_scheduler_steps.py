@@ -54,6 +54,7 @@ def test_the_schedule_that_runs_is_sound(tier: str, checkpoint, monkeypatch: pyt
 
     zigzag = block.zigzag
     monkeypatch.setattr(block, "zigzag", recorded)
+    monkeypatch.setattr(Executor, "_launcher", lambda _: None)  # steps that are done as a whole have few ticks
     with _run(checkpoint("opt")[1], EvictionConfig("h2o", ratio=0.3), (2, 3), tier) as llm:
         llm.generate(PROMPTS, _params())
         llm.generate(prompts_of([*LENGTHS, 9, 21]), max_new_tokens=5, ignore_eos=True)
@@ -65,6 +66,27 @@ def test_the_schedule_that_runs_is_sound(tier: str, checkpoint, monkeypatch: pyt
         steps.append(report.steps)
     assert len(steps) == 1 + 3, "ragged work is one block; rows that end together make way for a block of their own"
     assert steps[1:] == [5, 5, 5]
+
+
+def test_steps_that_move_nothing_are_computed_at_once(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a host, of one GPU batch: the same tokens as unit by unit, while rows leave and prompts enter."""
+    compute, by_way, units = Executor._compute, [], 0
+
+    def count(self: Executor, task: Any) -> Any:
+        nonlocal units
+        units += 1
+        return compute(self, task)
+
+    monkeypatch.setattr(Executor, "_compute", count)
+    for launcher in (Executor._launcher, lambda _: None):
+        monkeypatch.setattr(Executor, "_launcher", launcher)
+        units = 0
+        with _run(checkpoint("opt")[1], EvictionConfig("h2o", ratio=0.3), (3, 1)) as llm:
+            outputs = llm.generate(PROMPTS, _params())
+        by_way.append((units, [output.token_ids for output in outputs]))
+    (at_once, tokens), (unit_by_unit, others) = by_way
+    assert tokens == others
+    assert at_once < 0.8 * unit_by_unit, "steps with prompts go unit by unit, and these are many here"
 
 
 @pytest.mark.slow

@@ -214,7 +214,7 @@ class Executor:
             return None
         outcome = self._launched.pop(gpu_batch.index)
         if isinstance(outcome, Tensor):
-            return self._sampler.step(gpu_batch.rows, outcome)
+            return self._choose(gpu_batch, outcome)
         return self._sampler.take(gpu_batch.rows, *outcome())
 
     def _launcher(self) -> Callable[[GpuBatch], Launched | None] | None:
