@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from h2o_flexgen.errors import H2OFlexGenError, LockedError, UsageError
+from h2o_flexgen.errors import H2OFlexGenError, LockedError, StorageError, UsageError
 from h2o_flexgen.folders import Closing, sync_folder
 from h2o_flexgen.jobs.files import AppendedFile, locked, storage_failure
 
@@ -229,6 +229,10 @@ class JobResults(Closing):
         return last, signed
 
     def _sync(self) -> None:
+        for file in (*self._outputs, self._log):
+            if not file.path.exists():
+                found = f"{file.path} was removed or renamed while the job wrote to it"
+                raise StorageError(found, "needed it in its place", "put it back, or start anew with --overwrite")
         for file in self._outputs:
             file.sync()
         self._log.append(_SYNCED)

@@ -259,3 +259,19 @@ def test_a_file_where_the_journal_has_to_be_is_never_overwritten(tmp_path: Path)
         with pytest.raises(UsageError, match=r"--overwrite replaces jobs only\. move it away, or name another"):
             JobResults(tmp_path / "out", overwrite=overwrite)
     assert (tmp_path / "out.journal").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["out", "out.journal"])
+def test_results_that_are_removed_meanwhile(tmp_path: Path, name: str) -> None:
+    """All later answers would have gone nowhere, and the job ended well."""
+    with JobResults(tmp_path / "out") as results:
+        results.begin(JOB, LINES)
+        results.add(1, text_of(1), failed=False)
+        (tmp_path / name).rename(tmp_path / "elsewhere")
+        with pytest.raises(StorageError, match=f"{name} was removed or renamed while the job wrote to it"):
+            results.sync()
+        results.add(2, text_of(2), failed=False)
+        (tmp_path / "elsewhere").rename(tmp_path / name)
+    with JobResults(tmp_path / "out") as results:
+        results.begin(JOB, LINES)
+        assert [line for line in range(1, LINES + 1) if results.state[line]] == [1, 2]
