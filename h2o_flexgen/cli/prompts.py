@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from h2o_flexgen.config.checks import is_text, json_fault
+from h2o_flexgen.config.checks import is_text, json_fault, no_number
 from h2o_flexgen.config.fold import Fold
 from h2o_flexgen.config.prompt import Prompt, Span
 from h2o_flexgen.config.response_format import ResponseFormat
@@ -162,7 +162,7 @@ def _line(line: str) -> str:
 
 def _json_prompt(line: str) -> GivenPrompt:
     try:
-        entry = json.loads(line, parse_constant=_no_number)
+        entry = json.loads(line, parse_constant=no_number)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"is not JSON ({json_fault(error)})") from None
     if not isinstance(entry, dict):
@@ -219,7 +219,3 @@ def _whole_text(text: str) -> str:
     if not is_text(text):
         raise UsageError("holds half a surrogate pair, which is not text")
     return text
-
-
-def _no_number(word: str) -> float:
-    raise ValueError(f"{word} is not a JSON number")

@@ -111,6 +111,11 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def no_number(word: str) -> float:
+    """A `parse_constant`: Python's reader takes NaN and Infinity, which JSON does not have."""
+    raise ValueError(f"{word} is not a JSON number")
+
+
 def json_fault(error: Exception) -> str:
     """What is wrong in a line of JSON, and where; Python would count lines within it."""
     if not isinstance(error, json.JSONDecodeError):

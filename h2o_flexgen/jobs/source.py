@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from h2o_flexgen.config.checks import is_text, json_fault
+from h2o_flexgen.config.checks import is_text, json_fault, no_number
 from h2o_flexgen.errors import UsageError
 
 FORMATS = ("openai", "jsonl", "text", "parquet")
@@ -259,10 +259,6 @@ def _parquet() -> Any:
     return pyarrow.parquet
 
 
-def _no_number(word: str) -> float:
-    raise ValueError(f"{word} is not a JSON number")
-
-
 def _finite(word: str) -> float:
     value = float(word)
     if not math.isfinite(value):
@@ -270,4 +266,4 @@ def _finite(word: str) -> float:
     return value
 
 
-_JSON = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
+_JSON = json.JSONDecoder(parse_constant=no_number, parse_float=_finite)
