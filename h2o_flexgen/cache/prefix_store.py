@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import time
 from array import array
@@ -30,6 +31,7 @@ from h2o_flexgen.cache.reuse import Category, ExpectedReuse
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.folders import whole_file
 
+log = logging.getLogger(__name__)
 GRAIN = 16
 """Prefixes end at multiples of it: neighbours that go on alike by chance then find the same."""
 LIFE = 4096.0
@@ -226,6 +228,7 @@ class PrefixStore:
         self._files: dict[FileName, int] = {}
         self._pinned: dict[object, set[FileName]] = {}
         self._pending: dict[FileName, int] = {}
+        self._told = False
         self.bytes_held = self.bytes_on_disk = 0
         if self.folder is not None:
             digest = hashlib.blake2b(self.identity.encode(), digest_size=12).hexdigest()
@@ -400,7 +403,10 @@ class PrefixStore:
         try:
             write_prefix(self.folder, entry.name, self.identity, entry.layers)
             self._files[entry.name] = (self.folder / entry.name.text).stat().st_size
-        except OSError:  # a store that is full or gone makes nothing wrong, only slower
+        except OSError as error:  # a store that is full or gone makes nothing wrong, only slower
+            if not self._told:
+                log.warning("--prefix-dir %s keeps nothing for later: %s", self.folder.parent, error.strerror or error)
+            self._told = True
             return False
         self.bytes_on_disk += self._files[entry.name]
         self.on_disk.touch(entry.name, category, entry.name.start, self._now)

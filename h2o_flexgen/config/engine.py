@@ -150,6 +150,7 @@ class EngineConfig:
     seed: int = option(0, help="seed of sampling, dummy weights and random eviction")
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         for name in ("gpu_mem", "cpu_mem", "disk_mem", "emulate_gpu", "prefix_mem", "prefix_disk"):
             value = getattr(self, name)
             if value is not None:
@@ -200,7 +201,6 @@ class EngineConfig:
                         f"needed {', '.join(sorted(POLICY_FIELDS))}",
                         suggestion(str(key), POLICY_FIELDS),
                     )
-        self._check_kinds()
 
     def _check_kinds(self) -> None:
         for item in dataclasses.fields(self):
@@ -210,7 +210,7 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, str | PathLike | None):
                 raise UsageError(f"{name} is {shown(value)}", "needed a text")
-            object.__setattr__(self, name, value if value is None else fspath(value))
+            object.__setattr__(self, name, (value and fspath(value)) or None)  # an empty name is none
         if not isinstance(self.model, str | PathLike):
             raise UsageError(f"model is {shown(self.model)}", "needed a name, a folder or a file")
         object.__setattr__(self, "model", fspath(self.model))

@@ -301,6 +301,19 @@ def test_files_of_another_kind_are_named_with_their_flags(tmp_path: Path, model:
         assert ran.err.startswith(f"error: {flag} {other}: {words}")
 
 
+def test_an_empty_folder_of_prefixes_is_none(
+    tmp_path: Path, model: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`H2O_FLEXGEN_PREFIX_DIR=` must not mean the current folder."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    prompts = ("--prompt", "abcd" * 9, "--prompt", "abcd" * 8 + "xyz")
+    assert run("--model", model, *prompts, "--prefix-dir", "").code == 0
+    assert not list((tmp_path / "here").iterdir())
+    full = "--prefix-dir /proc/none keeps nothing for later: No such file or directory\n"
+    assert run("--model", model, *prompts, "--prefix-dir", "/proc/none").err.count(full) == 1
+
+
 def test_a_temperature_of_zero_is_no_greedy_search_but_says_how_to_get_one(model: Path, run: Run) -> None:
     ran = run("--model", model, "--prompt", "a", "--temperature", 0)
     assert ran.code == 2
