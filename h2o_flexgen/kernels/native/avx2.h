@@ -385,9 +385,11 @@ INLINE reg reg_terms(i512 pairs, const int part) {
    added up by twos, in 16 bits, where signed codes of 8 bits are too large by nothing, as no sum of two products of 255
    fits. */
 #if defined __AVXVNNI__ || defined EMULATED_VNNI
-enum { BY_FOURS = 1, BYTE_OFFSET = 128 };
+#define BY_FOURS 1
+enum { BYTE_OFFSET = 128 };
 #else
-enum { BY_FOURS = 0, BYTE_OFFSET = 0 };
+#define BY_FOURS 0
+enum { BYTE_OFFSET = 0 };
 #endif
 
 /* sum plus the products of w, unsigned bytes, and x, signed ones, by fours. */

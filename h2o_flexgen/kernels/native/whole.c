@@ -25,7 +25,7 @@ enum {
     VECTORS_OUT = 4,
     COLS = VECTORS_OUT * LANES, /* outputs of a panel */
     DEPTH = 256,                /* inputs: 16 KiB of a panel */
-    HEIGHT = IS_WIDE ? 6 : 4,   /* rows of a tile, and */
+    HEIGHT = BY_FOURS ? 6 : 4,  /* rows of a tile, and */
     PASS = IS_WIDE ? COLS : LANES, /* outputs at a time: as many sums as there are registers for */
     MOST_ROWS = 512,            /* whose sums are kept at a time */
     LINE = 64,
@@ -308,7 +308,7 @@ typedef void Tile(const Whole *, const Panel *, int64_t, int64_t, float *, const
         tile(all, panel, row, in, sums, ahead, ROWS, NIBBLES, ASKS); \
     }
 #define NAME(ROWS, NIBBLES, ASKS) tile_##ROWS##_##NIBBLES##_##ASKS
-#if IS_WIDE
+#if BY_FOURS
 #define TALL_TILES(NIBBLES, ASKS) ONE_TILE(5, NIBBLES, ASKS) ONE_TILE(6, NIBBLES, ASKS)
 #define TALL_NAMES(NIBBLES, ASKS) , NAME(5, NIBBLES, ASKS), NAME(6, NIBBLES, ASKS)
 #else
