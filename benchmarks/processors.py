@@ -47,7 +47,7 @@ LLAMA_1B: Record = {
 OURS, PEER = "ours", "llama.cpp"
 TYPES = {4: "q4_0", 8: "q8_0", 16: "bf16"}
 """What llama.cpp has of about as many bits."""
-BUILDS = {"native": "llamacpp", "avx2": "v3/llamacpp"}
+BUILDS = {"native": "llamacpp", "avx2": "v3/llamacpp", "avxvnni": "vnni/llamacpp"}
 """Below --peers: llama.cpp for the instructions of a tier."""
 DEMO = ROOT / "h2o_flexgen" / "data" / "demo"
 SCRATCH = ROOT / "results" / "local"

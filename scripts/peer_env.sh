@@ -4,6 +4,7 @@
 # h2o_flexgen.bench finds them there, or in the folder that --peers names. Once made, it is left until its pins change.
 # llama.cpp is built for this machine's processor, or with INSTRUCTIONS=v3 for any with AVX2 (x86-64-v3), to lie beside
 # H2O_FLEXGEN_KERNELS=avx2 on a processor that has more; give that a FOLDER of its own, such as .venv-peers/v3/llamacpp.
+# INSTRUCTIONS=vnni is v3 with AVX-VNNI (Intel's since 2021 without AVX-512), to lie beside avxvnni.
 # Needs Python 3.11 or newer with venv, a package index, 1.5 GB of disk each, and a C++ compiler for deepspeed and
 # llamacpp, whose build takes ten minutes on two cores.
 set -euo pipefail
@@ -20,7 +21,8 @@ pins=configs/peers/$name.txt folder=$(realpath -m "${2:-.venv-peers/$name}") pyt
 case ${INSTRUCTIONS:=native} in
   native) instructions=(-DGGML_NATIVE=ON) ;;
   v3) instructions=(-DGGML_NATIVE=OFF -DGGML_{AVX2,FMA,F16C,BMI2}=ON -DGGML_{AVX_VNNI,AVX512}=OFF) ;;
-  *) echo "INSTRUCTIONS is $INSTRUCTIONS: needed native or v3" >&2; exit 2 ;;
+  vnni) instructions=(-DGGML_NATIVE=OFF -DGGML_{AVX2,FMA,F16C,BMI2,AVX_VNNI}=ON -DGGML_AVX512=OFF) ;;
+  *) echo "INSTRUCTIONS is $INSTRUCTIONS: needed native, v3 or vnni" >&2; exit 2 ;;
 esac
 wanted="$(cksum <"$pins")$([ "$INSTRUCTIONS" = native ] || echo " $INSTRUCTIONS")"
 [ "$(cat "$folder/installed" 2>/dev/null)" != "$wanted" ] || { echo "$folder is there already" >&2; exit; }
