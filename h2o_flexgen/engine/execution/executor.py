@@ -260,7 +260,7 @@ class Executor:
                 self._embed(gpu_batch, weights, tokens, positions)
             elif unit.kind == "attn":
                 layer = self._layer[unit.index]
-                self._attend(layer, gpu_batch, weights, stage.caches.wait(layer, gpu_batch.index))
+                self._attend(layer, gpu_batch, weights, stage.caches.wait(self._sources[layer], gpu_batch.index))
             elif unit.kind == "mlp":
                 self._mlp(gpu_batch, weights)
         hidden, gpu_batch.hidden = gpu_batch.take_hidden(), None

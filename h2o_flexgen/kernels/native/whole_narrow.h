@@ -1,4 +1,5 @@
-/* A span of whole.c's tile on 256 bits, of which there are 16 registers: up to 4 rows x 16 outputs.
+/* A span of whole.c's tile on 256 bits, of which there are 16 registers: up to 6 rows x 16
+   outputs where an instruction adds up by fours, else 4.
 
    The sums of a span in whole numbers are in registers; the scaled ones wait in memory. Without an instruction that adds
    up by fours, some steps of codes of 4 bits are added up in 16 bits and then widened: 8 x 2 x 15 x 127 is less than
