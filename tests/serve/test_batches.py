@@ -294,9 +294,11 @@ def test_two_models(tmp_path: Path, talker: Path, serve: Serve) -> None:
     }
     lines["other"].append(request("r", {**said, "model": "model"}, url=CHAT))
     files = {name: write(tmp_path / f"{name}.jsonl", *each) for name, each in lines.items()}
-    with serve("--more-models", other, "--queue", "model", "--sample", 4) as service:
+    flags = "--more-models", other, "--queue", "model", "--sample", 4, "--served-model-name", "also"
+    with serve(*flags) as service:
         client, texts = service.client, dict[str, list[str]]()
-        assert [each.id for each in client.models.list()] == ["model", "other"]
+        assert [each.id for each in client.models.list()] == ["model", "other", "also"]
+        assert client.models.retrieve("also").id == "also"
         uploaded = {name: client.files.create(file=file.open("rb"), purpose="batch") for name, file in files.items()}
 
         def make(name: str) -> Any:

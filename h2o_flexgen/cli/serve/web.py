@@ -116,6 +116,7 @@ class _Service:
 
     def __init__(self, arguments: ServeArguments, desk: Desk, live: LiveRequests) -> None:
         self._models, self._called, self._most = list(arguments.models), arguments.called, arguments.max_file
+        self._listed = dict.fromkeys((*self._models, *arguments.jobs.served_model_name))  # no folders
         self._desk, self._live = desk, live
         self._started = int(time.time())
 
@@ -127,7 +128,7 @@ class _Service:
         return JSONResponse({"status": "ok", "version": h2o_flexgen.__version__})
 
     def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._models]})
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._listed]})
 
     def model(self, request: Request) -> Response:
         name = request.path_params["name"]
