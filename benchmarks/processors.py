@@ -9,7 +9,7 @@ A process per cell (kernels:bits:batch) and side, one side right after the other
 batches with more than 2,048 tokens of prompts, prompts are shorter. The same command goes on where it ended, so that a
 table can be made in pieces of --seconds. llama.cpp by its own llama-batched-bench, whose tokens are random; ours are of
 the demo's held-out text, or with --random-ids random as well. Of random weights 4 bits lie beside Q4_0, 8 beside Q8_0,
-16 beside BF16. On a processor that has more, the AVX2 tier is measured beside a llama.cpp built for x86-64-v3:
+16 beside BF16. On a processor that has more, avx2 and avxvnni are measured beside a llama.cpp built for them:
 scripts/peer_env.sh says how.
 """
 
