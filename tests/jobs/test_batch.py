@@ -13,6 +13,7 @@ import pytest
 
 from h2o_flexgen import LLM, EvictionConfig, Prompt, SamplingParams
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.jobs.requests import Refused
 from h2o_flexgen.jobs.source import Source
 from tests.jobs.files import request, results, timeless, write
 from tests.programs import Ran, write_talker
@@ -249,3 +250,18 @@ def test_each_request_may_have_a_schema_of_its_own(tmp_path: Path, model: Path, 
         if schema is not None:
             assert choice["finish_reason"] == "stop"
             jsonschema.validate(json.loads(choice["text"]), schema)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "param"),
+    [
+        ("its response_format cannot be followed: it has no end", 400, "response_format"),
+        ("its response_format and other settings forbid every token", 400, "response_format"),
+        ("its settings forbid every token", 400, None),
+        ("the model produced logits that are not finite", 500, None),
+    ],
+)
+def test_whose_fault_a_failed_sequence_is(error: str, status: int, param: str | None) -> None:
+    """The texts are the sampler's, whose own tests have them word for word."""
+    refused = Refused.of_row(error)
+    assert (refused.message, refused.status, refused.param) == (error, status, param)

@@ -493,18 +493,3 @@ def test_errors_name_the_fields_of_a_body() -> None:
     ):
         why = Refused(found).by_field()
         assert (why.message, why.param) == (told, param)
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "param"),
-    [
-        ("its response_format cannot be followed: it has no end", 400, "response_format"),
-        ("its response_format and other settings forbid every token", 400, "response_format"),
-        ("its settings forbid every token", 400, None),
-        ("the model produced logits that are not finite", 500, None),
-    ],
-)
-def test_whose_fault_a_failed_sequence_is(error: str, status: int, param: str | None) -> None:
-    """The texts are the sampler's, whose own tests have them word for word."""
-    refused = Refused.of_row(error)
-    assert (refused.message, refused.status, refused.param) == (error, status, param)
