@@ -87,9 +87,9 @@ class OpenAIFormat:
 
     def answer(self, record: Record, asked: BatchRequest, outputs: Sequence[Sequence[RequestOutput]]) -> dict[str, Any]:
         """A line of status 200; 500 where a sequence failed."""
-        failed = next((output.error for each in outputs for output in each if output.error is not None), None)
+        failed = next((output for each in outputs for output in each if output.error is not None), None)
         if failed is not None:
-            return self.refusal(record, Refused.of_row(failed))
+            return self.refusal(record, Refused.of_output(failed))
         chat = asked.body["url"] == CHAT
         choices = list[dict[str, Any]]()
         for prompt, samples in zip(asked.prompts, outputs, strict=True):

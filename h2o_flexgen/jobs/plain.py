@@ -60,9 +60,9 @@ class PlainFormat:
     def answer(self, record: Record, asked: BatchRequest, outputs: Sequence[Sequence[RequestOutput]]) -> dict[str, Any]:
         """One object a request; of several samples they are in `samples`."""
         samples = outputs[0]
-        failed = next((output.error for output in samples if output.error is not None), None)
+        failed = next((output for output in samples if output.error is not None), None)
         if failed is not None:
-            return self.refusal(record, Refused.of_row(failed))
+            return self.refusal(record, Refused.of_output(failed))
         made = [output_json(output) for output in samples]
         answer = {**self._named(record), **(made[0] if len(made) == 1 else {"samples": made})}
         return {**answer, "weights": "dummy"} if self.dummy else answer

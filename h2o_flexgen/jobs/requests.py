@@ -40,11 +40,11 @@ class Refused(Exception):
         return cls(str(error), code, param=param)
 
     @classmethod
-    def of_row(cls, error: str) -> Refused:
-        """Of a sequence that ended with `error`: by what was asked of it, or by a failure here."""
-        if error.startswith("its response_format"):
-            return cls(error, param="response_format")
-        return cls(error) if error.startswith("its settings") else cls(error, "server_error", status=500)
+    def of_output(cls, output: RequestOutput) -> Refused:
+        """Of a sequence that failed: by what was asked of it, or by a failure here."""
+        if output.fault in ("settings", "response_format"):
+            return cls(str(output.error), param="response_format" if output.fault == "response_format" else None)
+        return cls(str(output.error), "server_error", status=500)
 
     def by_field(self) -> Refused:
         """The same in the words of a body: names of settings are the program's own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -43,4 +44,12 @@ def test_one_bad_embedding_ends_the_sequences_that_hold_it(tmp_path: Path) -> No
     with Engine(str(save(model, tmp_path / "bad")), dtype="float32", check_finite=True) as llm:
         outputs = llm.generate([good[0], [2, BAD_TOKEN, 4], good[1]], max_new_tokens=3, ignore_eos=True)
     assert outputs[1].error.endswith("in unit embed")
+    assert outputs[1].fault == "numbers"
     assert [outputs[0].token_ids, outputs[2].token_ids] == expected
+
+
+def test_no_unit_is_named_where_settings_ended_a_sequence(tmp_path: Path) -> None:
+    with Engine(str(save(make_opt("opt-untied"), tmp_path)), dtype="float32", check_finite=True) as llm:
+        none = {(token,): -math.inf for token in range(llm.model.spec.vocab_size)}
+        output = llm.generate([[2, 5]], max_new_tokens=2, sequence_bias=none)[0]
+    assert (output.error, output.fault) == ("its settings forbid every token", "settings")

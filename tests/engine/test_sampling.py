@@ -314,7 +314,7 @@ def test_settings_that_forbid_every_token_end_their_row(monkeypatch) -> None:
     logits = torch.full((2, 5), float("-inf")).index_fill(1, torch.tensor([EOS]), 1.0)
     logits[1, 4] = 0.0
     assert Sampler().step(rows, logits) == [rows[0]]
-    assert rows[0].error == "its settings forbid every token"
+    assert (rows[0].error, rows[0].fault) == ("its settings forbid every token", "settings")
     assert rows[1].token_ids == [4]
 
 

@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 
 from h2o_flexgen import LLM, EvictionConfig, Prompt, SamplingParams
+from h2o_flexgen.engine.requests.sequence import Fault, RequestOutput
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.jobs.requests import Refused
 from h2o_flexgen.jobs.source import Source
@@ -253,15 +254,9 @@ def test_each_request_may_have_a_schema_of_its_own(tmp_path: Path, model: Path, 
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "param"),
-    [
-        ("its response_format cannot be followed: it has no end", 400, "response_format"),
-        ("its response_format and other settings forbid every token", 400, "response_format"),
-        ("its settings forbid every token", 400, None),
-        ("the model produced logits that are not finite", 500, None),
-    ],
+    ("fault", "status", "param"),
+    [("response_format", 400, "response_format"), ("settings", 400, None), ("numbers", 500, None), (None, 500, None)],
 )
-def test_whose_fault_a_failed_sequence_is(error: str, status: int, param: str | None) -> None:
-    """The texts are the sampler's, whose own tests have them word for word."""
-    refused = Refused.of_row(error)
-    assert (refused.message, refused.status, refused.param) == (error, status, param)
+def test_whose_fault_a_failed_sequence_is(fault: Fault | None, status: int, param: str | None) -> None:
+    refused = Refused.of_output(RequestOutput(0, 0, [], [], None, "error", error="why", fault=fault))
+    assert (refused.message, refused.status, refused.param) == ("why", status, param)

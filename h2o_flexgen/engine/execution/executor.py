@@ -61,8 +61,8 @@ class FiniteCheck:
                     self._first.setdefault(row.row_id, unit.name)
 
     def explain(self, row: Sequence) -> None:
-        """Adds the unit to a failed sequence's error."""
-        if row.finish_reason == "error":
+        """Adds the unit to the error of a sequence whose numbers are not finite."""
+        if row.fault == "numbers":
             row.error = f"{row.error}; they stopped being so in unit {self._first.get(row.row_id, 'head')}"
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.config.response_format import ResponseFormat
-from h2o_flexgen.engine.requests.sequence import Sequence
+from h2o_flexgen.engine.requests.sequence import Fault, Sequence
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.engine.requests.vocabularies import decoder_types, spelling
 from h2o_flexgen.errors import UsageError
@@ -163,11 +163,13 @@ class Guide:
     def __init__(self, row: Sequence, vocab_size: int) -> None:
         library, eos = _library(), sorted(token for token in row.eos if token >= 0)
         self.ends_by_itself, self._error = not eos, ""
+        self.fault: Fault | None = None
         try:
             self._matcher = library.GrammarMatcher(
                 row.grammar.compiled.result(), override_stop_tokens=eos or None, terminate_without_stop_token=not eos
             )
         except RuntimeError as error:  # one row's, not its neighbours'
+            self.fault = "response_format"
             self._error = f"its response_format cannot be followed: {_why(error)}"
         self._mask, self._cuts = library.allocate_token_bitmask(1, vocab_size), row.grammar.cuts
         self._cut: Tensor | None = None

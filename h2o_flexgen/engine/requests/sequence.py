@@ -15,6 +15,8 @@ from h2o_flexgen.config.prompt import TokenSpan
 from h2o_flexgen.config.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "error"]
+Fault = Literal["settings", "response_format", "numbers"]
+"""What made a sequence fail: what was asked of it, or numbers of the model that are not finite."""
 Processor = Callable[[Tensor, Tensor], Tensor]
 """(ids so far (1, n) int64, scores (1, vocab) float32) to scores: the protocol of transformers' logits processors."""
 Criterion = Callable[[Tensor, Any], Any]
@@ -99,6 +101,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
     error: str | None = None
+    fault: Fault | None = None
     hooks: Hooks | None = None
     grammar: Any = field(default=None, repr=False)
     guide: Any = field(default=None, repr=False)
@@ -217,6 +220,10 @@ class Sequence:
         if self._thinks and count >= first and not self.given and thinking.most == count - first:
             self.close_thought()
 
+    def fail(self, error: str, fault: Fault | None = None) -> None:
+        """Ends it with an error."""
+        self.finish_reason, self.error, self.fault = "error", error, fault
+
     def missing(self, step: int) -> int:
         """Tokens that have been dropped before a decode step: 1, 2, ..."""
         return sum(each.stop - each.start for each in self.dropped if each.step < step)
@@ -257,7 +264,8 @@ class Sequence:
         for kept in (*answer, self.given, self.dropped, *recorded):
             if kept is not None:
                 kept.clear()
-        self.finish_reason = self.stop_string = self.error = self.chooser = self.guide = self._generator = None
+        self.finish_reason = self.stop_string = self.error = self.fault = None
+        self.chooser = self.guide = self._generator = None
         self.prepared, self._taken = False, 0
         self._begin_thought()
 
@@ -287,6 +295,7 @@ class RequestOutput:
     text       without special tokens and the stop string; None without a tokenizer
     logprobs   of the chosen tokens, if asked for
     kept       of a prompt with spans
+    fault      of an `error`, if it is the request's or the model's numbers'
     """
 
     index: int
@@ -299,6 +308,7 @@ class RequestOutput:
     top_logprobs: list[dict[int, float]] | None = None
     error: str | None = None
     kept: Kept | None = None
+    fault: Fault | None = None
 
     @classmethod
     def of(cls, row: Sequence, text: str | None) -> RequestOutput:
@@ -315,6 +325,7 @@ class RequestOutput:
             row.top_logprobs if row.params.logprobs else None,
             row.error,
             kept_of_spans(row),
+            row.fault,
         )
 
     @classmethod

@@ -105,10 +105,10 @@ class Sampler:
         for r in going:
             row, token = rows[r], tokens[r]
             if not _usable(row, best[r]):
-                row.finish_reason, row.error = "error", "the model produced logits that are not finite"
+                row.fail("the model produced logits that are not finite", "numbers")
                 continue
             if row.guide is not None and row.guide.error:
-                row.finish_reason, row.error = "error", row.guide.error
+                row.fail(row.guide.error, row.guide.fault)
                 continue
             if row.forced is not None:
                 row.greedy.append(row.forced[len(row.token_ids)] == token)
@@ -119,8 +119,10 @@ class Sampler:
                 row.close_thought()
                 token = row.given.pop(0)
             if token < 0:
-                of = "settings" if row.guide is None else "response_format and other settings"
-                row.finish_reason, row.error = "error", f"its {of} forbid every token"
+                if row.guide is None:
+                    row.fail("its settings forbid every token", "settings")
+                else:
+                    row.fail("its response_format and other settings forbid every token", "response_format")
             else:
                 taken[r] = int(token)
         if logits is not None:
