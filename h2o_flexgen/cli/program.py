@@ -284,13 +284,13 @@ def _notices() -> Iterator[None]:
 
 def _require_streams() -> None:
     """Streams that were closed (`>&-`) swallow what is written; text that a terminal cannot show is replaced."""
-    for name in ("stdout", "stderr"):
+    for name, errors in (("stdout", "replace"), ("stderr", "backslashreplace")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # open until the end
-    reconfigure: Any = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        with contextlib.suppress(OSError):  # a stream that was redirected under Python's feet
-            reconfigure(errors="replace")
+        reconfigure: Any = getattr(getattr(sys, name), "reconfigure", None)
+        if reconfigure is not None:
+            with contextlib.suppress(OSError):  # a stream that was redirected under Python's feet
+                reconfigure(errors=errors)
 
 
 def _let_go_of_stdout() -> None:

@@ -22,6 +22,15 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_talker(tmp_path_factory.mktemp("talker") / "model")
 
 
+def test_a_folder_whose_name_is_not_utf_8(tmp_path: Path, talker: Path, model: Path, run: Run) -> None:
+    """The libraries of tokenizers take UTF-8 alone; where one has to read the folder itself, a link serves."""
+    for place, named in ((model, "\udcff"), (talker, "talks\udcff")):
+        (tmp_path / named).symlink_to(place)
+    assert completed(tmp_path, run, model, "a") == completed(tmp_path, run, tmp_path / "\udcff", "a")
+    ran = run("--model", tmp_path / "talks\udcff", "--chat", "--prompt", "a")
+    assert (ran.code, "not UTF-8" in ran.err, "name it by a link" in ran.err) == (4, True, True)
+
+
 def asked(tmp_path: Path, run: Run, *arguments: object) -> list[tuple[object, str]]:
     """What each answer says was asked, and its text, in the order of the prompts."""
     output = tmp_path / "answers.jsonl"

@@ -11,6 +11,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from h2o_flexgen.config.checks import is_text
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.gguf_tokenizer import gguf_tokenizer
 from h2o_flexgen.engine.requests.sequence import Sequence
@@ -46,10 +47,7 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_temp
 
 
 def light_tokenizer(folder: Path) -> Any:
-    """The `tokenizers.Tokenizer` of the folder if it encodes and decodes as AutoTokenizer would, else None.
-
-    AutoTokenizer costs seconds.
-    """
+    """The `tokenizers.Tokenizer` of the folder if it works as AutoTokenizer, which costs seconds, else None."""
     if not (folder / "tokenizer.json").exists():
         return None
     has_settings = (folder / "tokenizer_config.json").exists()
@@ -79,7 +77,8 @@ def _stored(folder: Path) -> Any:
     """The tokenizer of tokenizer.json, for whole texts as they are."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    # Read here, as the library takes no path that is not UTF-8.
+    tokenizer = Tokenizer.from_buffer((folder / "tokenizer.json").read_bytes())
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
@@ -122,8 +121,7 @@ def _adds_as_told(tokenizer: Any, settings: dict[str, Any]) -> bool:
 
 
 def _adds_nothing(name: str, value: Any, added: dict[str, tuple[int, Any]]) -> bool:
-    """Whether a setting changes no id and no text, or is judged by `_adds_as_told`. added: ids and added tokens by
-    content."""
+    """Whether a setting changes no id and no text, or is judged by `_adds_as_told`. added: ids, tokens by content."""
     if name in (*_IDLE_SETTINGS, "add_bos_token", "add_eos_token") or value is None:
         return True
     if name in _OFF:
@@ -174,7 +172,9 @@ def _installed(name: str) -> bool:
 
 
 def _torn(folder: Path) -> str:
-    """The first of the tokenizer's JSON files that cannot be read, and why; else empty."""
+    """Why no tokenizer can be read: the path, or the first of its JSON files that is torn; else empty."""
+    if not is_text(str(folder)):
+        return "its path is not UTF-8, which transformers needs: rename the folder, or name it by a link"
     for path in sorted(folder.glob("*token*.json")):
         try:
             read_json(path)
