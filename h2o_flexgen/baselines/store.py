@@ -300,7 +300,7 @@ def write(path: Path, text: str, fresh: bool = False) -> None:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as partial:
-            partial.write_text(text, encoding="utf-8")
+            partial.write_text(text, encoding="utf-8", errors="replace")  # names of files may be no text
 
 
 def _no_record(path: Path, why: str) -> UsageError:

@@ -72,7 +72,7 @@ class AnswerFile:
 
     def write(self, answer: dict[str, Any]) -> None:
         """One line. StorageError where the disk is full or failing; what was written of the line is taken back then."""
-        line = memoryview(line_of(answer).encode("utf-8", "replace"))
+        line = memoryview(line_of(answer).encode())
         done = 0
         try:
             while done < len(line):

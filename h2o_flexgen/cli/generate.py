@@ -150,7 +150,12 @@ def _report(llm: LLM, record: RunRecord, arguments: RunArguments) -> None:
     """
     if not arguments.quiet and record.sequences:
         print_error(run_report(record))
-    write_json(record.to_line(), arguments.json)
+    with ExitStack() as after:
+        after.callback(_write_files, llm, record, arguments)  # whoever reads stdout may have gone
+        write_json(record.to_line(), arguments.json)
+
+
+def _write_files(llm: LLM, record: RunRecord, arguments: RunArguments) -> None:
     if arguments.log_file is not None:
         log = _log_path(arguments.log_file, record)
         with writing(log), log.open("a", encoding="utf-8") as file:

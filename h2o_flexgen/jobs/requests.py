@@ -145,8 +145,9 @@ def finite(value: float) -> float | None:
 
 
 def line_of(result: dict[str, Any]) -> str:
-    """One line by every reader's idea of a line: some end one at U+2028, U+2029 or U+0085 too."""
-    text = _JSON.encode(result)
+    """One line by every reader's idea of a line: some end one at U+2028, U+2029 or U+0085 too. A name of a file that
+    is no text has question marks."""
+    text = _JSON.encode(result).encode(errors="replace").decode()
     for separator in "\u2028\u2029\x85":
         text = text.replace(separator, f"\\u{ord(separator):04x}")
     return text + "\n"

@@ -206,21 +206,23 @@ def test_quiet_is_quiet(model: Path, run: Run) -> None:
     assert ran.record["sequences"] == 1
 
 
-@pytest.mark.parametrize("flags", [(), ("-o", "FILE")])
-def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, model: Path, flags: tuple[str, ...]) -> None:
-    """`| head -1`; with --output the answers are whole nevertheless."""
-    output = tmp_path / "a.jsonl"
+@pytest.mark.parametrize("files", [False, True])
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, model: Path, files: bool) -> None:
+    """`| head -1`; with --output the answers are whole nevertheless, and other files are written."""
+    output, page, trace = (tmp_path / name for name in ("a.jsonl", "page.html", "trace.json"))
     read, write = os.pipe()
     os.close(read)
-    flags = tuple(str(output) if flag == "FILE" else flag for flag in flags)
+    flags = ("-o", str(output), "--report", str(page), "--trace", str(trace)) if files else ()
     with Child(tmp_path, "--model", model, "--prompt", "abc", *flags, before=lambda: os.dup2(write, 1)) as child:
         os.close(write)
         ran = child.wait()
     assert ran.code == 0
     assert "Traceback" not in ran.err
     assert "BrokenPipe" not in ran.err
-    if flags:
+    if files:
         assert len(answers(output)) == 1
+        assert page.stat().st_size > 0
+        assert json.loads(trace.read_text())["traceEvents"]
 
 
 def test_finished_with_the_eos(tmp_path: Path, model: Path, run: Run) -> None:

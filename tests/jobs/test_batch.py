@@ -260,3 +260,13 @@ def test_each_request_may_have_a_schema_of_its_own(tmp_path: Path, model: Path, 
 def test_whose_fault_a_failed_sequence_is(fault: Fault | None, status: int, param: str | None) -> None:
     refused = Refused.of_output(RequestOutput(0, 0, [], [], None, "error", error="why", fault=fault))
     assert (refused.message, refused.status, refused.param) == ("why", status, param)
+
+
+def test_files_whose_names_are_not_utf_8(tmp_path: Path, model: Path, batch: Batch) -> None:
+    link, output = tmp_path / "m\udcff", tmp_path / "out\udcff.jsonl"
+    link.symlink_to(model)
+    file = write(tmp_path / "in\udcff.jsonl", request("r", {"prompt": "abc", "max_tokens": 2, "model": None}))
+    ran = batch("-i", file, "-o", output, "--model", link)
+    assert ran.code == 0, ran.err
+    (line,) = results(output).values()
+    assert line["response"]["body"]["model"] == str(tmp_path / "m?")
