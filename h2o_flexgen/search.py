@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from h2o_flexgen.cli.program import print_error, program, write_json, write_result
 from h2o_flexgen.cli.search_arguments import parse_search
 from h2o_flexgen.config.hardware.profile import misfits
-from h2o_flexgen.cost.explain import explain, to_json
+from h2o_flexgen.cost.explain import cache_row, cache_table, explain, to_json
 from h2o_flexgen.cost.search import SearchResult, search
 from h2o_flexgen.errors import writing
 
@@ -32,6 +32,8 @@ def main(argv: Sequence[str] | None) -> int:
         print_error(f"note: {why}")
     result = search(request, arguments.solver)
     entry = to_json(result)
+    if smaller := [cache_row(each, arguments.solver) for each in arguments.caches]:
+        entry["caches"] = smaller
     if (path := arguments.output) is not None:
         made_for = {name: value for name, value in entry.items() if name != "policy"}
         policy = {**result.best.policy.to_json(), "made_for": made_for}
@@ -42,6 +44,8 @@ def main(argv: Sequence[str] | None) -> int:
             result.best.prediction.block.timeline.write_chrome_trace(path, "predicted")
     if not arguments.quiet:
         write_result(_table(result))
+        if smaller:
+            write_result(f"\n{cache_table(smaller)}\n")
     write_json(json.dumps(entry), arguments.json)
     return 0
 

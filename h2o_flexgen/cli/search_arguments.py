@@ -12,15 +12,17 @@ from typing import Any
 from h2o_flexgen.cli.arguments import add_known_choices, eviction_of, policy_of
 from h2o_flexgen.cli.parser import Parser
 from h2o_flexgen.cli.program import add_json, output_file, require_several
+from h2o_flexgen.config.checks import share
 from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.flags import add_arguments, called, from_namespace, given, option
+from h2o_flexgen.config.flags import add_arguments, between_commas, called, from_namespace, given, option
 from h2o_flexgen.config.hardware.profile import HardwareProfile, find_profile, kept_profile, profile_names
 from h2o_flexgen.config.model.known import known_config, model_folder, only_gguf, read_config, unknown_model
 from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.recall import with_caches_near
+from h2o_flexgen.config.splits import AUTO
 from h2o_flexgen.config.workload import Workload, check_eviction, counted_in_bytes, first_pass
 from h2o_flexgen.cost.lp import SOLVERS
 from h2o_flexgen.errors import UsageError
@@ -37,6 +39,17 @@ _LENGTHS = {"prompt_len": 512, "gen_len": 32}
 _OF_ENGINE = {"model", "dtype", "device", "gpu_mem", "cpu_mem", "disk_mem"}
 _OF_ENGINE |= {"weight_bits", "weight_group", "cache_bits", "cache_rotation", "cache_newest"}
 _OF_ENGINE |= {"allow_compress", "dequantize"}
+_OF_SMALL_CACHES = {"cache_bits", "cache_rotation", "cache_newest"}
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(map(float, between_commas(text)))
+    except ValueError:
+        found = ()
+    if not found:
+        raise UsageError(f"{text!r} are no shares", "needed numbers above 0 and at most 1: 0.5,0.2,0.1")
+    return tuple(share(each, "--compare-kv-bytes") for each in found)
 
 
 @dataclass(frozen=True)
@@ -51,10 +64,19 @@ class SearchArguments:
         help=f"{', '.join(profile_names())}, or a file that calibrate wrote (default: this machine as calibrated)",
     )
     output: Path | None = option(None, "--output", "-o", metavar="FILE", help="the policy, for run --policy FILE")
+    compare_kv_bytes: tuple[float, ...] = option(
+        (),
+        metavar="R,R",
+        parse=_shares,
+        help="then a table of what smaller caches buy: shares of the bytes of a full 16-bit cache, in which --eviction "
+        "(auto, if it is full) keeps tokens",
+    )
     simulate: Path | None = option(None, metavar="FILE", help="a timeline of the simulated run, for ui.perfetto.dev")
     overwrite: bool = option(False, help="replace an existing --output or --simulate FILE")
     solver: str = option(SOLVERS[0], choices=SOLVERS, help="solver of the linear programs (default: highs)")
     quiet: bool = option(False, "--quiet", "-q", help="print the JSON object alone")
+    caches: tuple[PlanRequest, ...] = ()
+    """The same question with the full cache, and with the shares of its bytes to compare."""
 
 
 def parse_search(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> SearchArguments:
@@ -71,8 +93,26 @@ def _checked(args: argparse.Namespace) -> SearchArguments:
     require_several({f"--{name}": typed.get(name) for name in ("output", "simulate")})
     for name in ("output", "simulate"):
         typed[name] = output_file(f"--{name}", typed.get(name), keep=not overwrite)
+    eviction = eviction_of(args)
+    typed["caches"] = _caches(args, eviction, typed.get("compare_kv_bytes", ()))
     # --quiet asks for nothing but the JSON object.
-    return SearchArguments(_request(args), True if args.json is None and "quiet" in typed else args.json, **typed)
+    json = True if args.json is None and "quiet" in typed else args.json
+    return SearchArguments(_request(args, eviction), json, **typed)
+
+
+def _caches(args: argparse.Namespace, eviction: EvictionConfig, shares: Sequence[float]) -> tuple[PlanRequest, ...]:
+    """The full cache first. UsageError for what is no share, and where the policy cannot keep one."""
+    if not shares:
+        return ()
+    named = replace(eviction, ratio=1.0, budget=None, bytes=None)
+    if named.name == "full":
+        named = replace(named, name=AUTO)
+    asked = [replace(named, bytes=each) for each in shares]
+    full = argparse.Namespace(**{name: value for name, value in vars(args).items() if name not in _OF_SMALL_CACHES})
+    requests = [_request(full, EvictionConfig()), *(_request(args, each) for each in asked)]
+    for each in requests:  # a share too small for a token is said before anything is searched
+        each.eviction.resolve(each.workload.prompt_len, each.workload.gen_len)
+    return tuple(requests)
 
 
 def search_parser() -> Parser:
@@ -96,8 +136,7 @@ def search_parser() -> Parser:
     return parser
 
 
-def _request(args: argparse.Namespace) -> PlanRequest:
-    eviction = eviction_of(args)
+def _request(args: argparse.Namespace, eviction: EvictionConfig) -> PlanRequest:
     engine = replace(from_namespace(EngineConfig, args), eviction=eviction)
     named = find_profile(args.hardware) if hasattr(args, "hardware") else None
     stored = engine.caching(_spec(engine.model, engine.model_impl))

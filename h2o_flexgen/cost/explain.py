@@ -1,14 +1,20 @@
-"""Why a policy was chosen: what bounds it, which memory binds, what came second, what more memory would buy."""
+"""Why a policy was chosen: what bounds it, which memory binds, what came second, what more memory or a smaller
+cache would buy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from h2o_flexgen.config.placement import KINDS
-from h2o_flexgen.cost.candidate import Candidate
-from h2o_flexgen.cost.search import SearchResult
+from h2o_flexgen.cost.candidate import Candidate, place
+from h2o_flexgen.cost.search import SearchResult, search
 from h2o_flexgen.cost.simulate import Prediction
+from h2o_flexgen.errors import PlanError
+from h2o_flexgen.reporting.tables import markdown_table
+from h2o_flexgen.schedule.request import PlanRequest
 from h2o_flexgen.schedule.traffic import io_lower_bound
 from h2o_flexgen.schedule.workspace import HOST_ATTENTION
 from h2o_flexgen.units import format_bytes, format_seconds, format_speed
@@ -22,6 +28,7 @@ _LINKS = {
 }
 
 _WORK = {"compute": "computing", HOST_ATTENTION: "attention on the CPU"}
+_MOST_SEQUENCES = 1 << 20  # to look among
 _FREE = "nothing: more memory would not make this faster"
 
 
@@ -87,6 +94,49 @@ def runner_up_text(result: SearchResult) -> str | None:
     faster = f"; faster, and {why}" if other.seconds < result.best.seconds else ""
     placements = "; ".join(f"{kind} {_shares(getattr(other.policy, kind))}" for kind in KINDS)
     return f"{_block(other)}, {format_speed(result.runner_up_throughput)}: {placements}{faster}"
+
+
+def cache_row(request: PlanRequest, solver: str) -> dict[str, Any]:
+    """The best plan with the cache of `request` in a few figures, seconds and tokens per second predicted; None where
+    nothing fits the caps."""
+    try:
+        best: Candidate | None = search(request, solver).best
+    except PlanError:
+        best = None
+    predicted = None if best is None else best.prediction
+    names = ("prefill_s", "decode_s", "gen_throughput")
+    return {
+        "kv_bytes": request.eviction.bytes,
+        "tokens": request.eviction.resolve(request.workload.prompt_len, request.workload.gen_len).total,
+        "most_sequences": _most_unmoved(request),
+        "sequences": predicted and predicted.block.sequences,
+        **{name: predicted and getattr(predicted, name) for name in names},
+    }
+
+
+def cache_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """`cache_row`s under each other, the first of which the others are compared with."""
+    cells = []
+    for row in rows:
+        share = "full" if row["kv_bytes"] is None else f"{row['kv_bytes']:.3g}"
+        plan = ["none fits", "", ""]
+        if (rate := row["gen_throughput"]) is not None:
+            first = rows[0]["gen_throughput"]
+            plan = [f"{row['sequences']}", f"{rate:.3g}", f"{rate / first:.2f}" if first else ""]
+        cells.append([share, f"{row['tokens']}", f"{row['most_sequences']}", *plan])
+    header = ["bytes of the cache", "tokens kept", "sequences that fit", "block", "tokens/s (predicted)", "times"]
+    return markdown_table(header, cells)
+
+
+def _most_unmoved(request: PlanRequest) -> int:
+    """Sequences that fit the caps while everything stays where it is computed on."""
+    there = {kind: {request.compute_tier: 1.0} for kind in KINDS}
+    policy = request.with_shares(replace(request.policy, num_gpu_batches=1), there)
+
+    def fits(rows: int) -> bool:
+        return not place(request, replace(policy, gpu_batch_size=rows)).over
+
+    return bisect_left(range(1, _MOST_SEQUENCES), True, key=lambda rows: not fits(rows))
 
 
 def least_traffic(result: SearchResult) -> dict[str, int]:

@@ -63,6 +63,27 @@ def test_caches_of_fewer_bits_take_less() -> None:
     assert sizes == [2 * 12 * 64 * 2, 2 * 12 * (64 // 2 + 4)]
 
 
+def test_smaller_caches_beside_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """The full cache in 16 bits first, then each share with the policy that was named; the plan stays as asked for."""
+    arguments = parse(*SMALL.split(), "--compare-kv-bytes", "0.5,0.2", "--hh-ratio", "0.3")
+    assert arguments.request.eviction.ratio == 0.3
+    full, half, fifth = arguments.caches
+    assert (full.eviction.name, full.spec.cache_bits) == ("full", 16)
+    assert [(each.eviction.name, each.eviction.bytes) for each in (half, fifth)] == [("h2o", 0.5), ("h2o", 0.2)]
+    assert fifth.eviction == parse(*SMALL.split(), "--kv-bytes", "0.2").request.eviction
+    assert parse(*SMALL.split(), "--compare-kv-bytes", "0.5").caches[1].eviction.how_layers_share == "far"
+    for wrong in ("a", "", "0", "0.1,1.5", "nan", "0.001"):
+        with pytest.raises((SystemExit, UsageError)):
+            parse(*SMALL.split(), "--compare-kv-bytes", wrong)
+    capsys.readouterr()
+    assert main([*SMALL.split(), "--compare-kv-bytes", "0.5", "--json"]) == 0
+    out = capsys.readouterr().out
+    rows = entry(out)["caches"]
+    assert [row["kv_bytes"] for row in rows] == [None, 0.5]
+    assert rows[1]["most_sequences"] > rows[0]["most_sequences"]
+    assert out.count("| full ") == 1
+
+
 def test_what_is_typed_of_the_policy_is_fixed(tmp_path: Path) -> None:
     base = ("--model", "opt-125m", "--hardware", "t4")
     fixed = parse(*base, "--percent", "20", "80", "0", "100", "0", "100", "--gbs", "8", "--no-overlap").request.fixed

@@ -10,8 +10,9 @@ import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.cost.explain import bound_text, explain, least_traffic, to_json
+from h2o_flexgen.cost.explain import bound_text, cache_row, cache_table, explain, least_traffic, to_json
 from h2o_flexgen.cost.search import SearchResult, search
+from h2o_flexgen.errors import PlanError
 from h2o_flexgen.schedule.request import Caps, PlanRequest
 from h2o_flexgen.schedule.traffic import io_lower_bound
 from h2o_flexgen.units import GIB
@@ -125,3 +126,29 @@ def test_attention_on_the_cpu_beside_a_gpu() -> None:
     assert found.best.policy.cache["cpu"] > 0.5
     assert lines_of(found)["attention"] == "of caches on the CPU is computed there"
     assert lines_of(found)["work"].startswith("one block of as many as there are")
+
+
+def test_what_a_smaller_cache_buys(result: SearchResult) -> None:
+    """As many sequences as a search accepts where everything has to stay on the compute tier, and none more."""
+    full = dataclasses.replace(result.best.request, caps=Caps(cpu=4 * GIB, disk=8 * GIB), eviction=EvictionConfig())
+    small = dataclasses.replace(full, eviction=EvictionConfig("h2o", ratio=0.25), endless=True)
+    none = dataclasses.replace(full, caps=Caps(cpu=GIB // 8, disk=GIB // 8))
+    rows = [cache_row(request, "highs") for request in (full, small, none)]
+    for request, row in zip((full, small), rows, strict=False):
+        stays = {"weights": {"cpu": 1.0}, "cache": {"cpu": 1.0}, "hidden": {"cpu": 1.0}, "num_gpu_batches": 1}
+        for sequences, fits in ((row["most_sequences"], True), (row["most_sequences"] + 1, False)):
+            fixed = dataclasses.replace(request, endless=True, fixed={**stays, "gpu_batch_size": sequences})
+            if fits:
+                assert search(fixed).best.prediction.block.sequences == sequences
+            else:
+                with pytest.raises(PlanError):
+                    search(fixed)
+    assert rows[1]["most_sequences"] > rows[0]["most_sequences"] > 1
+    assert (rows[1]["sequences"], rows[1]["gen_throughput"]) == (
+        (best := search(small).best.prediction).block.sequences,
+        best.gen_throughput,
+    )
+    assert (rows[2]["most_sequences"], rows[2]["sequences"], rows[2]["gen_throughput"]) == (0, None, None)
+    *_, third = cache_table(rows).splitlines()
+    assert "none fits" in third
+    assert json.loads(json.dumps(rows)) == rows
