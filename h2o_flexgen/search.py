@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from h2o_flexgen.cli.program import print_error, program, write_json, write_result
 from h2o_flexgen.cli.search_arguments import parse_search
 from h2o_flexgen.config.hardware.profile import misfits
-from h2o_flexgen.cost.explain import cache_row, cache_table, explain, to_json
+from h2o_flexgen.cost.explain import cache_row, explain, to_json
 from h2o_flexgen.cost.search import SearchResult, search
 from h2o_flexgen.errors import writing
+from h2o_flexgen.reporting.tables import markdown_table
 
 
 @program
@@ -45,13 +47,27 @@ def main(argv: Sequence[str] | None) -> int:
     if not arguments.quiet:
         write_result(_table(result))
         if smaller:
-            write_result(f"\n{cache_table(smaller)}\n")
+            write_result(f"\n{_cache_table(smaller)}\n")
     write_json(json.dumps(entry), arguments.json)
     return 0
 
 
 def _table(result: SearchResult) -> str:
     return f"{explain(result)}\n\n{result.best.footprint.table()}\n"
+
+
+def _cache_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """`cache_row`s under each other, the first of which the others are compared with."""
+    cells = []
+    for row in rows:
+        share = "full" if row["kv_bytes"] is None else f"{row['kv_bytes']:.3g}"
+        plan = ["none fits", "", ""]
+        if (rate := row["gen_throughput"]) is not None:
+            first = rows[0]["gen_throughput"]
+            plan = [f"{row['sequences']}", f"{rate:.3g}", f"{rate / first:.2f}" if first else ""]
+        cells.append([share, f"{row['tokens']}", f"{row['most_sequences']}", *plan])
+    header = ["bytes of the cache", "tokens kept", "sequences that fit", "block", "tokens/s (predicted)", "times"]
+    return markdown_table(header, cells)
 
 
 if __name__ == "__main__":

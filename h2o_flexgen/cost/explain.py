@@ -4,7 +4,7 @@ cache would buy."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from h2o_flexgen.cost.candidate import Candidate, place
 from h2o_flexgen.cost.search import SearchResult, search
 from h2o_flexgen.cost.simulate import Prediction
 from h2o_flexgen.errors import PlanError
-from h2o_flexgen.reporting.tables import markdown_table
 from h2o_flexgen.schedule.request import PlanRequest
 from h2o_flexgen.schedule.traffic import io_lower_bound
 from h2o_flexgen.schedule.workspace import HOST_ATTENTION
@@ -112,20 +111,6 @@ def cache_row(request: PlanRequest, solver: str) -> dict[str, Any]:
         "sequences": predicted and predicted.block.sequences,
         **{name: predicted and getattr(predicted, name) for name in names},
     }
-
-
-def cache_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """`cache_row`s under each other, the first of which the others are compared with."""
-    cells = []
-    for row in rows:
-        share = "full" if row["kv_bytes"] is None else f"{row['kv_bytes']:.3g}"
-        plan = ["none fits", "", ""]
-        if (rate := row["gen_throughput"]) is not None:
-            first = rows[0]["gen_throughput"]
-            plan = [f"{row['sequences']}", f"{rate:.3g}", f"{rate / first:.2f}" if first else ""]
-        cells.append([share, f"{row['tokens']}", f"{row['most_sequences']}", *plan])
-    header = ["bytes of the cache", "tokens kept", "sequences that fit", "block", "tokens/s (predicted)", "times"]
-    return markdown_table(header, cells)
 
 
 def _most_unmoved(request: PlanRequest) -> int:

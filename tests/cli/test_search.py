@@ -15,9 +15,10 @@ from h2o_flexgen.cli.search_arguments import SearchArguments, parse_search
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.cost.explain import cache_row
 from h2o_flexgen.engine.requests.reader import RequestReader, workload_of
 from h2o_flexgen.errors import ModelError, UsageError
-from h2o_flexgen.search import main
+from h2o_flexgen.search import _cache_table, main
 from h2o_flexgen.units import GIB
 from tests.checkpoint.quantised import FORMATS, checkpoint
 
@@ -82,6 +83,10 @@ def test_smaller_caches_beside_the_plan(capsys: pytest.CaptureFixture[str]) -> N
     assert [row["kv_bytes"] for row in rows] == [None, 0.5]
     assert rows[1]["most_sequences"] > rows[0]["most_sequences"]
     assert out.count("| full ") == 1
+    tiny = ("--model", "opt-125m", "--hardware", "t4", "--gpu-mem", "0.1", "--cpu-mem", "0.6", "--disk-mem", "1")
+    assert "none fits" in _cache_table(
+        [cache_row(each, "highs") for each in parse(*tiny, "--compare-kv-bytes", "0.5").caches]
+    )
 
 
 def test_what_is_typed_of_the_policy_is_fixed(tmp_path: Path) -> None:
@@ -172,7 +177,7 @@ def test_rates_of_another_dtype_are_told(capsys: pytest.CaptureFixture[str]) -> 
 def test_no_torch_is_loaded() -> None:
     lines = {"--help": 0, SMALL: 0, f"{SMALL} --weight-bits 4": 0, "--model opt-125m --hardware nothing": 2}
     program = (
-        "import sys; from h2o_flexgen.search import main; "
+        "import sys; from h2o_flexgen.search import _cache_table, main; "
         f"codes = [main(line.split()) for line in {list(lines)}]; "
         "heavy = {'torch', 'transformers'} & set(sys.modules); "
         f"sys.exit(f'{{codes}} {{heavy}}' if heavy or codes != {list(lines.values())} else 0)"
