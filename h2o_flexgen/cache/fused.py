@@ -48,7 +48,7 @@ class FusedStep:
         rules = lengths.once(f"rules, {ranked}", lambda: slot_rules(lengths, ranked=ranked))
         ranking = None if scored is None or (triton and self._by_rows) else scored.ranking
         self._number: Tensor | None = None
-        self._scales = kept.scales
+        self._scales = kept.scales if triton else None  # C scales by itself
         self._block = packings[0].block if packings is not None and triton else 0  # C transforms by itself
         self._kernel: DecodeStep
         self.attach: Callable[[Tensor, Tensor], None]
@@ -75,6 +75,8 @@ class FusedStep:
             masks = scored.table[1] if lengths.hides and scored is not None else None
             native = self._kernel = NativeAttend(table, size, masks=masks, **how)
             self.attach = native.attach
+            if kept.scales is not None:
+                native.scale_keys(kept.scales.of, kept.scales.means)
             if self._by_rows and scored is not None:
                 scored.pick = native.pick
         self.used = self._kernel.used

@@ -155,6 +155,11 @@ class KeyScales:
         """(rows, kv_heads, d)."""
         return required(self._of, _NONE)
 
+    @property
+    def means(self) -> Tensor | None:
+        """As `of`; None where keys are not centred."""
+        return self._means
+
     def kept(self, k: Tensor, rows: Places = None) -> Tensor:
         """Keys (n, kv_heads, ..., d) of `rows`, or (n, d) of a row's heads, as they are kept."""
         own = k if self._means is None else k - _like(self._means, k, rows)

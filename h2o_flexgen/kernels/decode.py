@@ -86,6 +86,7 @@ class NativeAttend:
             step, (lost_k, lost_v) = self._step, exact.lost
             step.exact, step.lost_k, step.lost_v = exact.count, lost_k.data_ptr(), lost_v.data_ptr()
             step.lost_slots = exact.slots.data_ptr()
+        self._scales: list[Tensor] = []
         self._kv: tuple[Tensor, Tensor] | None = None
         self._dtype = torch.float32
         self._strides: object = None
@@ -106,6 +107,17 @@ class NativeAttend:
             self._compute_in(k.dtype)
         self._kv = k, v
         self._step.k, self._step.v = k.data_ptr(), v.data_ptr()
+
+    def scale_keys(self, scales: Tensor, means: Tensor | None) -> None:
+        """Packed keys are kept less `means`, None: nothing, times `scales`, powers of two that queries are divided by.
+
+        Both (rows, kv_heads, d), contiguous, in the dtype of the steps' q, k and v; those are then as they came.
+        """
+        self._scales = [x for x in (scales, means) if x is not None]
+        for x in self._scales:
+            if x.shape != self._new or not x.is_contiguous() or self._packings is None:
+                raise ValueError(f"{tuple(x.shape)}: needed {self._new}, contiguous, for packed keys")
+        self._step.key_scales, self._step.key_means = scales.data_ptr(), None if means is None else means.data_ptr()
 
     def _compute_in(self, dtype: torch.dtype) -> None:
         """The dtype that numbers are in, or are expanded to."""
@@ -134,6 +146,8 @@ class NativeAttend:
             self._compute_in(qkv[0].dtype)
         q, k, v = (fit(x, self._dtype) for x in qkv)
         heads, step = q.shape[1], self._step
+        if any(x.dtype != self._dtype for x in self._scales):
+            raise ValueError(f"q is {self._dtype}, and keys are scaled in another dtype")
         if self._exact is not None:
             if self._exact.lost.k.dtype != self._dtype:
                 raise ValueError(f"q is {self._dtype}, and the newest tokens are {self._exact.lost.k.dtype}")

@@ -17,8 +17,10 @@ from h2o_flexgen.cache.eviction import keydiff, roco
 from h2o_flexgen.cache.eviction.base import AttendedStep
 from h2o_flexgen.cache.eviction.inertiakv import InertiaPolicy
 from h2o_flexgen.cache.eviction.scissorhands import ScissorhandsPolicy
+from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.kernels.decode import NativeAttend, available
-from h2o_flexgen.kernels.types import RankedBy, Ranking, RankRule, SlotRule
+from h2o_flexgen.kernels.pieces import pack
+from h2o_flexgen.kernels.types import Exact, RankedBy, Ranking, RankRule, SlotRule
 from tests.cache.conftest import needs_native
 from tests.oracles import attention as reference
 from tests.pairs import pairs
@@ -288,6 +290,35 @@ def test_rules_of_its_own_choose_as_torch_does(dtype: torch.dtype, by: RankedBy,
             assert ranks[head, slot] <= lowest + (2e-6 if by == "difference" else 0)
             if by != "difference":
                 assert held[0, head, slot] == held[0, head][ranks[head] == lowest].max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("centred", [False, True])
+def test_packed_keys_are_centred_and_scaled_as_a_caller_would(dtype: torch.dtype, centred: bool) -> None:
+    generator, rows, heads, group, d = torch_generator(5), 2, 3, 2, 48
+    of = torch.randint(-8, 9, (rows, heads, d), generator=generator).float().exp2().to(dtype)
+    mean = torch.randn(rows, heads, d, generator=generator).to(dtype) if centred else None
+    q, k, v = (torch.randn(rows, n, d, generator=generator).to(dtype) for n in (heads * group, heads, heads))
+    asked = (q.unflatten(1, (heads, group)) / of.unsqueeze(2)).flatten(1, 2)
+    kept = (k if mean is None else k - mean) * of
+    packings, found = (CachePacking(4, d), CachePacking(3, d)), []
+    for new in ((q, k, v), (asked, kept, v)):
+        exact = Exact(1, 0, (rows, heads, d), dtype, CPU)
+        exact.at = 0
+        kernel = NativeAttend([in_order(21)] * rows, (rows, heads, 21, d), packings=packings, exact=exact)
+        held = [torch.randn(rows, heads, 21, d, generator=torch_generator(6)).to(dtype) for _ in "kv"]
+        buffers = [pack(x, packing) for x, packing in zip(held, packings, strict=True)]
+        kernel.attach(*buffers)
+        if new[0] is q:
+            kernel.scale_keys(of, mean)
+        found.append([kernel.step(0, new, 0.3), *buffers, *exact.lost])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+    kernel.scale_keys(of.double(), None)
+    with pytest.raises(ValueError, match="scaled in another dtype"):
+        kernel.step(0, (q, k, v), 0.3)
+    with pytest.raises(ValueError, match=r"needed .2, 3, 48., contiguous"):
+        kernel.scale_keys(of[:1], mean)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -70,6 +70,9 @@ typedef struct {
     int64_t exact, newest_at; /* how many; which of them the new token is, -1: none */
     char *lost_k, *lost_v;    /* (rows, kv_heads, exact, dim), in the dtype of new ones */
     int32_t *lost_slots;      /* (rows, kv_heads, exact): where they lie; -1: nowhere any more */
+    /* Of packed keys, in the dtype of new ones, (rows, kv_heads, dim): */
+    const char *key_means;  /* what is taken from each when it comes in; NULL: nothing */
+    const char *key_scales; /* what it is then multiplied by, and queries are divided by, powers of two; NULL: 1 */
 } Step;
 
 INLINE __m512 dot(__m512 sum, __m512i a, __m512i b, int bf16) {
@@ -265,6 +268,33 @@ typedef struct {
     int64_t slot;                               /* of the new token */
 } Head;
 
+/* The new key less its head's mean, rounded, times its scales. */
+INLINE void scaled_key(const Step *s, int64_t task, const Pieces *keys, const char *k, char *to) {
+    const int64_t at = task * vector_bytes(keys);
+    for (int64_t d = 0; d < s->dim; d += LANES) {
+        if (s->key_means)
+            put_number(to, s->bf16, d, s->dim,
+                       _mm512_sub_ps(numbers_at(keys, k, d), numbers_at(keys, s->key_means + at, d)));
+        const __m512 x = numbers_at(keys, s->key_means ? to : k, d);
+        put_number(to, s->bf16, d, s->dim, _mm512_mul_ps(x, numbers_at(keys, s->key_scales + at, d)));
+    }
+}
+
+/* The head's queries as its keys are asked: as they are, or in `room`; `apart` is the bytes from one to the next. */
+static const char *queries_of(const Step *s, int64_t row, int64_t head, const Pieces *keys, char *room, int64_t *apart) {
+    const char *q = s->new_q.at + row * s->new_q.row + head * s->group * s->new_q.head;
+    const int64_t bytes = vector_bytes(keys);
+    *apart = s->new_q.head;
+    if (!s->key_scales) return q;
+    *apart = bytes;
+    for (int64_t g = 0; g < s->group; g++, q += s->new_q.head)
+        for (int64_t d = 0; d < s->dim; d += LANES)
+            put_number(room + g * bytes, s->bf16, d, s->dim,
+                       _mm512_div_ps(numbers_at(keys, q, d),
+                                     numbers_at(keys, s->key_scales + (row * s->kv_heads + head) * bytes, d)));
+    return room;
+}
+
 /* Puts the new token into its slot. */
 INLINE Head begin(const Step *s, int64_t row, int64_t head, const Pieces *keys, const Pieces *values) {
     const Row *rule = s->rule + row;
@@ -282,7 +312,10 @@ INLINE Head begin(const Step *s, int64_t row, int64_t head, const Pieces *keys, 
     uint8_t *k = (uint8_t *)s->k + (h.base + h.slot) * kept_bytes(keys);
     uint8_t *v = (uint8_t *)s->v + (h.base + h.slot) * kept_bytes(values);
     const int64_t lost = (h.task * s->exact + s->newest_at) * vector_bytes(keys), stays = s->exact && s->newest_at >= 0;
-    keep_vector(keys, s->new_k.at + row * s->new_k.row + head * s->new_k.head, k, stays ? s->lost_k + lost : NULL);
+    const char *new_k = s->new_k.at + row * s->new_k.row + head * s->new_k.head;
+    char scaled[MOST_DIM * sizeof(float)];
+    if (keys->bits && s->key_scales) scaled_key(s, h.task, keys, new_k, scaled), new_k = scaled;
+    keep_vector(keys, new_k, k, stays ? s->lost_k + lost : NULL);
     keep_vector(values, s->new_v.at + row * s->new_v.row + head * s->new_v.head, v, stays ? s->lost_v + lost : NULL);
     return h;
 }
@@ -300,14 +333,13 @@ INLINE int64_t seen_at(const Step *s, const Head *h, int64_t j) {
     return slot >= 0 && i >= 0 && i < h->n ? i : -1;
 }
 
-/* Adds to the logits x (group, pitch) what packing has cost exact tokens. tanh(a + b) is (tanh a + tanh b) / (1 + tanh a
-   tanh b). */
-static void mend_logits(const Step *s, const Head *h, const Pieces *keys, float *x) {
+/* Adds to the logits x (group, pitch) of queries that are `apart` bytes apart what packing has cost exact tokens. tanh(a + b)
+   is (tanh a + tanh b) / (1 + tanh a tanh b). */
+static void mend_logits(const Step *s, const Head *h, const Pieces *keys, const char *q, int64_t apart, float *x) {
     const int64_t bytes = vector_bytes(keys);
     const int nv = (int)((bytes + VECTOR - 1) / VECTOR);
     const char *k = s->lost_k + h->task * s->exact * bytes;
-    const char *q = s->new_q.at + h->row * s->new_q.row + h->head * s->group * s->new_q.head;
-    for (int64_t g = 0; g < s->group; g++, x += h->pitch, q += s->new_q.head)
+    for (int64_t g = 0; g < s->group; g++, x += h->pitch, q += apart)
         for (int64_t j = 0; j < s->exact; j++) {
             float sums[LANES];
             if (j % LANES == 0) {
@@ -454,22 +486,22 @@ INLINE Pieces values_of(const Step *s) { return (Pieces){s->dim, s->v_bits, !s->
 /* Numbers of scratch of `attend_packed` beside ranks. */
 static int64_t packed_room(const Step *s, int64_t count) {
     const Pieces values = values_of(s);
-    const Order order = stretches_of(&values);
+    const Order order = order_of(&values);
     const int64_t each = up(count, 2 * LANES), bytes = s->group * (int64_t)(sizeof(Query) + sizeof(Mixture));
-    const int64_t lines = 2 * order.groups, vectors = sums_of_codes(&order, MOST_DIGITS) + 8;
-    return (lines + s->group * (order.groups + 1)) * each + s->group * vectors * LANES + bytes / 4 + up(s->group, LANES);
+    const int64_t lines = 2 * order.groups, vectors = sums_of_codes(&order, MOST_DIGITS);
+    return (lines + s->group * (order.groups + 1)) * each + s->group * vectors * LANES + bytes / 4 + up(s->group, LANES) +
+           s->group * s->dim;
 }
 
-/* Attends to the keys: logits x (group, pitch). `room`: 8 vectors for each query. */
-INLINE void packed_logits(const Step *s, const Head *h, const Pieces *keys, Query *q, const Path *path, const int digits,
-                          float *x, float *room) {
+/* Attends to the keys: logits x (group, pitch) of the queries. `sums`: room for those of codes. */
+INLINE void packed_logits(const Step *s, const Head *h, const Pieces *keys, const Query *q, const Path *path,
+                          const int digits, float *x, int32_t *sums) {
     const Order order = order_of(keys);
-    for (int64_t g = 0; g < s->group; g++)
-        arrange(keys, s->new_q.at + h->row * s->new_q.row + (h->head * s->group + g) * s->new_q.head, digits, q + g);
+    uint8_t rest[LANES * MOST_PIECE + HALF];
     for (int64_t i = 0; i < h->n; i += LANES) {
         fetch(path, i * order.piece, LANES * order.piece);
         const uint8_t *some = (const uint8_t *)path->keys + i * order.piece;
-        products_with(&order, q, s->group, some, least(LANES, h->n - i), digits, room, x + i, h->pitch);
+        products_with(&order, q, s->group, sixteen(&order, some, h->n - i, rest), digits, sums, x + i, h->pitch);
         for (int64_t g = 0; g < s->group; g++)
             _mm512_storeu_ps(x + g * h->pitch + i, logits_of(s, _mm512_loadu_ps(x + g * h->pitch + i), h->n - i));
     }
@@ -479,6 +511,7 @@ INLINE void packed_logits(const Step *s, const Head *h, const Pieces *keys, Quer
 INLINE void packed_mixtures(const Step *s, const Head *h, const Order *order, const Path *path, const int digits,
                             const float *x, float *room, Mixture *mixed) {
     const int64_t sums = sums_of_codes(order, digits) * LANES;
+    uint8_t rest[LANES * MOST_PIECE + HALF];
     for (int64_t g = 0; g < s->group; g++) memset(mixed[g].y, 0, sizeof mixed[g].y);
     for (int64_t first = 0; first < h->n; first += MOST_TOKENS) {
         const int64_t n = least(MOST_TOKENS, h->n - first), pitch = up(n, 2 * LANES);
@@ -487,7 +520,7 @@ INLINE void packed_mixtures(const Step *s, const Head *h, const Order *order, co
         for (int64_t i = 0; i < n; i += LANES) {
             for (int64_t g = 0; g < order->groups; g++) {
                 __m512 scale, low;
-                lines_of(order, v + i * order->piece, n - i, g, &scale, &low);
+                lines_of(order, sixteen(order, v + i * order->piece, n - i, rest), g, &scale, &low);
                 _mm512_storeu_ps(room + g * pitch + i, scale);
                 _mm512_storeu_ps(room + (order->groups + g) * pitch + i, low);
             }
@@ -504,7 +537,7 @@ INLINE void packed_mixtures(const Step *s, const Head *h, const Order *order, co
 /* As `attend`, of packed keys and values. */
 INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scratch, const int digits) {
     const Pieces keys = keys_of(s), values = values_of(s);
-    const Order order = stretches_of(&values);
+    const Order order = order_of(&values);
     const Head h = begin(s, row, head, &keys, &values);
     if (s->exact) remember(s, &h);
     const int64_t group = s->group, k_piece = kept_bytes(&keys), all = sums_of_codes(&order, digits) * LANES;
@@ -516,8 +549,11 @@ INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scrat
     for (int64_t g = 0; g < group; g++, room += all) mixed[g].sums = (int32_t *)(void *)room;
     const char *k = s->k + (h.base + h.first) * k_piece, *v = s->v + (h.base + h.first) * order.piece;
     const Path path = {k, v, k + s->capacity * k_piece, h.n * k_piece, h.n * (k_piece + order.piece), PACKED_AHEAD};
-    packed_logits(s, &h, &keys, q, &path, digits, x, room);
-    if (s->exact) mend_logits(s, &h, &keys, x);
+    int64_t apart;
+    const char *asked = queries_of(s, row, head, &keys, (char *)room, &apart);
+    for (int64_t g = 0; g < group; g++) arrange(&keys, asked + g * apart, digits, q + g);
+    packed_logits(s, &h, &keys, q, &path, digits, x, mixed->sums);
+    if (s->exact) mend_logits(s, &h, &keys, asked, apart, x);
     if (s->masks) hide(s, &h, x);
     const float *sinks = s->sinks ? s->sinks + head * group : NULL;
     for (int64_t g = 0; g < group; g++) sums[g] = exponentials(x + g * h.pitch, h.pitch, sinks ? sinks + g : NULL);

@@ -49,7 +49,8 @@ typedef struct {
 
 /* Room for one head's look at up to `pitch` tokens. */
 typedef struct {
-    float *x, *mean, *worth, *near, *lanes, *sums;
+    float *x, *mean, *worth, *near, *sums;
+    int32_t *codes; /* sums of them, see `products_with` */
     Query *query;
 } Room;
 
@@ -61,7 +62,7 @@ typedef struct {
 
 static int64_t floats_of(const Recall *r, int64_t pitch) {
     const int64_t queries = r->group * (int64_t)(sizeof(Query) / sizeof(float));
-    return (r->group + 3) * pitch + 2 * LANES + r->group * 8 * LANES + queries + up(r->group, LANES);
+    return (r->group + 3) * pitch + 2 * LANES + r->group * MOST_DIGITS * LANES + queries + up(r->group, LANES);
 }
 
 static Room room_in(const Recall *r, float *scratch, int64_t pitch) {
@@ -69,8 +70,8 @@ static Room room_in(const Recall *r, float *scratch, int64_t pitch) {
     room.mean = room.x + r->group * pitch;
     room.near = room.mean + pitch;
     room.worth = room.near + pitch + LANES; /* with LANES zeros on both sides */
-    room.lanes = room.worth + pitch + LANES;
-    room.query = (Query *)(void *)(room.lanes + r->group * 8 * LANES);
+    room.codes = (int32_t *)(void *)(room.worth + pitch + LANES);
+    room.query = (Query *)(void *)(room.codes + r->group * MOST_DIGITS * LANES);
     room.sums = (float *)(void *)(room.query + r->group);
     return room;
 }
@@ -80,15 +81,15 @@ INLINE void ask(const Recall *r, const char *q, const uint8_t *keys, int64_t n, 
                 const int digits) {
     const Pieces p = {r->dim, BITS, !r->bf16, r->block};
     const Order order = order_of(&p);
+    uint8_t rest[LANES * MOST_PIECE + HALF];
     for (int64_t g = 0; g < r->group; g++) arrange(&p, q + g * r->q.head, digits, room->query + g);
     for (int64_t i = 0; i < n; i += LANES) {
-        const int64_t left = least(LANES, n - i);
-        products_with(&order, room->query, r->group, keys + i * order.piece, left, digits, room->lanes,
-                      room->x + i, pitch);
+        const uint8_t *some = sixteen(&order, keys + i * order.piece, n - i, rest);
+        products_with(&order, room->query, r->group, some, digits, room->codes, room->x + i, pitch);
         for (float *x = room->x + i; x < room->x + r->group * pitch; x += pitch) {
             __m512 found = _mm512_mul_ps(_mm512_loadu_ps(x), _mm512_set1_ps((float)r->scale));
             if (r->cap > 0) found = soft_capped(found, (float)r->cap);
-            _mm512_storeu_ps(x, _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), first_lanes(left), found));
+            _mm512_storeu_ps(x, _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), first_lanes(n - i), found));
         }
     }
 }

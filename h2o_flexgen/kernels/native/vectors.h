@@ -52,12 +52,6 @@ INLINE __m512 sums_of(__m512 *x) {
     return sum_of_lanes(sum_of_lanes(x[0], x[1]), sum_of_lanes(x[2], x[3]));
 }
 
-/* The sums of the halves of 8 vectors: the lower ones of four, their upper ones, then those of the last four. */
-INLINE __m512 sums_of_pairs(__m512 *x) {
-    sums_by_fours(x, 8);
-    return sum_of_lanes(x[0], x[1]);
-}
-
 /* Logits become the exponentials of their distance to the largest; returns the sum, that of `sink` included, if there
    is one. `n` is padded with -inf. */
 INLINE float exponentials(float *x, int64_t n, const float *sink) {
