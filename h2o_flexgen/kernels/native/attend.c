@@ -343,7 +343,8 @@ static void mend_logits(const Step *s, const Head *h, const Pieces *keys, const 
         for (int64_t j = 0; j < s->exact; j++) {
             float sums[LANES];
             if (j % LANES == 0) {
-                const __m512 products = products_of(q, k + j * bytes, s->exact - j, s->dim, (int)s->bf16, nv);
+                const __m512 products = s->bf16 ? products_of(q, k + j * bytes, s->exact - j, s->dim, 1, nv)
+                                                : products_of(q, k + j * bytes, s->exact - j, s->dim, 0, nv);
                 _mm512_storeu_ps(sums, _mm512_mul_ps(products, _mm512_set1_ps((float)s->scale)));
             }
             const int64_t i = seen_at(s, h, j);

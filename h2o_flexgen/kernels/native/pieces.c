@@ -7,8 +7,6 @@
 
 #include "pieces.h"
 
-#include <math.h>
-
 #include "team.h"
 
 /* The nearest number that bfloat16 has above, or below; cutting bits off goes towards zero. */
@@ -99,12 +97,14 @@ void transform(const Pieces *p, float *x) {
         _mm512_storeu_ps(x + i, two[0]), _mm512_storeu_ps(x + i + LANES, two[1]);
     }
     for (int64_t apart = LANES; apart < block; apart *= 2)
-        for (int64_t i = 0; i < p->dim; i += i % (2 * apart) == apart - LANES ? apart + LANES : LANES) {
+        for (int64_t i = 0; i < p->dim; i += (i & (2 * apart - 1)) == apart - LANES ? apart + LANES : LANES) {
             const __m512 a = _mm512_loadu_ps(x + i), b = _mm512_loadu_ps(x + i + apart);
             _mm512_storeu_ps(x + i, _mm512_add_ps(a, b));
             _mm512_storeu_ps(x + i + apart, _mm512_sub_ps(a, b));
         }
-    const __m512 by = _mm512_set1_ps((float)(1 / sqrt((double)block)));
+    float share = block & 0x5555 ? 1 : 0x1.6a09e6p-1f; /* in the end 1 / sqrt(block), rounded, without a division */
+    for (int64_t i = block; i > 2; i /= 4) share /= 2;
+    const __m512 by = _mm512_set1_ps(share);
     for (int64_t i = 0; i < p->dim; i += LANES) _mm512_storeu_ps(x + i, _mm512_mul_ps(_mm512_loadu_ps(x + i), by));
 }
 
