@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.kernels import layers, linear, native
 from h2o_flexgen.kernels.native import building, function, tiers
 from tests.kernels import emulated
@@ -98,6 +99,25 @@ def test_whole_numbers_at_every_number_of_rows(tier: str) -> None:
         for rows in EVERY:
             found = linear(x[:rows], weight, wide=True).double()
             assert ((found - exact[:rows]).abs() <= unit * size[:rows]).all(), (id_of(packing), rows)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-16, 16), (0, 31), (-32, 32), (-31, 34), (30, 31), (-128, -70)])
+def test_codes_of_a_byte_that_take_fewer_bits(tier: str, low: int, high: int) -> None:
+    """AVX2 adds more of them up in 16 bits: at their ends there is room, and beside codes that take all bits."""
+    packing, (outs, ins) = Packing("int8", 32, "float16", "none"), (130, 544)
+    weight = random_weight(packing, (outs, ins), torch.bfloat16)
+    codes = weight.parts["codes"].view(torch.int8)
+    codes[:, :512].clamp_(low, high)  # its ends mostly; the last inputs of a panel keep theirs, and all of
+    codes[64:128, 256:] = torch.where(codes[64:128, 256:] > 0, high, low).to(torch.int8)
+    codes[128:, ::7] = 127  # the last panel
+    values = weight.in_order(torch.float32).double().t()
+    span = function("most_span", "", "i")()
+    for x in (torch.full((max(EVERY), ins), 1.5), torch.randn(max(EVERY), ins, generator=torch_generator())):
+        taken = rounded_in_spans(x.bfloat16(), min(packing.group, span))
+        exact, size = taken @ values, taken.abs() @ values.abs() + 1
+        for rows in EVERY:
+            found = linear(x[:rows].bfloat16(), weight, wide=True).double()
+            assert ((found - exact[:rows]).abs() <= 2e-5 * size[:rows]).all(), rows
 
 
 @pytest.mark.parametrize("tier", ALL_THEIR_OWN, indirect=True)

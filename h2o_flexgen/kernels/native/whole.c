@@ -32,6 +32,10 @@ enum {
     STEP = COLS * 4, /* bytes of four inputs of a panel */
 };
 
+/* Codes of a panel: of 8 bits; of 4 bits, of levels up to 30, and signed ones; of a byte each, up to 32 and up to 64. The
+   latter two, and that there is a difference between the others of 4 bits, are for tiles that add up in 16 bits. */
+enum { BYTES, UP_TO_15, UP_TO_30, SIGNED, UP_TO_32, UP_TO_64 };
+
 /* ---- x */
 
 /* How rows are cut into tiles, as evenly as can be: `taller` of them, the first ones, have a row more than `height`. */
@@ -125,6 +129,7 @@ typedef struct {
     uint8_t *codes;       /* (DEPTH / 4, COLS, 4): unit by unit, of 4 bits the even inputs first */
     float *scale, *low;   /* (spans, COLS) */
     float *groups, *sums; /* room: (LANES, 2, groups) and (MOST_ROWS, COLS) */
+    int offset;           /* what sums start at is times this */
 } Panel;
 
 /* Numbers of a group to all its spans, `each` of a group. */
@@ -270,6 +275,7 @@ static void take_inputs(const Whole *all, int64_t out, int64_t in, uint8_t *to, 
 typedef struct {
     const float *scale, *low, *x, *sum;
     const int32_t *start;
+    int times;
 } Scales;
 
 #if IS_WIDE
@@ -281,7 +287,7 @@ typedef struct {
 /* sums (rows, COLS) = or += rows of x from `row` on times what the panel holds, from input `in` on. Where it `asks`,
    half of the panel's bytes from `ahead` on are asked for, some at each step: many at once would wait for each other. */
 INLINE void tile(const Whole *all, const Panel *panel, int64_t row, int64_t in, float *sums, const uint8_t *ahead,
-                 const int rows, const int nibbles, const int asks) {
+                 const int rows, const int kind, const int asks) {
     /* No divisions: some processors take 90 cycles for each. */
     const int64_t first = in >> all->log_span, last = least(in + DEPTH, all->padded) >> all->log_span;
     const int8_t *x = all->x + row * all->padded;
@@ -291,57 +297,63 @@ INLINE void tile(const Whole *all, const Panel *panel, int64_t row, int64_t in, 
             UNROLL for (int v = 0; v < PASS; v += LANES) _mm512_store_ps(sums + r * COLS + col + v, _mm512_setzero_ps());
         for (int64_t span = first; span < last; span++, codes += all->span * COLS) {
             const int64_t at = span * COLS + col, behind = row * all->spans + span;
-            const Scales by = {panel->scale + at, panel->low + at, all->scale + behind, all->sum + behind, all->start + behind};
+            const Scales by = {panel->scale + at, panel->low + at, all->scale + behind, all->sum + behind, all->start + behind,
+                               panel->offset};
             if (all->log_units == 0)
-                take_span(all, x, (uint64_t)span, 1, codes, &ahead, &by, sums + col, rows, nibbles, asks);
+                take_span(all, x, (uint64_t)span, 1, codes, &ahead, &by, sums + col, rows, kind, asks);
             else
                 take_span(all, x, (uint64_t)span << all->log_units, 1ull << all->log_units, codes, &ahead, &by, sums + col, rows,
-                          nibbles, asks);
+                          kind, asks);
         }
     }
 }
 
 typedef void Tile(const Whole *, const Panel *, int64_t, int64_t, float *, const uint8_t *);
-#define ONE_TILE(ROWS, NIBBLES, ASKS) \
-    static void tile_##ROWS##_##NIBBLES##_##ASKS(const Whole *all, const Panel *panel, int64_t row, int64_t in, float *sums, \
-                                                 const uint8_t *ahead) { \
-        tile(all, panel, row, in, sums, ahead, ROWS, NIBBLES, ASKS); \
+#define ONE_TILE(ROWS, KIND, ASKS) \
+    static void tile_##ROWS##_##KIND##_##ASKS(const Whole *all, const Panel *panel, int64_t row, int64_t in, float *sums, \
+                                              const uint8_t *ahead) { \
+        tile(all, panel, row, in, sums, ahead, ROWS, KIND, ASKS); \
     }
-#define NAME(ROWS, NIBBLES, ASKS) tile_##ROWS##_##NIBBLES##_##ASKS
+#define NAME(ROWS, KIND, ASKS) tile_##ROWS##_##KIND##_##ASKS
 #if BY_FOURS
-#define TALL_TILES(NIBBLES, ASKS) ONE_TILE(5, NIBBLES, ASKS) ONE_TILE(6, NIBBLES, ASKS)
-#define TALL_NAMES(NIBBLES, ASKS) , NAME(5, NIBBLES, ASKS), NAME(6, NIBBLES, ASKS)
+#define TALL_TILES(KIND, ASKS) ONE_TILE(5, KIND, ASKS) ONE_TILE(6, KIND, ASKS)
+#define TALL_NAMES(KIND, ASKS) , NAME(5, KIND, ASKS), NAME(6, KIND, ASKS)
 #else
-#define TALL_TILES(NIBBLES, ASKS)
-#define TALL_NAMES(NIBBLES, ASKS)
+#define TALL_TILES(KIND, ASKS)
+#define TALL_NAMES(KIND, ASKS)
 #endif
-#define TILES(NIBBLES, ASKS) \
-    ONE_TILE(1, NIBBLES, ASKS) ONE_TILE(2, NIBBLES, ASKS) ONE_TILE(3, NIBBLES, ASKS) ONE_TILE(4, NIBBLES, ASKS) \
-    TALL_TILES(NIBBLES, ASKS) \
-    static Tile *const tiles_##NIBBLES##_##ASKS[HEIGHT] = {NAME(1, NIBBLES, ASKS), NAME(2, NIBBLES, ASKS), \
-                                                           NAME(3, NIBBLES, ASKS), NAME(4, NIBBLES, ASKS) \
-                                                           TALL_NAMES(NIBBLES, ASKS)};
-TILES(0, 0) TILES(0, 1) TILES(1, 0) TILES(1, 1)
-#if !IS_WIDE
-TILES(2, 0) TILES(2, 1) TILES(3, 0) TILES(3, 1)
-static Tile *const *const tiles[4][2] = {{tiles_0_0, tiles_0_1}, {tiles_1_0, tiles_1_1}, {tiles_2_0, tiles_2_1},
-                                         {tiles_3_0, tiles_3_1}};
+#define SOME_TILES(KIND, ASKS) \
+    ONE_TILE(1, KIND, ASKS) ONE_TILE(2, KIND, ASKS) ONE_TILE(3, KIND, ASKS) ONE_TILE(4, KIND, ASKS) \
+    TALL_TILES(KIND, ASKS) \
+    static Tile *const tiles_##KIND##_##ASKS[HEIGHT] = {NAME(1, KIND, ASKS), NAME(2, KIND, ASKS), NAME(3, KIND, ASKS), \
+                                                        NAME(4, KIND, ASKS) TALL_NAMES(KIND, ASKS)};
+#define TILES(KIND) SOME_TILES(KIND, 0) SOME_TILES(KIND, 1)
+#define BOTH(KIND) {tiles_##KIND##_0, tiles_##KIND##_1}
+TILES(BYTES) TILES(UP_TO_15)
+#if IS_WIDE
+static Tile *const *const tiles[][2] = {BOTH(BYTES), BOTH(UP_TO_15)};
 #else
-static Tile *const *const tiles[2][2] = {{tiles_0_0, tiles_0_1}, {tiles_1_0, tiles_1_1}};
+TILES(UP_TO_30) TILES(SIGNED)
+#if !BY_FOURS
+TILES(UP_TO_32) TILES(UP_TO_64)
+#endif
+static Tile *const *const tiles[][2] = {BOTH(BYTES), BOTH(UP_TO_15), BOTH(UP_TO_30), BOTH(SIGNED),
+#if !BY_FOURS
+                                        BOTH(UP_TO_32), BOTH(UP_TO_64)
+#endif
+};
 #endif
 
-/* Which of them takes such weights. */
+/* Which of the kinds are codes as they are stored. */
 static int kind_of(const Packed *w) {
-#if !IS_WIDE
-    return !has_nibbles(w) ? 0 : w->levels == UINT4 ? 1 : has_signed_levels(w) ? 3 : 2;
-#else
-    return has_nibbles(w);
-#endif
+    if (IS_WIDE || !has_nibbles(w)) return has_nibbles(w) ? UP_TO_15 : BYTES;
+    return w->levels == UINT4 ? UP_TO_15 : has_signed_levels(w) ? SIGNED : UP_TO_30;
 }
 
-static void take_panel(const Whole *all, int64_t out, int64_t following, const Panel *panel) {
+static void take_panel(const Whole *all, int64_t out, int64_t following, Panel *panel) {
     const Packed *w = all->p.packed;
-    const int nibbles = has_nibbles(w), kind = kind_of(w);
+    const int nibbles = has_nibbles(w);
+    int kind = kind_of(w); /* of bytes that of each depth */
     const int64_t row_bytes = nibbles ? w->ins / 2 : w->ins;
     const uint8_t *ahead = w->codes + following * row_bytes;
     take_scales(all, out, panel);
@@ -353,6 +365,9 @@ static void take_panel(const Whole *all, int64_t out, int64_t following, const P
             for (int64_t i = COLS * in / all->padded; !from && i < COLS * (in + DEPTH) / all->padded; i++)
                 ask_scales(w, following + i);
             take_inputs(all, out, in, panel->codes, next);
+#if !IS_WIDE
+            if (all->fits) kind = smaller_codes(panel->codes, COLS * least(DEPTH, all->padded - in), &panel->offset);
+#endif
             for (int64_t row = 0, turn = 0, height; row < rows; row += height, turn++) {
                 height = c.height + (turn < c.taller);
                 const int asks = !from && !turn && in + DEPTH <= w->ins;
@@ -374,8 +389,8 @@ static void take_panels(void *task, int member) {
     uint8_t *room = aligned_alloc(LINE, (size_t)(DEPTH * COLS + floats * (int64_t)sizeof(float)));
     if (!room) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
     float *behind = (float *)(room + DEPTH * COLS);
-    const Panel panel = {room, behind, behind + all->lows * scales, behind + (1 + all->lows) * scales,
-                         behind + (1 + all->lows) * scales + groups};
+    Panel panel = {room, behind, behind + all->lows * scales, behind + (1 + all->lows) * scales,
+                   behind + (1 + all->lows) * scales + groups, 1};
     while (room && out < all->p.outs) {
         const int64_t following = claim(&all->next, COLS);
         take_panel(all, out, least(following, all->p.outs), &panel);
@@ -393,7 +408,8 @@ static void describe(Whole *all) {
     all->padded = up(all->p.ins, all->block), all->spans = all->padded / all->span;
     all->each = w->group ? w->group / all->span : all->spans;
     all->log_span = __builtin_ctzll((uint64_t)all->span), all->log_units = all->log_span - __builtin_ctzll((uint64_t)all->unit);
-    all->offset = whole_offset(w);
+    all->fits = !IS_WIDE && !BY_FOURS && !has_nibbles(w) && all->p.rows > FEW_ROWS;
+    all->offset = all->fits ? 1 : whole_offset(w);
     all->lows = w->low_kind != NONE && w->low_kind != MIDDLE;
 }
 

@@ -24,6 +24,7 @@ typedef struct {
     float *scale, *sum;        /* (rows, spans) of x */
     int32_t *start;
     int offset, lows;          /* what codes are too large by; whether there are other lows */
+    int fits;                  /* whether codes of a byte are looked at for fewer bits: `offset` is for each panel then */
     int64_t next; /* output that no thread has taken */
     int failed;
 } Whole;
