@@ -101,7 +101,7 @@ def test_whole_numbers_at_every_number_of_rows(tier: str) -> None:
             assert ((found - exact[:rows]).abs() <= unit * size[:rows]).all(), (id_of(packing), rows)
 
 
-@pytest.mark.parametrize(("low", "high"), [(-16, 16), (0, 31), (-32, 32), (-31, 34), (30, 31), (-128, -70)])
+@pytest.mark.parametrize(("low", "high"), [(-16, 16), (-16, 17), (0, 31), (-32, 32), (-31, 34), (30, 31), (-128, -70)])
 def test_codes_of_a_byte_that_take_fewer_bits(tier: str, low: int, high: int) -> None:
     """AVX2 adds more of them up in 16 bits: at their ends there is room, and beside codes that take all bits."""
     packing, (outs, ins) = Packing("int8", 32, "float16", "none"), (130, 544)
