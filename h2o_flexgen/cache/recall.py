@@ -217,7 +217,9 @@ class DiskShelf(Shelf):
 class _ShelvedRow:
     shelf: Shelf
     index: Tensor
-    """Its keys, rotated and packed: (kv_heads, length, bytes) uint8."""
+    """Its keys, rotated and packed: (kv_heads, length, bytes) uint8, or as `NativeRecall.index` makes it."""
+    length: int
+    """Tokens that there is room for."""
     recent: int
     """Last tokens that do not leave."""
     most: int
@@ -303,15 +305,18 @@ class Recall:
         heads, count, dim = own.k.shape
         before, packing = 0 if past is None else past[0].shape[1], index_packing(dim)
         length = max(self._lengths[row], before + count)
-        index = torch.empty(heads, length, packing.nbytes, dtype=torch.uint8, device=own.k.device)
+        native = NativeRecall.serves(own.k)
+        if native:
+            index = NativeRecall.index(heads, length, dim)
+        else:
+            index = torch.empty(heads, length, packing.nbytes, dtype=torch.uint8, device=own.k.device)
         make: Callable[..., Shelf] = MemoryShelf if self._disk is None else self._disk.take
         shelf = make((heads, length, dim), own.k.dtype, own.k.device)
         for start, part in ((0, past), (before, own)):
             if part is None:
                 continue
-            native = NativeRecall.serves(own.k)
             if native:
-                NativeRecall.fill(KeysValues(*part), start, shelf.held, index, packing.block)
+                NativeRecall.fill(KeysValues(*part), start, shelf.held, index, length, packing.block)
             else:
                 index[:, start : start + part[0].shape[1]] = pack(part[0], packing)
             if native and shelf.held is not None:
@@ -319,7 +324,7 @@ class Recall:
             else:
                 self._counts.written += shelf.write(start, *part)
         came = torch.zeros(heads, length, dtype=torch.int32) if self._logs else None
-        return _ShelvedRow(shelf, index, budget.recent, most_moved(budget), came)
+        return _ShelvedRow(shelf, index, length, budget.recent, most_moved(budget), came)
 
     def leave(self, kept: Sequence[int]) -> None:
         """All rows but those at the places `kept` go, and give back the room of their shelves."""
@@ -399,7 +404,7 @@ class Recall:
         """The tokens `new` (b, kv_heads, d) go to the shelves. Returns place, row and position of each."""
         found = list[tuple[int, _ShelvedRow, int]]()
         for place, (row, now) in enumerate(zip(self._rows, lengths.next_pos, strict=True)):
-            if row is not None and now < row.index.shape[1]:  # else it is done, and its neighbours are not
+            if row is not None and now < row.length:  # else it is done, and its neighbours are not
                 self._counts.written += row.shelf.write(now, *(x[place].unsqueeze(1) for x in new))
                 found.append((place, row, now))
         return found
@@ -430,7 +435,7 @@ class Recall:
             if row is not None:
                 how = row.recent, row.most, now - lengths.step, before
                 shelf = row.shelf.held if self._by_kernel else None
-            shelved.append(None if row is None else ShelvedKeys(shelf, row.index, *how))
+            shelved.append(None if row is None else ShelvedKeys(shelf, row.index, row.length, *how))
         block = index_packing(like.shape[-1]).block
         numbers = {"first": FIRST, "every": self._every, "rates": self.rates, "near": NEAR, "block": block}
         return NativeRecall(shelved, window=lengths.window, **numbers)

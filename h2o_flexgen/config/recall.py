@@ -45,6 +45,11 @@ def index_packing(dim: int) -> CachePacking:
     return CachePacking(INDEX_BITS, dim)
 
 
+def index_blocks(length: int, dim: int) -> tuple[int, int]:
+    """Of the index of so many keys of a KV head the blocks of 16, and the bytes of each: words of 4 bytes, in C."""
+    return -(-length // 16), 16 * 4 * -(-index_packing(dim).nbytes // 4)
+
+
 def looks(taken: int, every: int) -> bool:
     """Whether a row that has taken so many steps looks through what is away in its next."""
     return taken < FIRST or taken % every == 0

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.config.recall import MOST
+from h2o_flexgen.config.recall import MOST, index_blocks
 from h2o_flexgen.kernels.native import function, library, structure
 from h2o_flexgen.kernels.pieces import MAX_DIM
 from h2o_flexgen.kernels.types import KeysValues, Ranking
@@ -69,10 +69,11 @@ def _run(task: ctypes.Structure, size: torch.Size) -> Tensor:
 
 class ShelvedKeys(NamedTuple):
     """Of a row all tokens so far, each at its position: keys and values (kv_heads, length, dim), if they are in memory,
-    and the keys of the index, packed, uint8 (kv_heads, length, bytes)."""
+    and the keys of the index as `NativeRecall.index` makes it."""
 
     held: KeysValues | None
     packed: Tensor
+    length: int
     recent: int
     """Last tokens that do not leave."""
     most: int
@@ -121,10 +122,7 @@ class NativeRecall:
         the first of so many. rates: of so many looks one is rated. near: a token is wanted as much as a neighbour no
         further away. block: numbers of an index key that are mixed before packing."""
         self._rows = rows
-        table = [
-            [0] * 8 if row is None else [*_pointers(row.held), row.packed.data_ptr(), row.packed.shape[1], *row[2:]]
-            for row in rows
-        ]
+        table = [[0] * 8 if row is None else [*_pointers(row.held), row.packed.data_ptr(), *row[2:]] for row in rows]
         kv_heads = next((len(row.packed) for row in rows if row is not None), 0)
         self.moves = torch.empty(len(rows), kv_heads, MOST, 2, dtype=torch.int32)
         self._table = torch.tensor(table, dtype=torch.int64)
@@ -138,6 +136,11 @@ class NativeRecall:
     def serves(like: Tensor) -> bool:
         """Whether there is a kernel for caches and shelves as `like` (..., dim)."""
         return serves(like) and like.shape[-1] <= MAX_DIM
+
+    @staticmethod
+    def index(kv_heads: int, length: int, dim: int) -> Tensor:
+        """An empty index of keys: uint8 (kv_heads, blocks, bytes) of 16 tokens each, as recall.c has them."""
+        return torch.empty(kv_heads, *index_blocks(length, dim), dtype=torch.uint8)
 
     def step(
         self,
@@ -168,12 +171,12 @@ class NativeRecall:
         return Recalled(task.written, task.looks, task.recalled, task.held, task.best)
 
     @staticmethod
-    def fill(new: KeysValues, start: int, shelf: KeysValues | None, packed: Tensor, block: int) -> None:
-        """New tokens (kv_heads, n, dim) go to a shelf (kv_heads, length, dim), if it is in memory, and into the index
+    def fill(new: KeysValues, start: int, shelf: KeysValues | None, packed: Tensor, length: int, block: int) -> None:
+        """New tokens (kv_heads, n, dim) go to a shelf (kv_heads, length, dim), if it is in memory, and into the `index`
         `packed`, from position `start` on."""
         k, v = (NativeRecall._fit(x, new.k if shelf is None else shelf.k) for x in new)
         (heads, count, dim), size = k.shape, k.itemsize
-        task = _Filling(heads, count, start, packed.shape[1], dim, k.dtype is torch.bfloat16, block)
+        task = _Filling(heads, count, start, length, dim, k.dtype is torch.bfloat16, block)
         task.threads = torch.get_num_threads()
         task.new_k, task.k_head, task.k_token = k.data_ptr(), k.stride(0) * size, k.stride(1) * size
         task.new_v, task.v_head, task.v_token = v.data_ptr(), v.stride(0) * size, v.stride(1) * size

@@ -8,6 +8,7 @@ number.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from h2o_flexgen.config.model.packing import channel_numbers, first_tokens
 from h2o_flexgen.config.model.tensors import PAGE, round_up, states_bytes
 from h2o_flexgen.config.offload import TIERS, Kernels, OffloadPolicy
 from h2o_flexgen.config.placement import Placement
-from h2o_flexgen.config.recall import SHELF_BUFFER, index_packing, shelf_bytes
+from h2o_flexgen.config.recall import SHELF_BUFFER, index_blocks, shelf_bytes
 from h2o_flexgen.schedule import workspace
 from h2o_flexgen.schedule.request import BlockShape, PlanRequest
 from h2o_flexgen.schedule.tasks import groups_of, recordable
@@ -214,8 +215,8 @@ def recall_items(block: BlockShape) -> Iterator[Item]:
         yield Item("cpu", "buffer of evicted tokens", max([SHELF_BUFFER, *layers.values()]))
         yield Item("cpu", "checksums of evicted tokens", 8 * rows * length * len(layers))
     heads = (spec.heads_of(layer) for layer in layers)
-    index = sum(each.keys * index_packing(each.dim).nbytes for each in heads)
-    yield Item(block.compute_tier, "index of evicted tokens", rows * length * index)
+    index = sum(each.keys * math.prod(index_blocks(length, each.dim)) for each in heads)
+    yield Item(block.compute_tier, "index of evicted tokens", rows * index)
 
 
 def _record_bytes(block: BlockShape, layer: int) -> int:
