@@ -365,25 +365,32 @@ class Recall:
             self._by_kernel = self._disk is None and keeping.packings is None
             self._begun, self._native = lengths, self._native_of(lengths, held.k if self._by_kernel else new.k)
         before = slots.table[1].clone() if self._logs else None
-        self._recall(asked, new, lengths, slots, held, partial(self._put, keeping, held))
+        if self._native is not None and self._by_kernel:
+            qkv = asked.q, *new
+            found = self._native.step(lengths.step, qkv, asked.scale, asked.soft_cap, held, slots.ranking)
+            self._count(found, 2 * held.k.shape[-1] * held.k.itemsize)
+        else:
+            self._recall(asked, new, lengths, slots, held, partial(self._put, keeping, held))
         if before is not None:
             self._log(before, slots.table[1])
+
+    def _count(self, found: Recalled, token: int) -> None:
+        """A step that is all by the kernel, with tokens of so many bytes; most look at nothing."""
+        self._counts.written += token * found.written
+        if found.looks:
+            self._counts.add(found)
+            self._counts.read += token * found.recalled
 
     def _recall(
         self, asked: Queries, new: KeysValues, lengths: CacheLengths, slots: ScoredSlots, held: KeysValues, take: _Take
     ) -> None:
         """The step, by the kernel or in torch."""
         if self._native is not None:
-            if not self._by_kernel:
-                self._write(new, lengths)
+            self._write(new, lengths)
             qkv = asked.q, *new
             found = self._native.step(lengths.step, qkv, asked.scale, asked.soft_cap, held, slots.ranking)
             self._counts.add(found)
-            if self._by_kernel:
-                vectors = 2 * held.k.shape[-1] * held.k.itemsize
-                self._counts.written += vectors * found.written
-                self._counts.read += vectors * found.recalled
-            elif found.recalled:
+            if found.recalled:
                 self._fetch(self._native.moves, take)
             return
         free = slots.free()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from h2o_flexgen.config.recall import MOST, index_blocks
 from h2o_flexgen.kernels.native import function, library, structure
 from h2o_flexgen.kernels.pieces import MAX_DIM
-from h2o_flexgen.kernels.types import KeysValues, Ranking
+from h2o_flexgen.kernels.types import KeysValues, Ranking, fit
 
 _Ranks = structure("ranks.c", "Ranks")
 _Recall, _Filling = structure("recall.c", "Recall"), structure("recall.c", "Filling")
@@ -89,10 +90,10 @@ class Recalled(NamedTuple):
     worth of what is kept after each look that is rated, and of as many tokens at most."""
 
     written: int
-    looks: int
-    recalled: int
-    held: float
-    best: float
+    looks: int = 0
+    recalled: int = 0
+    held: float = 0.0
+    best: float = 0.0
 
 
 def _pointers(held: KeysValues | None) -> tuple[int, int]:
@@ -131,6 +132,9 @@ class NativeRecall:
         if any(row is not None and row.held is None for row in rows):
             self._task.moves = self.moves.data_ptr()
         self._pointer, self._call = ctypes.byref(self._task), function("recall_step", "P", "i")
+        self._asked = self._task.q, self._task.new_k, self._task.new_v
+        self._kept, self._dtype = tuple[Tensor, ...](), torch.float32
+        self._strides: object = None
 
     @staticmethod
     def serves(like: Tensor) -> bool:
@@ -154,27 +158,40 @@ class NativeRecall:
         """Before the tokens of step `number` attend: q (b, heads, dim), k and v (b, kv_heads, dim), which go to
         shelves. What comes back goes into the slots of `held` (b, kv_heads, capacity, dim), unless these are packed,
         and `ranking`. MemoryError where a few KiB are not to be had."""
-        like = qkv[1] if held.k.dtype is torch.uint8 else held.k
-        task, (q, k, v) = self._task, (self._fit(x, like) for x in qkv)
-        rows, task.kv_heads, task.capacity, _ = held.k.shape
-        task.dim, task.group, task.bf16 = k.shape[-1], q.shape[1] // task.kv_heads, like.dtype is torch.bfloat16
-        if rows != len(self._rows) or not (held.k.is_contiguous() and held.v.is_contiguous()):
-            raise ValueError(f"caches of {tuple(held.k.shape)}: needed {len(self._rows)} rows, contiguous")
-        size = like.itemsize
-        for vectors, x in ((task.q, q), (task.new_k, k), (task.new_v, v)):
-            vectors.at, vectors.row, vectors.head = x.data_ptr(), x.stride(0) * size, x.stride(1) * size
-        task.k, task.v, task.score = held.k.data_ptr(), held.v.data_ptr(), ranking.score.data_ptr()
-        task.pos, task.next = ranking.pos.data_ptr(), ranking.free.data_ptr()
+        task, kept = self._task, (*held, *ranking)
+        if len(kept) != len(self._kept) or not all(map(is_, kept, self._kept)):
+            self._attach(held, ranking, qkv)
+        q, k, v = (fit(x, self._dtype) for x in qkv)
+        strides = q.stride(), k.stride(), v.stride()
+        if strides != self._strides:
+            self._strides, size = strides, self._dtype.itemsize
+            for vectors, stride in zip(self._asked, strides, strict=True):
+                vectors.row, vectors.head = stride[0] * size, stride[1] * size
+        for vectors, x in zip(self._asked, (q, k, v), strict=True):
+            vectors.at = x.data_ptr()
         task.step, task.scale, task.cap, task.threads = number, scale, soft_cap or 0, torch.get_num_threads()
         if self._call(self._pointer):
             raise MemoryError("no memory to look through what waits")
+        if not task.looks:
+            return Recalled(task.written)
         return Recalled(task.written, task.looks, task.recalled, task.held, task.best)
+
+    def _attach(self, held: KeysValues, ranking: Ranking, qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+        """These are what steps change; kept, so that they are the same as long as they are the same tensors."""
+        like, task = qkv[1] if held.k.dtype is torch.uint8 else held.k, self._task
+        rows, task.kv_heads, task.capacity, _ = held.k.shape
+        if rows != len(self._rows) or not (held.k.is_contiguous() and held.v.is_contiguous()):
+            raise ValueError(f"caches of {tuple(held.k.shape)}: needed {len(self._rows)} rows, contiguous")
+        task.dim, task.group = qkv[0].shape[-1], qkv[0].shape[1] // task.kv_heads
+        task.k, task.v, task.score = held.k.data_ptr(), held.v.data_ptr(), ranking.score.data_ptr()
+        task.pos, task.next, task.bf16 = ranking.pos.data_ptr(), ranking.free.data_ptr(), like.dtype is torch.bfloat16
+        self._kept, self._dtype, self._strides = (*held, *ranking), like.dtype, None
 
     @staticmethod
     def fill(new: KeysValues, start: int, shelf: KeysValues | None, packed: Tensor, length: int, block: int) -> None:
         """New tokens (kv_heads, n, dim) go to a shelf (kv_heads, length, dim), if it is in memory, and into the `index`
         `packed`, from position `start` on."""
-        k, v = (NativeRecall._fit(x, new.k if shelf is None else shelf.k) for x in new)
+        k, v = (fit(x, (new.k if shelf is None else shelf.k).dtype) for x in new)
         (heads, count, dim), size = k.shape, k.itemsize
         task = _Filling(heads, count, start, length, dim, k.dtype is torch.bfloat16, block)
         task.threads = torch.get_num_threads()
@@ -182,8 +199,3 @@ class NativeRecall:
         task.new_v, task.v_head, task.v_token = v.data_ptr(), v.stride(0) * size, v.stride(1) * size
         (task.k, task.v), task.index = _pointers(shelf), packed.data_ptr()
         function("recall_fill", "P")(ctypes.byref(task))
-
-    @staticmethod
-    def _fit(x: Tensor, like: Tensor) -> Tensor:
-        x = x.to(like.dtype)
-        return x if x.stride(-1) == 1 else x.contiguous()

@@ -14,7 +14,7 @@
 #include "team.h"
 #include "vectors.h"
 
-enum { BITS = 4, MOST_MOVED = 64, FEW = 1 << 12, TOKEN = 32 };
+enum { BITS = 4, MOST_MOVED = 64, FEW = 1 << 12, TOKEN = 32, FEW_NEW = 1 << 8 };
 
 /* A row of `rows` in ranks.py has the same fields in the same order. */
 typedef struct {
@@ -241,11 +241,15 @@ static double sum_of_largest(const float *x, int64_t n, int64_t count) {
     }
     float bound;
     memcpy(&bound, &low, sizeof bound);
-    double sum = 0;
+    __m512 sums = _mm512_setzero_ps();
     int64_t above = 0;
-    for (int64_t i = 0; i < n; i++)
-        if (x[i] > bound) sum += x[i], above++;
-    return sum + (double)(count - above) * bound;
+    for (int64_t i = 0; i < n; i += LANES) {
+        const __m512 these = _mm512_loadu_ps(x + i);
+        const __mmask16 more = _mm512_cmpgt_epi32_mask(_mm512_castps_si512(these), _mm512_set1_epi32(low)) & first_lanes(n - i);
+        sums = _mm512_add_ps(sums, _mm512_mask_mov_ps(_mm512_setzero_ps(), more, these));
+        above += __builtin_popcount(more);
+    }
+    return (double)_mm512_reduce_add_ps(sums) + (double)(count - above) * bound;
 }
 
 /* The head's look: what comes back, and what that is worth, if it is rated. Places are counted from a block's first. */
@@ -394,5 +398,5 @@ static void some_tokens(void *task, int64_t first, int64_t last, void *room) {
 
 void recall_fill(Filling *f) {
     const int64_t tokens = f->kv_heads * f->count;
-    team_share(some_tokens, f, tokens, TOKEN, 0, tokens > FEW ? (int)f->threads : 1);
+    team_share(some_tokens, f, tokens, TOKEN, 0, tokens > FEW_NEW ? (int)f->threads : 1);
 }
