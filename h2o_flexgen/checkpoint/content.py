@@ -111,10 +111,10 @@ def _of_json(value: Any) -> str:
 def _of_generation(path: Path) -> str:
     """Of a file that need not be there."""
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         return ""
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}", "needed JSON", "download it again") from error
     if isinstance(settings, dict):
         settings = {key: value for key, value in settings.items() if key not in _ABOUT_FILES}

@@ -7,6 +7,7 @@ whatever they are called. Files beside these are left alone, with a warning: the
 
 from __future__ import annotations
 
+import codecs
 import logging
 import os
 import re
@@ -154,7 +155,7 @@ def _read_index(folder: str, name: str, ending: str, problems: Problems) -> dict
     finally:
         file.close()
     try:
-        index = strict_json(text)
+        index = strict_json(text.removeprefix(codecs.BOM_UTF8))
     except ValueError as error:
         problems.add(f"{name} ({file.size} bytes) is torn or not JSON ({error})", download=True)
         return None

@@ -160,6 +160,31 @@ def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         TextCodec.open(lonely)
 
 
+@pytest.mark.parametrize("model_type", ["opt", "qwen2", "gemma3_text", "gpt_neox", "cohere2"])
+def test_a_folder_without_a_vocabulary(tmp_path: Path, model_type: str) -> None:
+    """transformers makes these classes without one: every prompt would be empty."""
+    path = folders.write(tmp_path / "model", model_type, padding_side="left")
+    with pytest.raises(ModelError, match=r"has no vocabulary.*needed tokenizer\.json"):
+        TextCodec.open(path)
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("tokenizer_config.json", '{"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": ["a"]}'),
+        ("chat_template.json", '{"torn'),
+        ("chat_template.json", "[1]"),
+        ("chat_template.json", "[" * 100_000),
+        ("chat_template.jinja", "\udcff"),
+    ],
+)
+def test_a_chat_template_that_cannot_be_read(tmp_path: Path, file: str, text: str) -> None:
+    path = folders.write(tmp_path / "model", "llama", folders.words(), tokenizer_class="PreTrainedTokenizerFast")
+    (path / file).write_text(text, errors="surrogateescape")
+    with pytest.raises(ModelError, match=f"cannot be read: ({file}|.*'utf-8'|string indices)"):
+        _ = codec_of(path).transformed
+
+
 def row_of(prompt: list[int], new: list[int], *stops: str) -> Sequence:
     return Sequence(
         index=0,

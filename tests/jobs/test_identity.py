@@ -60,6 +60,14 @@ def in_shards(model: Path) -> Path:
     return model
 
 
+def marked(model: Path) -> Path:
+    """By editors that begin files with a byte order mark."""
+    for name in ("config.json", "generation_config.json", "model.safetensors.index.json"):
+        path = in_shards(model) / name if name.endswith("index.json") else model / name
+        path.write_text(path.read_text(), encoding="utf-8-sig")
+    return model
+
+
 def written_again(model: Path) -> Path:
     """By another version of transformers, from another place; and files beside it that say nothing of the model."""
     config = json.loads((model / "config.json").read_text())
@@ -103,6 +111,7 @@ def fine_tuned(model: Path) -> Path:
 def begun(tmp_path: Path, batch: Batch) -> tuple[Path, tuple[object, ...]]:
     """A model of its own, and a job with it of which half is done."""
     model = write_talker(tmp_path / "model")
+    (model / "generation_config.json").write_text('{"eos_token_id": 2}')
     lines = [request(f"r{i}", {"prompt": "ab" * (i + 1), "max_tokens": 3, "temperature": 0}) for i in range(2)]
     del (named := json.loads(lines[1]))["body"]["model"]
     file, out = write(tmp_path / "in.jsonl", lines[0], json.dumps(named)), tmp_path / "out.jsonl"
@@ -111,7 +120,7 @@ def begun(tmp_path: Path, batch: Batch) -> tuple[Path, tuple[object, ...]]:
     return model, ("-i", file, "-o", out)
 
 
-@pytest.mark.parametrize("change", [touched, copied, linked, in_shards, written_again])
+@pytest.mark.parametrize("change", [touched, copied, linked, in_shards, marked, written_again])
 def test_the_same_content_goes_on(tmp_path: Path, batch: Batch, change: Callable[[Path], Path]) -> None:
     model, flags = begun(tmp_path, batch)
     whole = results(tmp_path / "out.jsonl")

@@ -1,8 +1,9 @@
-"""The tokenizer of a GGUF file's metadata, built by the light `tokenizers` library, with the ids of AutoTokenizer."""
+"""The tokenizer of a GGUF file's metadata, built by the light `tokenizers` library, with the ids of AutoTokenizer; and
+the tokens that end turns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from h2o_flexgen.engine.requests.merges import merges_of
@@ -13,6 +14,7 @@ _KEY = "tokenizer.ggml."
 _CONTROL, _USER_DEFINED = 3, 4
 """Types of tokens that are matched whole in a text."""
 _SPACE = "\u2581"
+_ANSWER = "Indeed it is."
 _GEMMAS = ("gemma", "gemma2", "gemma3")
 
 _UNSUPPORTED = {
@@ -245,3 +247,21 @@ def _add_tokens(tokenizer: Any, read: _Metadata, special: Mapping[str, str]) -> 
     added = [AddedToken(token, normalized=False, special=its) for token, its in there.items()]
     tokenizer.add_special_tokens([token for token in added if token.special])
     tokenizer.add_tokens([token for token in added if not token.special])
+
+
+def closing_token(tokenizer: Any, encode: Callable[[str], list[int]]) -> int | None:
+    """The special token that follows an answer in the rendered chat, None if there is none. Harmony's <|end|> does not
+    count, as it ends one part of a turn."""
+    talk = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = str(tokenizer.apply_chat_template(talk, tokenize=False))
+    except Exception:  # whatever a template raises for a conversation that it is not made for
+        return None
+    _, found, rest = text.rpartition(_ANSWER)
+    ids = encode(rest.lstrip()) if found else []
+    starts = (tokenizer.bos_token_id, tokenizer.unk_token_id)
+    added = tokenizer.added_tokens_decoder
+    if not ids or ids[0] not in added or ids[0] in starts:
+        return None
+    parts = str(added[ids[0]]) == "<|end|>" and "<|return|>" in map(str, added.values())
+    return None if parts else ids[0]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from importlib.util import find_spec
 from operator import itemgetter
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 from h2o_flexgen.config.checks import is_text
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.engine.requests.gguf_tokenizer import gguf_tokenizer
+from h2o_flexgen.engine.requests.gguf_tokenizer import closing_token, gguf_tokenizer
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.requests.vocabularies import spelling
 from h2o_flexgen.errors import ModelError, UsageError
@@ -84,12 +85,6 @@ def _stored(folder: Path) -> Any:
     return tokenizer
 
 
-def has_chat_template(folder: Path) -> bool:
-    """Whether transformers would find a chat template in the folder."""
-    in_settings = read_json(folder / "tokenizer_config.json").get("chat_template")
-    return bool(in_settings) or any((folder / name).exists() for name in _TEMPLATES)
-
-
 def _has_gemmas_pipeline(tokenizer: Any, unknown: Any) -> bool:
     """Whether the steps around the vocabulary are those of transformers' GemmaTokenizer."""
     from tokenizers import decoders, models, normalizers, pre_tokenizers
@@ -150,6 +145,23 @@ def _described(token: Any) -> dict[str, Any]:
     return {"content": None, "special": True, **(token if isinstance(token, dict) else {"content": token})}
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`, empty without a file. ValueError or OSError if it cannot be read."""
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8-sig")) if path.exists() else {}
+    except RecursionError:
+        raise ValueError(f"{path.name} is nested too deeply") from None
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path.name} is not a JSON object")
+    return loaded
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether transformers would find a chat template in the folder."""
+    in_settings = read_json(folder / "tokenizer_config.json").get("chat_template")
+    return bool(in_settings) or any((folder / name).exists() for name in _TEMPLATES)
+
+
 def require_sentencepiece(folder: Path) -> None:
     """ModelError if there is only a sentencepiece model, and its reader is not installed."""
     if (folder / "tokenizer.json").exists() or not (folder / "tokenizer.model").exists():
@@ -175,7 +187,7 @@ def _torn(folder: Path) -> str:
     """Why no tokenizer can be read: the path, or the first of its JSON files that is torn; else empty."""
     if not is_text(str(folder)):
         return "its path is not UTF-8, which transformers needs: rename the folder, or name it by a link"
-    for path in sorted(folder.glob("*token*.json")):
+    for path in (*sorted(folder.glob("*token*.json")), folder / "chat_template.json"):
         try:
             read_json(path)
         except (OSError, ValueError) as error:
@@ -183,20 +195,25 @@ def _torn(folder: Path) -> str:
     return ""
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`, empty without a file. ValueError or OSError if it cannot be read."""
-    loaded = json.loads(path.read_text(encoding="utf-8-sig")) if path.exists() else {}
-    if not isinstance(loaded, dict):
-        raise ValueError(f"{path.name} is not a JSON object")
-    return loaded
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Raises ModelError where the libraries raise anything for the tokenizer in `folder`, as torn files and settings of
+    a wrong type make them."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        why = _torn(folder) or (repr(error) if isinstance(error, LookupError) else error)
+        raise ModelError(f"the tokenizer in {folder} cannot be read: {why}", _NEEDED) from error
 
 
+_NEEDED = "needed tokenizer.json or the files it is made from"
 Decode = Callable[[list[int]], str]
 Offsets = Callable[[str, bool], list[tuple[int, int]]]
 """From a text and whether special tokens are added to [start, end) of each token; special ones are empty."""
 
 _CONTEXT = 16  # tokens
-_ANSWER = "Indeed it is."
 _PROBES = (
     "Hello world", " a", "two  spaces\n\n  and lines\n", "don't WE'LL", "12345 x1", "(x) == y_z;", "e\u0301 \u00e9",
     "你好，мир", "\U0001f600", "",
@@ -265,7 +282,7 @@ class TextCodec:
         tokenizer = self.transformed
         if tokenizer is None:
             return ()
-        closing = _closing(tokenizer, self.encode_bare)
+        closing = closing_token(tokenizer, self.encode_bare)
         ids = (closing, getattr(tokenizer, "eos_token_id", None), *self.ends)
         return tuple(dict.fromkeys(token for token in ids if token is not None))
 
@@ -288,18 +305,11 @@ class TextCodec:
         read."""
         if folder is None or not any((folder / name).exists() for name in TOKENIZER_FILES):
             return None
-        try:
+        with _reading(folder):
             tokenizer = light_tokenizer(folder)
             if tokenizer is None:
                 return cls._auto(folder)
             return cls._light(tokenizer, lambda: _transformed(folder) if has_chat_template(folder) else None)
-        except ModelError:
-            raise
-        except Exception as error:  # the libraries raise bare Exception for a torn file
-            raise ModelError(
-                f"the tokenizer in {folder} cannot be read: {_torn(folder) or error}",
-                "needed tokenizer.json or the files it is made from",
-            ) from error
 
     @classmethod
     def of_gguf(cls, metadata: Mapping[str, Any], path: str) -> TextCodec | None:
@@ -339,6 +349,12 @@ class TextCodec:
     def _auto(cls, folder: Path) -> TextCodec:
         require_sentencepiece(folder)
         tokenizer = _transformed(folder)
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        if special >= tokenizer.get_vocab().keys():
+            # Some of transformers' classes are made without files: then every text has no tokens.
+            raise ModelError(
+                f"the tokenizer in {folder} has no vocabulary", _NEEDED, "download the files that are missing"
+            )
         _warn_of_others(folder, tokenizer)
 
         def encode(text: str, special: bool = True) -> list[int]:
@@ -388,38 +404,21 @@ def _transformed(folder: Path) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     settings: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), **settings)
-    except (LookupError, ValueError) as error:
-        if "auto_map" not in read_json(folder / "tokenizer_config.json"):
-            raise ModelError(f"the tokenizer in {folder} cannot be read: {_torn(folder) or repr(error)}") from error
-        if not (folder / "tokenizer.json").exists():
-            raise ModelError(
-                f"the tokenizer in {folder} is code of its own (auto_map), which is never run",
-                "needed a tokenizer.json beside it",
-            ) from error
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), **settings)
-    if tokenizer.chat_template is None:
-        tokenizer.chat_template = read_json(folder / "chat_template.json").get("chat_template")
+    with _reading(folder):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), **settings)
+        except (LookupError, ValueError) as error:
+            if "auto_map" not in read_json(folder / "tokenizer_config.json"):
+                raise
+            if not (folder / "tokenizer.json").exists():
+                raise ModelError(
+                    f"the tokenizer in {folder} is code of its own (auto_map), which is never run",
+                    "needed a tokenizer.json beside it",
+                ) from error
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), **settings)
+        if tokenizer.chat_template is None:
+            tokenizer.chat_template = read_json(folder / "chat_template.json").get("chat_template")
     return tokenizer
-
-
-def _closing(tokenizer: Any, encode: Callable[[str], list[int]]) -> int | None:
-    """The special token that follows an answer in the rendered chat, None if there is none. Harmony's <|end|> does not
-    count, as it ends one part of a turn."""
-    talk = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": _ANSWER}]
-    try:
-        text = str(tokenizer.apply_chat_template(talk, tokenize=False))
-    except Exception:  # whatever a template raises for a conversation that it is not made for
-        return None
-    _, found, rest = text.rpartition(_ANSWER)
-    ids = encode(rest.lstrip()) if found else []
-    starts = (tokenizer.bos_token_id, tokenizer.unk_token_id)
-    added = tokenizer.added_tokens_decoder
-    if not ids or ids[0] not in added or ids[0] in starts:
-        return None
-    parts = str(added[ids[0]]) == "<|end|>" and "<|return|>" in map(str, added.values())
-    return None if parts else ids[0]
 
 
 def text_of(codec: TextCodec | None, row: Sequence) -> str | None:
