@@ -30,6 +30,8 @@ _UNKNOWN_CACHE = 64 * MIB
 _ROTATION = 4
 """How many times the largest cache is gone through before anything is used again."""
 _LEAST, _MOST = 256 * MIB, 2 * GIB
+_MOST_PLACES = 1 << 15
+"""Of weights in the arena: making half a million, of a tiny model, takes seconds for each figure."""
 _TILE = 1 << 21  # numbers of noise that are made; the rest are copies
 
 
@@ -115,16 +117,20 @@ class Bench(Closing):
 
         ValueError for what is larger than the arena.
         """
+        return list(self._stretches(nbytes)[:most].unbind())
+
+    def _stretches(self, nbytes: int) -> Tensor:
+        """The places as one tensor, of which the single ones are made at once."""
         step = round_up(nbytes, TENSOR_ALIGN)
         count = len(self.arena) // step
         if count < 1:
             raise ValueError(f"{format_bytes(nbytes)} do not fit into {format_bytes(len(self.arena))}")
-        return [self.arena[i * step : i * step + nbytes] for i in range(count if most is None else min(count, most))]
+        return self.arena.as_strided((count, nbytes), (step, 1))
 
     def matrices(self, out_features: int, in_features: int) -> Iterator[Tensor]:
-        """Weights (out, in) without end, one place of the arena after the other."""
-        places = self.places(out_features * in_features * self.itemsize)
-        return cycle([place.view(self.dtype).view(out_features, in_features) for place in places])
+        """Weights (out, in) without end, one place of the arena after the other, as far as there are not too many."""
+        stretches = self._stretches(out_features * in_features * self.itemsize)[:_MOST_PLACES].view(self.dtype)
+        return cycle(stretches.unflatten(1, (out_features, in_features)).unbind())
 
     def refill(self) -> None:
         """The arena full of small numbers again, whatever was written to it."""

@@ -161,3 +161,11 @@ def test_an_arena_is_gone_through_before_anything_comes_again() -> None:
         assert bench.arena.view(torch.bfloat16).float().std() > 0.01
         with pytest.raises(ValueError, match="do not fit"):
             bench.places(2 << 20)
+
+
+def test_the_smallest_weights_are_not_made_by_the_million() -> None:
+    with Bench(TINY, "bfloat16", torch.device("cpu"), 4 << 20) as bench:
+        weights = bench.matrices(4, 4)
+        starts = [next(weights).data_ptr() for _ in range((1 << 15) + 1)]
+        assert len(set(starts)) == 1 << 15
+        assert starts[-1] == starts[0]
