@@ -20,8 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the harness on `argv`; returns the exit code."""
     asked = list(sys.argv[1:] if argv is None else argv)
     if asked in (["--help"], ["-h"]):
-        write_result(__doc__)
-        return 0
+        with exit_on_errors() as outcome:
+            write_result(str(__doc__))  # None with python -OO
+        return outcome.code
     with exit_on_errors() as outcome:
         try:
             import_module("lm_eval.models")  # before ours: the harness fills an empty registry only

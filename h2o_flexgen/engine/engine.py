@@ -6,6 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Generator as GeneratorOf
 from collections.abc import Sequence as SequenceOf
 from contextlib import closing, contextmanager
 from functools import partial
@@ -93,6 +94,7 @@ class Engine(Closing):
     places the weights; a later call whose plan differs places them anew. Not thread safe.
     """
 
+    @devices.plain_torch()
     def __init__(self, model: str | PathLike[str] = "demo", *, planner: Planner = by_rule, **settings: Any) -> None:
         self.config = EngineConfig.of(model, **settings)
         self.offload_folder = devices.offload_folder(self.config.offload_dir).absolute()
@@ -302,6 +304,9 @@ class Engine(Closing):
         return [row for row in rows if row.index in kept]
 
     def _run(self, rows: list[Sequence], late: LateRows | None = None) -> Iterator[Sequence]:
+        return devices.in_plain_torch(self._blocks(rows, late))
+
+    def _blocks(self, rows: list[Sequence], late: LateRows | None) -> GeneratorOf[Sequence, None, None]:
         """Runs sequences in blocks; yields them as they finish, leaves `last_record`. After memory has run out,
         unfinished ones are planned and run anew, see OomRetry. UsageError while another call runs."""
         with self._guard.taken():

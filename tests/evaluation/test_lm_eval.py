@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,15 @@ def test_without_the_harness_its_extra_is_named(
     monkeypatch.setitem(sys.modules, "lm_eval.models", None)
     assert launcher.main(["run"]) == 2
     assert "pip install 'h2o_flexgen[lm-eval]'" in capsys.readouterr().err
+
+
+def test_help_for_a_reader_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    assert launcher.main(["--help"]) == 0
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,12 @@ import ctypes
 import os
 import resource
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import cache
 from operator import itemgetter
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import psutil
@@ -29,6 +29,8 @@ from h2o_flexgen.memory.pinned import PinnedPool, lockable_memory
 from h2o_flexgen.memory.tiers import Tier
 from h2o_flexgen.schedule.request import Caps
 from h2o_flexgen.units import format_bytes
+
+_Item = TypeVar("_Item")
 
 DEFAULT_OFFLOAD_DIR = "~/.cache/h2o_flexgen/offload"
 _SHARE = 0.9  # of what is available: the rest is for the system and for allocator slack
@@ -328,3 +330,35 @@ def held_bytes(besides: object = None, device: torch.device = HostMemory.device)
     with _lock:
         others = [tiers for loaded, tiers in _open.items() if loaded is not besides]
     return sum(tier.held for tiers in others for tier in tiers if tier.device == device)
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Within, new tensors are float32 and on the CPU where nothing else is said, and no operation chooses a dtype.
+
+    Other libraries change these (torch.set_default_dtype, set_default_device, autocast). Scores of another dtype would
+    be other scores, and native kernels write float32 to where they lie. The default dtype is the process's, not the
+    thread's: it is set back at the end.
+    """
+    with ExitStack() as stack:
+        if (dtype := torch.get_default_dtype()) != torch.float32:
+            torch.set_default_dtype(torch.float32)
+            stack.callback(torch.set_default_dtype, dtype)
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def in_plain_torch(items: Generator[_Item, None, None]) -> Iterator[_Item]:
+    """`items`, each made in `plain_torch`; who takes them has torch as it was."""
+    with closing(items):
+        while True:
+            with plain_torch():
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            yield item
