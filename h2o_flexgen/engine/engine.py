@@ -6,7 +6,6 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from collections.abc import Generator as GeneratorOf
 from collections.abc import Sequence as SequenceOf
 from contextlib import closing, contextmanager
 from functools import partial
@@ -304,9 +303,6 @@ class Engine(Closing):
         return [row for row in rows if row.index in kept]
 
     def _run(self, rows: list[Sequence], late: LateRows | None = None) -> Iterator[Sequence]:
-        return devices.in_plain_torch(self._blocks(rows, late))
-
-    def _blocks(self, rows: list[Sequence], late: LateRows | None) -> GeneratorOf[Sequence, None, None]:
         """Runs sequences in blocks; yields them as they finish, leaves `last_record`. After memory has run out,
         unfinished ones are planned and run anew, see OomRetry. UsageError while another call runs."""
         with self._guard.taken():
@@ -364,7 +360,9 @@ class Engine(Closing):
     ) -> Iterator[Sequence]:
         """Runs `rows` by `plan`, block by block, until all are finished or a newcomer needs another plan; every: the
         work of the whole call."""
-        before, loaded = self._loaded, self._load(plan)
+        before = self._loaded
+        with devices.plain_torch():
+            loaded = self._load(plan)
         meter.load_seconds += 0.0 if loaded is before else loaded.seconds
         sampler.start()
         runner, left = self._runner(loaded, sampler), _work_of(rows.values())
@@ -375,7 +373,12 @@ class Engine(Closing):
             while waiting and (first := waiting.take(plan.policy.block_size)):
                 block = [first[i : i + size] for i in range(0, len(first), size)]
                 with closing(runner.run(plan, block, meter.totals, waiting)) as finished:
-                    yield from finished
+                    while True:
+                        with devices.plain_torch():  # who takes a row has torch as it was
+                            row = next(finished, None)
+                        if row is None:
+                            break
+                        yield row
 
     def _queue(self, rows: Iterable[Sequence], newcomers: Newcomers) -> WaitingQueue:
         """`rows` in the order in which they are run."""

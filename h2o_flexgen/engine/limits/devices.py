@@ -6,12 +6,12 @@ import ctypes
 import os
 import resource
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from operator import itemgetter
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import psutil
@@ -29,8 +29,6 @@ from h2o_flexgen.memory.pinned import PinnedPool, lockable_memory
 from h2o_flexgen.memory.tiers import Tier
 from h2o_flexgen.schedule.request import Caps
 from h2o_flexgen.units import format_bytes
-
-_Item = TypeVar("_Item")
 
 DEFAULT_OFFLOAD_DIR = "~/.cache/h2o_flexgen/offload"
 _SHARE = 0.9  # of what is available: the rest is for the system and for allocator slack
@@ -350,15 +348,3 @@ def plain_torch() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
-
-
-def in_plain_torch(items: Generator[_Item, None, None]) -> Iterator[_Item]:
-    """`items`, each made in `plain_torch`; who takes them has torch as it was."""
-    with closing(items):
-        while True:
-            with plain_torch():
-                try:
-                    item = next(items)
-                except StopIteration:
-                    return
-            yield item
