@@ -80,7 +80,7 @@ INLINE void take_span(const Whole *all, const int8_t *x, uint64_t unit, const ui
         add_span(all, sixteen ? wide : whole, by, sums, rows, 0);
 }
 
-/* Which of KINDS the codes of a panel are: of a byte each, within a range of 64, they become unsigned, `offset` larger. */
+/* Of a panel's codes of a byte each their kind: within a range of 64 they become unsigned, `offset` larger. */
 static int smaller_codes(uint8_t *codes, int64_t bytes, int *offset) {
     __m256i low = _mm256_setzero_si256(), high = low;
     int least_one = 0, most_one = 0, range = 0;
