@@ -228,6 +228,7 @@ class Engine(Closing):
         list(self._run(rows))
         return [Score.of(row) for row in rows]
 
+    @devices.plain_torch()
     def generate_ids(
         self, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None, **arguments: Any
     ) -> Any:

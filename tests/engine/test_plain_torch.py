@@ -41,6 +41,7 @@ WAYS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "another device": default_device,
     "on another device": lambda: torch.device("meta"),
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "no gradients ever": torch.inference_mode,
 }
 
 
@@ -54,9 +55,10 @@ def answers(llm: Engine) -> list[RequestOutput]:
     return greedy + llm.generate(PROMPTS, max_new_tokens=5, do_sample=True, top_k=9, seed=3)
 
 
+@pytest.mark.parametrize("impl", ["native", "transformers"])
 @pytest.mark.parametrize("name", WAYS)
-def test_no_token_changes(folder: Path, name: str) -> None:
-    settings = {"dtype": "float32", "eviction": EvictionConfig("h2o", ratio=0.5)}
+def test_no_token_changes(folder: Path, name: str, impl: str) -> None:
+    settings = {"dtype": "float32", "eviction": EvictionConfig("h2o", ratio=0.5), "model_impl": impl}
     with Engine(str(folder), **settings) as llm:
         expected = answers(llm)
     with WAYS[name](), Engine(str(folder), **settings) as llm:
@@ -71,3 +73,11 @@ def test_a_stream_leaves_torch_as_it_was_between_its_sequences(folder: Path) -> 
         for _ in llm.stream(PROMPTS, max_new_tokens=3):
             made = torch.empty(1)
             assert (made.dtype, made.device.type) == (torch.float64, "meta")
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_generate_ids_takes_lists(folder: Path, name: str) -> None:
+    with Engine(str(folder), dtype="float32") as llm:
+        expected = llm.generate_ids(PROMPTS[:1], max_new_tokens=3).tolist()
+        with WAYS[name]():
+            assert llm.generate_ids(PROMPTS[:1], max_new_tokens=3).tolist() == expected

@@ -332,11 +332,12 @@ def held_bytes(besides: object = None, device: torch.device = HostMemory.device)
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Within, new tensors are float32 and on the CPU where nothing else is said, and no operation chooses a dtype.
+    """Within, new tensors are float32, on the CPU where nothing else is said, and may be recorded for gradients, and no
+    operation chooses a dtype.
 
-    Other libraries change these (torch.set_default_dtype, set_default_device, autocast). Scores of another dtype would
-    be other scores, and native kernels write float32 to where they lie. The default dtype is the process's, not the
-    thread's: it is set back at the end.
+    Callers change these (torch.set_default_dtype, set_default_device, inference_mode, autocast). Scores of another
+    dtype would be other scores, and native kernels write float32 to where they lie. The default dtype is the process's,
+    not the thread's: it is set back at the end.
     """
     with ExitStack() as stack:
         if (dtype := torch.get_default_dtype()) != torch.float32:
@@ -344,6 +345,7 @@ def plain_torch() -> Iterator[None]:
             stack.callback(torch.set_default_dtype, dtype)
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
+        stack.enter_context(torch.inference_mode(False))
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
