@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -56,12 +57,16 @@ class CallGuard:
 
     def __init__(self) -> None:
         self._held = self._closed = False
+        self._process = os.getpid()
 
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Within, the engine belongs to this call: another one gets a UsageError, and all do once it is closed."""
         if self._closed:
             raise UsageError("this engine is closed", change="make another LLM")
+        if os.getpid() != self._process:
+            found = "this engine is that of the process that this one was forked from"
+            raise UsageError(found, "its threads and files stayed there", "make an LLM in this process")
         if self._held:
             raise UsageError(
                 "a stream of this engine is still under way",
@@ -95,6 +100,7 @@ class Engine(Closing):
 
     @devices.plain_torch()
     def __init__(self, model: str | PathLike[str] = "demo", *, planner: Planner = by_rule, **settings: Any) -> None:
+        devices.require_threads()
         self.config = EngineConfig.of(model, **settings)
         self.offload_folder = devices.offload_folder(self.config.offload_dir).absolute()
         """The folder of packed weights and the disk tier, wherever the process goes."""

@@ -41,6 +41,7 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 
 _open: WeakKeyDictionary[object, frozenset[Tier]] = WeakKeyDictionary()
 _lock = threading.Lock()  # engines may run in threads of their own
+_makers = set[int]()  # the processes that made engines: this one, and those that it was forked from
 
 
 class Limit(NamedTuple):
@@ -314,6 +315,18 @@ def gpu_limit(gpu: Device, asked: int | None, held: int = 0) -> Limit:
     if held:
         why = f"{why}, less {format_bytes(held)} that other engines hold"
     return Limit(max(0, limit - held), why)
+
+
+def require_threads() -> None:
+    """UsageError in a process that was forked from one with an engine, whose OpenMP threads stayed behind: what is for
+    several threads would wait for them for ever."""
+    if _makers - {os.getpid()} and torch.get_num_threads() > 1:
+        raise UsageError(
+            "this process was forked from one that had made an LLM",
+            "torch's threads do not come along, and it would wait for them for ever",
+            'start it by multiprocessing.get_context("spawn"), or call torch.set_num_threads(1) in it first',
+        )
+    _makers.add(os.getpid())
 
 
 def note_tiers(loaded: object, tiers: Iterable[Tier]) -> None:
