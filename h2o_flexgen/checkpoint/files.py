@@ -7,6 +7,7 @@ import json
 import os
 import re
 import stat
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,23 @@ def strict_json(text: bytes) -> Any:
         return json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def generation_settings(path: Path) -> dict[str, Any]:
+    """The object of generation settings in a JSON file, empty without one, as transformers reads it: token ids and
+    counts may be written as floats (2.0). ModelError where it cannot be read."""
+
+    def number(text: str) -> float:
+        value = float(text)
+        return int(value) if value.is_integer() else value
+
+    try:
+        said = json.loads(path.read_text(encoding="utf-8-sig"), parse_float=number) if path.exists() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {error}", "needed JSON", "download it again") from error
+    if not isinstance(said, dict):
+        raise ModelError(f"{path} is not a JSON object", "needed generation settings", "download it again")
+    return said
 
 
 def foreign_content(head: bytes, size: int) -> str | None:

@@ -15,6 +15,7 @@ import torch
 from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.cache.eviction.base import RankedPolicy
 from h2o_flexgen.checkpoint.content import model_content
+from h2o_flexgen.checkpoint.files import generation_settings
 from h2o_flexgen.checkpoint.hub import ResolvedModel, resolve_model
 from h2o_flexgen.checkpoint.opening import open_stored
 from h2o_flexgen.checkpoint.quantising import QuantisingSource, kept_importance
@@ -27,7 +28,7 @@ from h2o_flexgen.config.offload import elsewhere
 from h2o_flexgen.config.recall import with_caches_near
 from h2o_flexgen.config.workload import check_eviction, counted_in_bytes
 from h2o_flexgen.engine.limits.devices import resolve_dtype
-from h2o_flexgen.engine.requests.tokenizer import TextCodec, read_json
+from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import ModelError, OwnHeadError, UsageError, finding_model
 from h2o_flexgen.memory.handle import torch_dtype
 from h2o_flexgen.models.decoder import Decoder, random_tokens
@@ -268,10 +269,7 @@ def _with_generation_eos(spec: ModelSpec, folder: Path | None) -> ModelSpec:
     if folder is None:
         return spec
     path = Path(folder) / "generation_config.json"
-    try:
-        eos = read_json(path).get("eos_token_id")
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}", "needed JSON", "download it again") from error
+    eos = generation_settings(path).get("eos_token_id")
     said = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(type(token) is int for token in said):
         raise ModelError(f"eos_token_id is {eos!r} in {path}", "needed a token id or a list of them")

@@ -215,6 +215,16 @@ def test_ids_that_are_no_ids(tmp_path: Path, ids: Any) -> None:
         assert llm.generate_ids(torch.tensor([[3, 4, 5]]), max_new_tokens=2).shape == (1, 5)
 
 
+def test_counts_and_ids_that_are_written_as_floats(tmp_path: Path) -> None:
+    """As transformers takes them, and behind a byte order mark, as the same file's eos is taken."""
+    checkpoint(FORMATS["gptq"]).write(tmp_path)
+    said = {"max_new_tokens": 2.0, "eos_token_id": 7.0, "pad_token_id": 9.0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said), encoding="utf-8-sig")
+    with Engine(str(tmp_path), dtype="float32") as llm:
+        assert llm.model.spec.eos_token_ids == (7,)
+        assert llm.generate_ids(torch.tensor([[3, 4, 5]])).shape == (1, 5)
+
+
 def test_an_id_among_those_that_are_none(tmp_path: Path) -> None:
     spec = checkpoint(FORMATS["gptq"], eos_token_id=[-1, 7, 7, 40, 9.0], bos_token_id=-1).spec
     assert (spec.eos_token_id, spec.bos_token_id) == ((7, 9), 7)

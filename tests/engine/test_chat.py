@@ -125,7 +125,7 @@ def test_templates_without_end_and_of_no_text(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not suit the chat template of m: maximum recursion depth"):
         marked_chat(codec_of(folder), "m", "Hi", (), "it")
     (folder / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(ModelError, match=r"the tokenizer in .* cannot be read: 'utf-8' codec"):
+    with pytest.raises(ModelError, match=r"the tokenizer in .* cannot be read: chat_template\.jinja: 'utf-8' codec"):
         marked_chat(codec_of(folder), "m", "Hi", (), "it")
     (folder / "chat_template.jinja").unlink()
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"x": 1}]}))
@@ -250,7 +250,8 @@ def test_answers_are_completions_of_the_rendered_text(llm: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "eos"), [(None, (2,)), ([2, 7], (2, 7)), (7, (7,)), ([7, 10**9], (7,)), (10**9, (2,)), ([], (2,))]
+    ("said", "eos"),
+    [(None, (2,)), ([2, 7], (2, 7)), (7, (7,)), ([7.0, 10**9], (7,)), (10**9, (2,)), ([], (2,)), (2.0, (2,))],
 )
 def test_generation_config_says_what_ends_a_turn(tmp_path: Path, said: Any, eos: tuple[int, ...]) -> None:
     folder = write_model(tmp_path / "model")

@@ -184,12 +184,13 @@ def _installed(name: str) -> bool:
 
 
 def _torn(folder: Path) -> str:
-    """Why no tokenizer can be read: the path, or the first of its JSON files that is torn; else empty."""
+    """Why no tokenizer can be read: the path, or the first of its files that is torn; else empty."""
     if not is_text(str(folder)):
         return "its path is not UTF-8, which transformers needs: rename the folder, or name it by a link"
-    for path in (*sorted(folder.glob("*token*.json")), folder / "chat_template.json"):
+    templates = (*folder.glob("chat_template.*"), *folder.glob("additional_chat_templates/*"))
+    for path in sorted((*folder.glob("*token*.json"), *templates)):
         try:
-            read_json(path)
+            read_json(path) if path.suffix == ".json" else path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             return f"{path.name}: {str(error).removeprefix(f'{path.name} ')}"
     return ""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_flexgen.checkpoint.files import strict_json
+from h2o_flexgen.checkpoint.files import generation_settings
 from h2o_flexgen.config.checks import iterable, shown
 from h2o_flexgen.config.sampling import SAMPLING_ONLY, SamplingParams, warn_idle
 from h2o_flexgen.engine.model import Model
@@ -207,12 +207,7 @@ def _stored(folder: Path | None) -> tuple[dict[str, Any], str]:
         path = None if folder is None else folder / name
         if path is None or not path.exists():
             continue
-        try:
-            said = strict_json(path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{path} cannot be read: {error}", "needed JSON", "download it again") from error
-        if not isinstance(said, dict):
-            raise ModelError(f"{path} is not a JSON object", "needed generation settings", "download it again")
+        said = generation_settings(path)
         # Old conversions wrote -1 for no token.
         absent = {key for key in SPECIAL_TOKENS if isinstance(said.get(key), int) and said[key] < 0}
         return {key: value for key, value in _of_object(said).items() if key not in absent}, name
