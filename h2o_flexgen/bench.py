@@ -25,7 +25,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,8 @@ def _bench(settings: BenchSettings, output_dir: str | None, json_wanted: bool | 
             sizes = {name: settings.batch_of.get(name, settings.batch_sizes[0]) for name in settings.systems}
             label = "given" if settings.batch_of else "equal"
             parts = [(label, compare(runner, sizes, Store.open(folder, runner.kept_settings), print_error))]
-    write_json(json.dumps(_report(parts, folder)), json_wanted)
+    with suppress(BrokenPipeError):  # who read stdout has gone
+        write_json(json.dumps(_report(parts, folder)), json_wanted)
     ours = [SYSTEMS.get(name).own for _, result in parts for name in result.failed]
     return EXIT_OURS_FAILED if any(ours) else 0
 

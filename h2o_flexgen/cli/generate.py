@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,8 +150,8 @@ def _report(llm: LLM, record: RunRecord, arguments: RunArguments) -> None:
     """
     if not arguments.quiet and record.sequences:
         print_error(run_report(record))
-    with ExitStack() as after:
-        after.callback(_write_files, llm, record, arguments)  # whoever reads stdout may have gone
+    with ExitStack() as after, suppress(BrokenPipeError):  # whoever reads stdout may have gone
+        after.callback(_write_files, llm, record, arguments)
         write_json(record.to_line(), arguments.json)
 
 

@@ -80,7 +80,7 @@ def exit_on_errors() -> Iterator[ProgramExit]:
             outcome.code = _stopped(signal.SIGTERM, outcome)
         except BrokenPipeError:
             # The reader of stdout went away (`| head`): not an error of ours, and nothing more can be said there.
-            outcome.code = 0
+            pass
         except OSError as error:
             outcome.code = _failed(_of_system(error), outcome)
         finally:

@@ -225,6 +225,19 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, model: Path, files:
         assert json.loads(trace.read_text())["traceEvents"]
 
 
+def test_sequences_that_failed_show_whoever_reads(tmp_path: Path, model: Path) -> None:
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "a.jsonl"
+    prompts.write_text("abc\n" + 500 * "abc " + "\n")
+    read, write = os.pipe()
+    os.close(read)
+    flags = ("--model", model, "--prompts", prompts, "--on-error", "skip", "-o", output)
+    with Child(tmp_path, *flags, before=lambda: os.dup2(write, 1)) as child:
+        os.close(write)
+        ran = child.wait()
+    assert ran.code == 3
+    assert len(answers(output)) == 2
+
+
 def test_finished_with_the_eos(tmp_path: Path, model: Path, run: Run) -> None:
     output = tmp_path / "a.jsonl"
     settings = ("--model", model, "--prompt", "abc", "-n", 12, "--ignore-eos")

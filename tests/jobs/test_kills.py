@@ -114,3 +114,17 @@ def test_two_processes_at_once(tmp_path: Path, model: Path) -> None:
         assert main([str(flag) for flag in flags]) == 7
         assert child.wait(60).code == 3
     assert finished(out) == 40
+
+
+def test_who_reads_the_summary_may_have_gone(tmp_path: Path, model: Path) -> None:
+    """`batch ... | true`: the exit code is that of the job, and failures are told."""
+    file = requests(tmp_path, 12)
+    read, write_end = os.pipe()
+    os.close(read)
+    flags = ("-i", file, "-o", tmp_path / "out.jsonl", "--model", model)
+    with Child(tmp_path, *flags, program=main, before=lambda: os.dup2(write_end, 1)) as child:
+        os.close(write_end)
+        ran = child.wait(60)
+    assert ran.code == 3
+    assert "--retry-failed runs them again" in ran.err
+    assert "Traceback" not in ran.err

@@ -15,7 +15,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
@@ -99,7 +99,8 @@ def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
         failed = results.state.count(FAILED)
         ran = job.record if isinstance(job, ClusterJob) else _record(llm)
         stored = llm.prefixes.counts if llm.prefixes else StoreCounts()
-        _report(arguments, summary, failed, ran, stored, forecast)
+        with suppress(BrokenPipeError):  # who read stdout has gone
+            _report(arguments, summary, failed, ran, stored, forecast)
     return EXIT_SOME_FAILED if failed else 0
 
 
@@ -221,6 +222,10 @@ def _report(
 ) -> None:
     """Prints a summary and its JSON. `failed`: in all runs of the job; `ran`: the record of its last window; `stored`:
     of this process's store of prefixes."""
+    if summary.first_failure is not None:
+        print_error(f"the first that failed: {summary.first_failure}")
+    if failed:
+        print_error(f"{failed:,} of {counted(summary.requests, 'request')} failed; --retry-failed runs them again")
     if not arguments.quiet:
         done = summary.ok + summary.failed
         rate = summary.generated_tokens / summary.seconds if summary.seconds else None
@@ -230,10 +235,6 @@ def _report(
         write_result(f"{counted(done, 'request')} in {summary.seconds:,.1f} s{told}{speed}{before}\n")
         if stored.prompts:
             write_result(f"prefixes: {stored.found:,} of {stored.tokens:,} prompt tokens were found in the store\n")
-    if summary.first_failure is not None:
-        print_error(f"the first that failed: {summary.first_failure}")
-    if failed:
-        print_error(f"{failed:,} of {counted(summary.requests, 'request')} failed; --retry-failed runs them again")
     kept = {name: ran[name] for name in _OF_RECORD if name in ran}
     found = {"prefixes": dataclasses.asdict(stored)} if stored.prompts else {}
     found |= {"forecast": forecast.to_json(summary.seconds)} if forecast.first is not None else {}
