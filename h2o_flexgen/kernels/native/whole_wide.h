@@ -9,6 +9,23 @@
 #define IN_REGISTER(x) __asm__ volatile("" : "+v"(x))
 #endif
 
+/* sums (rows, COLS) += what a span adds up to, scaled. */
+INLINE void add_span(const Whole *all, __m512i whole[][VECTORS_OUT], const Scales *by, float *sums, const int rows,
+                     const int lows) {
+    const int64_t spans = all->spans;
+    UNROLL for (int v = 0; v < VECTORS_OUT; v++) {
+        const __m512 scale = _mm512_load_ps(by->scale + v * LANES);
+        const __m512 low = lows ? _mm512_load_ps(by->low + v * LANES) : scale;
+        UNROLL for (int r = 0; r < rows; r++) {
+            float *to = sums + r * COLS + v * LANES;
+            const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(by->x[r * spans]));
+            __m512 total = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[r][v]), both, _mm512_load_ps(to));
+            if (lows) total = _mm512_fmadd_ps(low, _mm512_set1_ps(by->sum[r * spans]), total);
+            _mm512_store_ps(to, total);
+        }
+    }
+}
+
 /* sums (rows, COLS) += a span of x, woven, times codes, which are so many units. What is `ahead` is asked for. */
 INLINE void take_span(const Whole *all, const int8_t *x, uint64_t unit, const uint64_t units, const uint8_t *codes,
                       const uint8_t **ahead, const Scales *by, float *sums, const int rows, const int nibbles,
@@ -38,20 +55,10 @@ INLINE void take_span(const Whole *all, const int8_t *x, uint64_t unit, const ui
             }
         }
     }
-    UNROLL for (int v = 0; v < VECTORS_OUT; v++) {
-        const __m512 scale = _mm512_load_ps(by->scale + v * LANES);
-        UNROLL for (int r = 0; r < rows; r++) {
-            float *to = sums + r * COLS + v * LANES;
-            const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(by->x[r * all->spans])), sum = _mm512_load_ps(to);
-            _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[r][v]), both, sum));
-        }
-        if (!all->lows) continue;
-        const __m512 low = _mm512_load_ps(by->low + v * LANES);
-        UNROLL for (int r = 0; r < rows; r++) {
-            float *to = sums + r * COLS + v * LANES;
-            _mm512_store_ps(to, _mm512_fmadd_ps(low, _mm512_set1_ps(by->sum[r * all->spans]), _mm512_load_ps(to)));
-        }
-    }
+    if (all->lows)
+        add_span(all, whole, by, sums, rows, 1);
+    else
+        add_span(all, whole, by, sums, rows, 0);
 }
 
 #endif
