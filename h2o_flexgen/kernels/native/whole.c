@@ -63,64 +63,70 @@ static Fours fours_of(const Whole *all, int64_t row) {
     return (Fours){all->x + (row - place) * all->padded + 4 * place, 4 * height};
 }
 
-/* 16 numbers from the `first` one of a row on. */
-INLINE void store_fours(__m128i bytes, Fours row, int64_t first) {
-    int32_t fours[4];
-    _mm_storeu_si128((__m128i *)fours, bytes);
-    if (row.step == 4)
-        memcpy(row.at + first, fours, sizeof fours);
-    else
-        UNROLL for (int i = 0; i < 4; i++) memcpy(row.at + (first / 4 + i) * row.step, fours + i, sizeof *fours);
+/* 16 numbers of a row, rounded to steps, from the `first` one on. Returns them. */
+INLINE __m512i put_numbers(__m512 numbers, __m512 steps, Fours row, int64_t first) {
+    const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(numbers, steps));
+    const __m128i bytes = _mm512_cvtsepi32_epi8(whole);
+    int8_t *at = row.at + (first >> 2) * row.step;
+    if (row.step == 4) {
+        _mm_storeu_si128((__m128i *)at, bytes);
+    } else {
+        int32_t fours[4];
+        _mm_storeu_si128((__m128i *)fours, bytes);
+        UNROLL for (int i = 0; i < 4; i++) memcpy(at + i * row.step, fours + i, sizeof *fours);
+    }
+    return whole;
 }
 
-/* 32 numbers of 8 bits in their order, to the places of a unit of 4 bits. */
-INLINE void store_halves(__m256i bytes, Fours row, int64_t even) {
-    const __m256i apart = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15, 0, 2, 4, 6, 8, 10, 12, 14, 1,
-                                           3, 5, 7, 9, 11, 13, 15);
-    const __m256i halves = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(bytes, apart), 0xD8);
-    store_fours(_mm256_castsi256_si128(halves), row, even);
-    store_fours(_mm256_extracti128_si256(halves, 1), row, even + 64);
+/* The largest of `count` numbers without their signs; of what is not finite infinity or NaN. */
+INLINE float largest_of(const bf16 *from, int64_t count) {
+    const __m256i size = _mm256_set1_epi16(INT16_MAX);
+    __m256i top = _mm256_setzero_si256();
+    for (int64_t i = 0; i < count; i += LANES)
+        top = _mm256_max_epi16(top, _mm256_and_si256(size, _mm256_loadu_si256((const __m256i *)(from + i))));
+    const __m128i eight = _mm_max_epi16(_mm256_castsi256_si128(top), _mm256_extracti128_si256(top, 1));
+    const __m128i less = _mm_minpos_epu16(_mm_sub_epi16(_mm_set1_epi16(INT16_MAX), eight));
+    return wide_number((bf16)(INT16_MAX - _mm_extract_epi16(less, 0)));
 }
 
 /* A span of a row: its numbers, their scale, and what sums with it start at. What is not finite makes the scale so. */
-static void round_span(const Whole *all, int64_t row, Fours to, int64_t span) {
-    const int64_t first = span * all->span, at = row * all->spans + span;
+INLINE void round_span(const Whole *all, int64_t row, Fours to, int64_t span, const int nibbles) {
+    const int64_t first = span * all->span, at = row * all->spans + span, left = all->p.ins - first;
     const bf16 *from = all->p.x + row * all->p.x_stride + first;
-    int8_t natural[MOST_SPAN];
-    const __m512 sign = _mm512_set1_ps(-0.0f);
-    __m512 v[MOST_SPAN / LANES], top = _mm512_setzero_ps(), bad = top;
-    for (int64_t i = 0; i < all->span; i += LANES) {
-        const int64_t left = most(0, all->p.ins - first - i);
-        v[i / LANES] = widened(_mm256_maskz_loadu_epi16(first_lanes(left), from + i));
-        top = _mm512_max_ps(top, _mm512_andnot_ps(sign, v[i / LANES]));
-        bad = _mm512_fmadd_ps(v[i / LANES], _mm512_setzero_ps(), bad);
+    bf16 padded[MOST_SPAN];
+    if (left < all->span) {
+        memset(padded, 0, sizeof padded);
+        from = memcpy(padded, from, (size_t)most(0, left) * sizeof *from);
     }
-    const float largest = _mm512_reduce_max_ps(top);
+    const float largest = largest_of(from, all->span);
     const __m512 steps = _mm512_set1_ps(largest > 0 ? 127 / largest : 0);
     __m512i total = _mm512_setzero_si512();
-    for (int64_t i = 0; i < all->span; i += LANES) {
-        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(v[i / LANES], steps));
-        total = _mm512_add_epi32(total, whole);
-        _mm_storeu_si128((__m128i *)(natural + i), _mm512_cvtsepi32_epi8(whole));
-    }
-    for (int64_t i = 0; i < all->span; i += all->unit) {
-        const int64_t unit = (first + i) / all->unit;
-        if (all->unit == 32)
-            store_halves(_mm256_loadu_si256((const __m256i *)(natural + i)), to, unit / UNITS * 128 + unit % UNITS * 16);
-        else
-            store_fours(_mm_loadu_si128((const __m128i *)(natural + i)), to, first + i);
+    for (int64_t i = 0; i < all->span; i += nibbles ? 32 : 16) {
+        if (nibbles) {
+            const int64_t unit = (first + i) >> 5, even = (unit & -UNITS) * 32 + (unit & (UNITS - 1)) * 16;
+            const __m512i pairs = _mm512_loadu_si512(from + i);
+            total = _mm512_add_epi32(total, put_numbers(even_halves(pairs), steps, to, even));
+            total = _mm512_add_epi32(total, put_numbers(odd_halves(pairs), steps, to, even + 64));
+        } else {
+            const __m512 numbers = widened(_mm256_loadu_si256((const __m256i *)(from + i)));
+            total = _mm512_add_epi32(total, put_numbers(numbers, steps, to, first + i));
+        }
     }
     const int whole = _mm512_reduce_add_epi32(total);
-    all->scale[at] = largest / 127 + _mm512_reduce_add_ps(bad);
+    all->scale[at] = largest / 127 + (largest - largest);
     all->sum[at] = all->scale[at] * (float)whole;
     all->start[at] = -all->offset * whole;
 }
 
-static void round_row(void *task, int64_t row, int64_t end, void *room) {
-    const Whole *all = task;
-    const Fours to = fours_of(all, row);
-    (void)end, (void)room;
-    for (int64_t span = 0; span < all->spans; span++) round_span(all, row, to, span);
+static void round_rows(void *task, int64_t row, int64_t end, void *room) {
+    const Whole here = *(const Whole *)task, *all = &here; /* bytes that are stored might be any other's fields */
+    (void)room;
+    for (; row < end; row++) {
+        const Fours to = fours_of(all, row);
+        for (int64_t span = 0; span < all->spans; span++)
+            if (all->unit == 32) round_span(all, row, to, span, 1);
+            else round_span(all, row, to, span, 0);
+    }
 }
 
 /* ---- a panel of weights */
@@ -421,7 +427,7 @@ int whole(const Product *p, int threads) {
     if (!room) return 1;
     all.x = (int8_t *)room;
     all.scale = (float *)(room + bytes), all.sum = all.scale + spans, all.start = (int32_t *)(all.sum + spans);
-    team_share(round_row, &all, p->rows, 1, 0, p->rows == 1 ? 1 : threads);
+    team_share(round_rows, &all, p->rows, 1, 0, p->rows == 1 ? 1 : threads);
     if (p->rows <= FEW_ROWS)
         all.failed |= few(&all, threads);
     else
