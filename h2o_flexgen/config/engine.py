@@ -219,8 +219,11 @@ class EngineConfig:
 
     @classmethod
     def of(cls, model: str | PathLike[str], **settings: Any) -> EngineConfig:
-        """From keyword arguments; an unknown name raises UsageError with a suggestion."""
-        return cls(**known_keys({"model": model, **settings}, cls))
+        """From keyword arguments; an unknown name raises UsageError with a suggestion. torch's own dtypes and devices
+        count as their names."""
+        torchs = {key: each for key, each in settings.items() if type(each).__module__ == "torch"}
+        named = {key: str(each).removeprefix("torch.") for key, each in torchs.items()}
+        return cls(**known_keys({"model": model, **settings, **named}, cls))
 
     def kept(self, stored: ModelSpec) -> ModelSpec:
         """A model, `stored` as its checkpoint has it, as its weights are kept in memory; until a planner chooses their

@@ -24,15 +24,16 @@ class SamplingParams:
     """One sequence's generation settings; greedy unless `do_sample`. Raises UsageError for values that make no sense.
 
     The settings mean what transformers' GenerationConfig says they do; a default is a setting that does nothing. Lists
-    are taken where tuples stand. `eos_token_id`: None means the model's own; of a tuple any ends the sequence, an
-    empty one means none does. `seed`: None means the engine's. `logprobs`: None, or how many of the likeliest tokens
-    to report beside the chosen one (0: only the chosen). `max_time`: seconds of the call after which a sequence ends
-    with its next token. `sequence_bias`: (token ids, what is added to the last one's logit), or a dict of these.
-    `presence_penalty`, `frequency_penalty`, -2 to 2: OpenAI's, taken from the logit of each new token that is there
-    already, once, and as often as it is there. `response_format`: OpenAI's, a dict of the type json_schema, json_object
-    or text: the text is such JSON, and an eos ends it only where it is complete; needs the extra `schemas`.
-    `fold`: what a token that is generated makes of the thought before it, a `Fold` or its dict; with the full cache.
-    `thinking`: the thought that an answer may begin with, how long it may get, and that a form is for what follows.
+    are taken where tuples stand. `eos_token_id`: None means the model's own; of a tuple any ends the sequence, an empty
+    one means none does. `seed`: None means the engine's; drawn tokens depend on it, on the prompt's place in the call
+    and on the sample's number. `logprobs`: None, or how many of the likeliest tokens to report beside the chosen one
+    (0: only the chosen). `max_time`: seconds of the call after which a sequence ends with its next token.
+    `sequence_bias`: (token ids, what is added to the last one's logit), or a dict of these. `presence_penalty`,
+    `frequency_penalty`, -2 to 2: OpenAI's, taken from the logit of each new token that is there already, once, and as
+    often as it is there. `response_format`: OpenAI's, a dict of the type json_schema, json_object or text: the text is
+    such JSON, and an eos ends it only where it is complete; needs the extra `schemas`. `fold`: what a token that is
+    generated makes of the thought before it, a `Fold` or its dict; with the full cache. `thinking`: the thought that an
+    answer may begin with, how long it may get, and that a form is for what follows.
     """
 
     max_new_tokens: int = option(

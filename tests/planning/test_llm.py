@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from h2o_flexgen import LLM
 from h2o_flexgen.calibration.stored import keep_profile, profile_key
@@ -15,6 +16,7 @@ from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.limits import devices
+from h2o_flexgen.errors import UsageError
 from h2o_flexgen.planning import planner
 from tests.cost.machines import profile
 from tests.programs import Run, write_model
@@ -103,3 +105,10 @@ def test_a_plan_says_what_is_expected(model: Path) -> None:
         plan = llm.plan(Workload(PROMPT, NEW, COUNT))
         assert not plan.searched
         assert plan.predicted["hardware"] == "another"
+
+
+def test_torch_s_own_names_will_do(model: Path) -> None:
+    with LLM(model, dtype=torch.float32, device=torch.device("cpu")) as llm:
+        assert (llm.model.dtype, llm.device.type, llm.config.dtype) == ("float32", "cpu", "float32")
+    with pytest.raises(UsageError, match="dtype is 'float64'"):
+        LLM(model, dtype=torch.float64)
