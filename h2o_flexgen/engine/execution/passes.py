@@ -129,16 +129,6 @@ class RowPasses(Passes):
         self._under_way[gpu_batch.index], self._places[gpu_batch.index] = forwards, places
         self.go_on(gpu_batch, unit, weights)
 
-    def attend(
-        self,
-        gpu_batch: GpuBatch,
-        unit: UnitSpec,
-        weights: Weights,
-        attention: TickAttention | None,
-        states: TickStates | None,
-    ) -> None:
-        self.go_on(gpu_batch, unit, weights)
-
     def head(self, gpu_batch: GpuBatch, unit: UnitSpec, weights: Weights) -> Tensor:
         """As of packed rows; zeros for those that are finished."""
         forwards, made = iter(self._under_way[gpu_batch.index]), list[Tensor | None]()

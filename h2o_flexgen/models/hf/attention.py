@@ -89,16 +89,31 @@ def current() -> ModelRun:
     return run
 
 
+class _Mixing(list[Any]):
+    """The layers of a cache that has none: whichever is asked for is `states`, a RowStates, while its rows go through a
+    mixer."""
+
+    states: Any = None
+
+    def __getitem__(self, layer: Any) -> Any:
+        if self.states is None:
+            raise NotUnderstood(f"states of layer {layer} are asked for where no module is known to keep any")
+        if self.states.layer not in (None, layer):
+            raise NotUnderstood(f"a module keeps states of layers {self.states.layer} and {layer}")
+        self.states.layer = layer
+        return self.states
+
+
 class PassedOn(Cache):
     """Where modules look for a cache: keys and values go through, for the call of attention that follows to be known
     by. States are those of the rows that go through a mixer. What else a cache can be asked for is refused."""
 
+    layers: Any
+
     def __init__(self) -> None:
-        super().__init__(layers=[])
+        super().__init__(layers=_Mixing())
         self.given: tuple[int, Tensor, Tensor] | None = None
         self._passed = dict[int, ReferenceType[Tensor]]()
-        self.states: Any = None
-        """A RowStates, while its rows go through a mixer."""
         self.index: Callable[[Tensor, int], Tensor] | None = None
         """While an indexer is asked: the keys that it is to choose among, by its tokens' own and its layer."""
 
@@ -125,54 +140,16 @@ class PassedOn(Cache):
     def giver_of(self, key: Tensor) -> int | None:
         return next((layer for layer, given in self._passed.items() if given() is key), None)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Nothing: positions are given."""
-        return 0
-
-    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int = 0) -> tuple[Any, int]:
-        """Of masks that nobody makes."""
-        return query_length, 0
-
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Within a mixer of its rows; elsewhere masks of padding depend on it, of which there is none."""
-        if self.states is None:
+        if self.layers.states is None:
             return False
-        had = self.states.has_previous_state
+        had = self.layers.states.has_previous_state
         return any(had.values()) if state_idx is None else bool(had[state_idx])
 
     def is_recording_past(self, layer_idx: int | None = None) -> bool:
         """No step is ever taken back."""
         return False
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Of the rows that go through a mixer; None: it is their first token."""
-        found: Tensor | None = self._mixing(layer_idx).conv_states[state_idx]
-        return found
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """As `get_conv_state`."""
-        found: Tensor | None = self._mixing(layer_idx).recurrent_states[state_idx]
-        return found
-
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """What the convolution sees, the end of which is kept."""
-        made: Tensor = self._mixing(layer_idx).update_conv_state(conv_states, state_idx, **kwargs)
-        return made
-
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Tensor:
-        """The state, which is kept."""
-        made: Tensor = self._mixing(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
-        return made
-
-    def _mixing(self, layer: int) -> Any:
-        if self.states is None:
-            raise NotUnderstood(f"states of layer {layer} are asked for where no module is known to keep any")
-        if self.states.layer not in (None, layer):
-            raise NotUnderstood(f"a module keeps states of layers {self.states.layer} and {layer}")
-        self.states.layer = layer
-        return self.states
 
 
 def attention(
@@ -384,11 +361,16 @@ class MixerCall:
             raise NotUnderstood(f"{type(self.module).__name__} keeps states of other than packed tokens")
         self.tokens = hidden.shape[1]
 
+    def _is_of_tokens(self, x: Tensor) -> bool:
+        return x.dim() > 1 and x.shape[:2] == (1, self.tokens)
+
     def wide(self, tokens: int) -> MixerCall:
         """The same call with so many tokens, of which nothing is known but the sizes."""
-        return replace(
-            self, args=_widened(self.args, self.tokens, tokens), kwargs=_widened(self.kwargs, self.tokens, tokens)
-        )
+
+        def widened(x: Tensor) -> Tensor:
+            return x.new_empty(1, tokens, *x.shape[2:]) if self._is_of_tokens(x) else x
+
+        return replace(self, args=each_tensor(widened, self.args), kwargs=each_tensor(widened, self.kwargs))
 
     @staticmethod
     def piece(start: int, length: int, states: dict[Key, Tensor], *, decode: bool = False) -> MixedTokens:
@@ -398,7 +380,7 @@ class MixerCall:
     def of(self, pieces: Iterable[MixedTokens]) -> Any:
         """What the mixer makes of all tokens, piece by piece: what transformers' own functions make of each. The next
         piece is asked for when one is done."""
-        seen, done, outs = current().cache, list[MixedTokens](), list[Any]()
+        seen, done, outs = current().cache.layers, list[MixedTokens](), list[Any]()
         # The scan of the first Mamba takes no state: with several tokens it begins anew, so it gets them one by one.
         kind: Any = type(self.module)
         begins_anew = "mamba_selective_scan" in named(kind)
@@ -417,30 +399,22 @@ class MixerCall:
         return _joined(outs, [piece._replace(decode=False) for piece in done])
 
     def _made(self, piece: MixedTokens) -> Any:
-        return self.forward(*_cut(self.args, piece, self.tokens), **_cut(self.kwargs, piece, self.tokens))
+        """Of what arguments have of a piece: (1, length, ...), or (length, 1, ...) of decode rows."""
+
+        def cut(x: Tensor) -> Tensor:
+            part = x.narrow(1, piece.start, piece.length) if self._is_of_tokens(x) else x
+            return part.transpose(0, 1) if piece.decode and part is not x else part
+
+        return self.forward(*each_tensor(cut, self.args), **each_tensor(cut, self.kwargs))
 
 
-def _cut(x: Any, piece: MixedTokens, tokens: int) -> Any:
-    """What of an argument is of a piece: (1, length, ...), or (length, 1, ...) of decode rows."""
+def each_tensor(change: Callable[[Tensor], Tensor], x: Any) -> Any:
+    """An argument with what `change` makes of each tensor in it."""
     if torch.is_tensor(x):
-        if x.dim() < 2 or x.shape[0] != 1 or x.shape[1] != tokens:
-            return x
-        part = x.narrow(1, piece.start, piece.length)
-        return part.transpose(0, 1) if piece.decode else part
+        return change(x)
     if isinstance(x, dict):
-        return {key: _cut(each, piece, tokens) for key, each in x.items()}
-    if type(x) in (tuple, list):
-        return type(x)(_cut(each, piece, tokens) for each in x)
-    return x
-
-
-def _widened(x: Any, tokens: int, wanted: int) -> Any:
-    """An argument with more tokens, where it is of tokens."""
-    if torch.is_tensor(x):
-        return x.new_empty(1, wanted, *x.shape[2:]) if x.dim() > 1 and x.shape[:2] == (1, tokens) else x
-    if isinstance(x, dict):
-        return {key: _widened(each, tokens, wanted) for key, each in x.items()}
-    return type(x)(_widened(each, tokens, wanted) for each in x) if type(x) in (tuple, list) else x
+        return {key: each_tensor(change, each) for key, each in x.items()}
+    return type(x)(each_tensor(change, each) for each in x) if type(x) in (tuple, list) else x
 
 
 def _joined(outs: Sequence[Any], pieces: Sequence[MixedTokens]) -> Any:

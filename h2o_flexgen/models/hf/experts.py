@@ -22,7 +22,7 @@ from h2o_flexgen.config.model.arch import Activation
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.types import Choice, Seen
 from h2o_flexgen.models.fields import ACTIVATIONS
-from h2o_flexgen.models.hf.attention import NAME, NotUnderstood, current, named
+from h2o_flexgen.models.hf.attention import NAME, NotUnderstood, current, each_tensor, named
 
 TEXT_ONLY = frozenset({"llama4", "gemma3n"})
 """Types whose model for images and text transformers cannot run, or not without another library: their language model
@@ -228,8 +228,11 @@ class IndexerChoice(Choice):
         return found.to(seen.device)
 
     def _choose(self, tokens: Tensor, keys: Tensor, seen: Tensor, positions: Tensor | None) -> Tensor:
+        def part(x: Tensor) -> Tensor:  # what is of these tokens: (n, q, ...)
+            return x[0][tokens.to(x.device)] if x.dim() > 1 and x.shape[:2] == (1, self._tokens) else x
+
         among = keys[..., -self.keys.shape[-1] :].to(self.keys)
-        given = {name: self._part(each, tokens) for name, each in self._given.items()}
+        given = each_tensor(part, self._given)
         chosen = self._ask({**given, "attention_mask": seen}, lambda *_: among)
         if chosen.dtype is not torch.int32 or chosen.shape[:2] != tokens.shape:
             raise NotUnderstood(f"{self._kind} chooses tokens in a way of its own")
@@ -262,12 +265,6 @@ class IndexerChoice(Choice):
             mask = table.gather(-1, places.unsqueeze(1).expand_as(seen))
         mask = mask & seen
         return torch.where(mask.any(-1, keepdim=True) & self._decided[tokens].unsqueeze(-1), mask, seen)
-
-    def _part(self, x: Any, tokens: Tensor) -> Any:
-        """What of an argument is of some tokens (n, q): (n, q, ...)."""
-        if torch.is_tensor(x) and x.dim() > 1 and x.shape[:2] == (1, self._tokens):
-            return x[0][tokens.to(x.device)]
-        return type(x)(self._part(each, tokens) for each in x) if type(x) in (tuple, list) else x
 
     def of_prompts(self, first: int, own: Tensor, past: Tensor | None, indexed: bool) -> Seen:
         length = own.shape[1]
