@@ -18,6 +18,7 @@ from h2o_flexgen.config.model.packing import CACHE_GROUP, EXPANDED, CachePacking
 from h2o_flexgen.errors import required
 from h2o_flexgen.huge import LARGE
 from h2o_flexgen.kernels import pieces, triton_available
+from h2o_flexgen.kernels.decode import available
 from h2o_flexgen.kernels.layers import rotate_halves
 from h2o_flexgen.kernels.pieces import hadamard
 from h2o_flexgen.kernels.types import Exact, KeysValues, PackedPrompts, Quantised
@@ -37,7 +38,7 @@ def pack(x: Tensor, packing: CachePacking) -> Tensor:
         from h2o_flexgen.kernels import triton_quant  # imports Triton, which is not there on every machine
 
         return _in_one(triton_quant.quantise(hadamard(x.float(), packing.block), packing.bits, CACHE_GROUP))
-    if pieces.available(x.dtype, packing.dim, x.device):
+    if available(x.dtype, packing.dim, x.device, packed=True):
         return pieces.pack(x, packing)
     if x.numel() > EXPANDED and x.dim() > 2:
         if len(x) == 1:
@@ -64,7 +65,7 @@ def expand(packed: Tensor, packing: CachePacking, dtype: torch.dtype) -> Tensor:
 
         apart = Quantised(*(part.contiguous() for part in parts_of(packed, packing)))
         return hadamard(triton_quant.dequantise(apart, exact, packing.bits, CACHE_GROUP), packing.block).to(dtype)
-    if pieces.available(dtype, packing.dim, packed.device):
+    if available(dtype, packing.dim, packed.device, packed=True):
         return pieces.expand(packed, packing, dtype)
     numbers = groupwise.dequantise(parts_of(packed, packing), exact, GroupFormat(packing.bits, CACHE_GROUP))
     return hadamard(numbers, packing.block).to(dtype)

@@ -107,7 +107,10 @@ def _packed_linear(
     for start in range(0, outs, some):
         stop = min(outs, start + some)
         y[:, start:stop] = F.linear(x, weight.rows(start, stop).in_order(x.dtype))
-    y = y if bias is None else y.add_(bias)
+    return _ended(y if bias is None else y.add_(bias), wide, relu, onto)
+
+
+def _ended(y: Tensor, wide: bool, relu: bool, onto: Tensor | None) -> Tensor:
     y = y.relu_() if relu else y
     if onto is not None:
         return onto.add_(y)
@@ -140,16 +143,12 @@ def _linear_by_torch(
     if fused and onto is not None and bias is None and not relu:
         return onto.addmm_(x, weight.t())
     if fused and relu and bias is not None:
-        y = torch._addmm_activation(bias, x, weight.t())
+        y, relu = torch._addmm_activation(bias, x, weight.t()), False
     elif not fused and x.dtype is weight.dtype is torch.bfloat16 and x.is_cpu and len(x) >= _WIDENED and torch_widens():
         y = _widened_linear(x, weight, bias)
-        y = y.relu_() if relu else y
     else:
         y = F.linear(x, weight, bias)
-        y = y.relu_() if relu else y
-    if onto is not None:
-        return onto.add_(y)
-    return y.float() if wide else y
+    return _ended(y, wide, relu, onto)
 
 
 def _widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

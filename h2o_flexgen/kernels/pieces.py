@@ -7,20 +7,11 @@ from torch import Tensor
 
 from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.kernels import triton_available
-from h2o_flexgen.kernels.native import function, library
-
-DTYPES = (torch.float32, torch.bfloat16)
-MAX_DIM = 256
-"""Numbers of a key or value."""
-
-
-def available(dtype: torch.dtype, dim: int, device: torch.device) -> bool:
-    """Whether C packs vectors of this kind, and expands them."""
-    return device.type == "cpu" and dtype in DTYPES and dim <= MAX_DIM and library() is not None
+from h2o_flexgen.kernels.native import function
 
 
 def pack(x: Tensor, packing: CachePacking) -> Tensor:
-    """x (..., dim) in their pieces, (..., nbytes) uint8. Of a kind that is `available`."""
+    """x (..., dim) in their pieces, (..., nbytes) uint8. Of a kind that is `decode.available`."""
     packed = torch.empty(*x.shape[:-1], packing.nbytes, dtype=torch.uint8)
     _move(x.contiguous(), packed, x, packing, packs=True)
     return packed

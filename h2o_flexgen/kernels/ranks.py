@@ -12,17 +12,13 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.config.recall import MOST, index_blocks
-from h2o_flexgen.kernels.native import function, library, structure
-from h2o_flexgen.kernels.pieces import MAX_DIM
+from h2o_flexgen.kernels.decode import MAX_PACKED_DIM
+from h2o_flexgen.kernels.native import function, structure
+from h2o_flexgen.kernels.states import serves
 from h2o_flexgen.kernels.types import KeysValues, Ranking, fit
 
 _Ranks = structure("ranks.c", "Ranks")
 _Recall, _Filling = structure("recall.c", "Recall"), structure("recall.c", "Filling")
-
-
-def serves(like: Tensor) -> bool:
-    """Whether the kernels take tensors of this device and dtype."""
-    return like.device.type == "cpu" and like.dtype in (torch.float32, torch.bfloat16) and library() is not None
 
 
 def differences(keys: Tensor, pos: Tensor | None) -> Tensor:
@@ -33,10 +29,7 @@ def differences(keys: Tensor, pos: Tensor | None) -> Tensor:
     """
     if keys.stride(-1) != 1 or keys.stride(-2) != keys.shape[-1]:
         keys = keys.contiguous()
-    task = _task(keys, pos)
-    task.keys, task.dim, task.bf16 = keys.data_ptr(), keys.shape[-1], keys.dtype is torch.bfloat16
-    task.key_row, task.key_head = keys.stride(0), keys.stride(1)
-    return _run(task, keys.shape[:3])
+    return _ranked(keys, pos, None)
 
 
 def likeness(keys: Tensor, chosen: Tensor) -> Tensor:
@@ -45,24 +38,17 @@ def likeness(keys: Tensor, chosen: Tensor) -> Tensor:
     keys: float32 (b, kv_heads, N, d). chosen: bool (b, kv_heads, N). A key's cosine with itself counts as 0, and so
     does in its row the latest one above a half, or the first of those chosen.
     """
-    keys, chosen = keys.contiguous(), chosen.contiguous()
-    task = _task(keys, None)
-    task.keys, task.dim, task.chosen = keys.data_ptr(), keys.shape[-1], chosen.data_ptr()
+    return _ranked(keys.contiguous(), None, chosen.contiguous())
+
+
+def _ranked(keys: Tensor, pos: Tensor | None, chosen: Tensor | None) -> Tensor:
+    (rows, kv_heads, count, dim), ranks = keys.shape, torch.empty(keys.shape[:3])
+    task = _Ranks(rows=rows, kv_heads=kv_heads, count=count, dim=dim, threads=torch.get_num_threads())
+    task.keys, task.bf16, task.rank = keys.data_ptr(), keys.dtype is torch.bfloat16, ranks.data_ptr()
     task.key_row, task.key_head = keys.stride(0), keys.stride(1)
-    return _run(task, keys.shape[:3])
-
-
-def _task(like: Tensor, pos: Tensor | None) -> ctypes.Structure:
-    rows, kv_heads, count = like.shape[:3]
-    task = _Ranks(rows=rows, kv_heads=kv_heads, count=count, threads=torch.get_num_threads())
     if pos is not None:
         task.pos, task.row, task.head = pos.data_ptr(), pos.stride(0), pos.stride(1)
-    return task
-
-
-def _run(task: ctypes.Structure, size: torch.Size) -> Tensor:
-    ranks = torch.empty(size)
-    task.rank = ranks.data_ptr()
+    task.chosen = None if chosen is None else chosen.data_ptr()
     if function("ranks_of", "P", "i")(ctypes.byref(task)):
         raise MemoryError("no memory to rank the tokens of a cache")
     return ranks
@@ -139,7 +125,7 @@ class NativeRecall:
     @staticmethod
     def serves(like: Tensor) -> bool:
         """Whether there is a kernel for caches and shelves as `like` (..., dim)."""
-        return serves(like) and like.shape[-1] <= MAX_DIM
+        return serves(like) and like.shape[-1] <= MAX_PACKED_DIM
 
     @staticmethod
     def index(kv_heads: int, length: int, dim: int) -> Tensor:

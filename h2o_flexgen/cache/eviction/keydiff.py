@@ -13,6 +13,7 @@ from h2o_flexgen.cache.eviction.base import (
     RankedPolicy,
 )
 from h2o_flexgen.kernels import ranks
+from h2o_flexgen.kernels.states import serves
 
 
 class KeyDiffPolicy(RankedPolicy):
@@ -29,7 +30,7 @@ class KeyDiffPolicy(RankedPolicy):
 
     def ranks(self, step: AttendedStep) -> Tensor:
         keys = step.held().k
-        return ranks.differences(keys, step.pos) if ranks.serves(keys) else _difference(keys, step.pos >= 0)
+        return ranks.differences(keys, step.pos) if serves(keys) else _difference(keys, step.pos >= 0)
 
 
 def _difference(keys: Tensor, held: Tensor | None) -> Tensor:

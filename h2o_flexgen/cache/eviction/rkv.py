@@ -9,6 +9,7 @@ from torch import Tensor
 from h2o_flexgen.cache.eviction.looking_back import Look, LookingBack, neighbours
 from h2o_flexgen.config.eviction import ROW_LOGITS
 from h2o_flexgen.kernels import ranks
+from h2o_flexgen.kernels.states import serves
 
 IMPORTANCE = 0.1
 _ALIKE, _POOL = 0.5, 7
@@ -25,7 +26,7 @@ class RKVPolicy(LookingBack):
 
     def score(self, look: Look) -> Tensor:
         important = neighbours(look.attention(candidates=True, group="before"), look.chosen, _POOL, largest=True)
-        if ranks.serves(look.k):
+        if serves(look.k):
             mean = ranks.likeness(look.k, look.chosen)
         else:
             keys, chosen = look.k.flatten(0, 1), look.chosen.flatten(0, 1)
