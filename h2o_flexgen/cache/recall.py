@@ -84,8 +84,6 @@ class Shelf:
 
 
 class MemoryShelf(Shelf):
-    """A shelf in host memory."""
-
     held: KeysValues
 
     def __init__(self, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
@@ -130,7 +128,6 @@ class DiskShelves:
         return DiskShelf(self, self._longer[-1], size, dtype, device)
 
     def give_back(self, token: int, part: Region) -> None:
-        """Called by DiskShelf.release."""
         if part in self._longer:
             self._longer.remove(part)
             part.close()
@@ -384,7 +381,6 @@ class Recall:
     def _recall(
         self, asked: Queries, new: KeysValues, lengths: CacheLengths, slots: ScoredSlots, held: KeysValues, take: _Take
     ) -> None:
-        """The step, by the kernel or in torch."""
         if self._native is not None:
             self._write(new, lengths)
             qkv = asked.q, *new

@@ -205,7 +205,6 @@ class Compute:
         return {**parts, **filling}
 
     def _filling(self, layer: int, batch: int) -> Parts:
-        """Bringing prompts into their caches, where these are."""
         block, device = self._block, self._block.attention_device(layer, batch)
         rates, kept = block.machine.rates(device), min(block.prompt, block.request.budgets[layer].after_prompt)
         copied = 4 * block.batches[batch] * kept * block.kv_width * block.size

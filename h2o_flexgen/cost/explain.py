@@ -32,7 +32,6 @@ _FREE = "nothing: more memory would not make this faster"
 
 
 def explain(result: SearchResult) -> str:
-    """A line for each thing worth knowing."""
     return "\n".join(f"{name:{_WIDTH}}{text}" for name, text in _lines(result))
 
 

@@ -240,13 +240,10 @@ class Traffic(NamedTuple):
 
 
 class Moves:
-    """The transfers of one block."""
-
     def __init__(self, block: CostInputs) -> None:
         self._block, self._shelves = block, shelved_layers(block.request)
 
     def key(self, task: Task) -> str:
-        """The group of a weights task."""
         unit = self._block.spec.units[task.unit]
         return unit.experts[task.experts[0]] if task.experts else unit.weights
 

@@ -105,7 +105,6 @@ class Programs:
         return _Memory(held, grows, tuple(charge for charge in charges if charge.nbytes))
 
     def _amounts(self, policy: OffloadPolicy, pair: KindTier | None) -> Counter[tuple[str, str]]:
-        """Bytes by tier and what for."""
         items = footprint(self.request, policy, corner(self.request, policy, pair)).items
         return Counter({(item.tier, item.what): item.nbytes for item in items if item.what != RECORDED})
 

@@ -60,7 +60,6 @@ class BitsChoice:
 
     @property
     def text(self) -> str:
-        """The choice, its alternatives and its cost."""
         tried = ", ".join(
             f"{bits} bits {'do not fit' if rate is None else f'{rate:.3g} tokens/s'}"
             for bits, rate in self.throughputs.items()
@@ -397,7 +396,6 @@ def _raised(
 
 
 def _fits(request: PlanRequest, programs: Mapping[BlockChoice, Program], solver: str) -> bool:
-    """Whether any shape has a placement within the caps."""
     return any(
         fit(request, shape.policy(request), replace(program, caps=request.capped), solver)
         for shape, program in programs.items()

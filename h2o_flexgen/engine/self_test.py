@@ -85,7 +85,6 @@ def _lacks_room(error: Exception) -> bool:
 
 
 def prompts_of(vocab: int) -> list[list[int]]:
-    """Prompts within a window and beyond."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(3, vocab - 8, (length,), generator=generator).tolist() for length in _LENGTHS]
 

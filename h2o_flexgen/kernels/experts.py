@@ -25,8 +25,6 @@ PLACE = "native"
 
 
 class ExpertPlace(structure("matrices.h", "Expert")):  # type: ignore[misc]
-    """What the kernel is given of an expert."""
-
     @classmethod
     def of(cls, w: Mapping[str, Any]) -> ExpertPlace | None:
         """What the kernel is given of an expert's weights, which must outlive it; None where it cannot take them."""

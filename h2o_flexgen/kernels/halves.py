@@ -48,8 +48,6 @@ class Form(NamedTuple):
 
 
 class HalfPlace(structure("matrices.h", "Half")):  # type: ignore[misc]
-    """What the kernels are given of a unit's weights."""
-
     @classmethod
     def of(cls, w: Mapping[str, Any], form: Form) -> HalfPlace | None:
         """Of weights that outlive it; None where the kernels cannot take them."""

@@ -154,7 +154,6 @@ class TritonAttend:
         return fastest(launch.kind, configs, launch.prepare, launch.rehearse) if len(configs) > 1 else configs[0]
 
     def _candidates(self, launch: _Launch) -> list[Config]:
-        """The configuration of a launch."""
         found = candidates(self.size[3], launch.out.dtype)
         return found if self._tune else found[:1]
 
@@ -168,7 +167,6 @@ class TritonAttend:
         probs: Tensor | None = None,
         soft_cap: float | None = None,
     ) -> _Launch:
-        """The arguments of `step`, checked."""
         if self._held is None:
             raise RuntimeError("no K and V are attached")
         q, k, v = (fit(x, self._dtype) for x in qkv)

@@ -23,8 +23,6 @@ Mark: TypeAlias = torch.cuda.Event
 
 
 class Stream(StrEnum):
-    """A queue of work on the device."""
-
     UP = "host to device"
     DOWN = "device to host"
     ACROSS = "device to device"

@@ -161,7 +161,6 @@ class DeviceCopies:
             return flights.popleft()
 
     def _later(self, queue: str, copy: _Copy, run: Callable[[_Copy], None]) -> Ticket:
-        """Have a thread of `queue` run it."""
         copy.ticket.operations.append(Operation(partial(run, copy), 0))
         return self._workers.submit(queue, copy.ticket)
 

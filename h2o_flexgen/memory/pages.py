@@ -26,7 +26,6 @@ class Allocation(NamedTuple):
     """The lock on the bytes, or the wish for one."""
 
     def free(self) -> None:
-        """Unlock the bytes and give them back."""
         if self.lock is not None:
             self.lock.undo()
         if self.release is not None:
@@ -54,8 +53,6 @@ class HostMemory:
 
 
 class DeviceMemory:
-    """Bytes of a GPU."""
-
     def __init__(self, gpu: Device) -> None:
         self.device = gpu.torch_device
         self._gpu = gpu

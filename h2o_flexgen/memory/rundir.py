@@ -62,7 +62,6 @@ class OffloadDir(Closing):
 
     @property
     def run_path(self) -> Path:
-        """The run's private folder."""
         return self.path / self._run_name
 
     def new_file(self, stem: str) -> tuple[str, int]:

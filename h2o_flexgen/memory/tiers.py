@@ -139,7 +139,6 @@ class Tier(Ledger):
         return buffer
 
     def give_back(self, buffer: Buffer, allocation: Allocation) -> None:
-        """Called by Buffer.close."""
         self._live.discard(buffer)
         if allocation.lock is not None and not allocation.lock.held:
             allocation.lock.undo()
@@ -239,7 +238,6 @@ class DiskTier(Ledger):
         return region
 
     def give_back(self, region: Region) -> None:
-        """Called by Region.close."""
         self._live.discard(region)
         region.file.close()
         if self._folder is not None:

@@ -222,7 +222,6 @@ class Decoder:
     # ---- choices made at construction
 
     def _halves(self, arch: ArchSpec) -> tuple[After, After]:
-        """The steps after each half."""
         if arch.parallel:
             return self._parallel_attn, self._parallel_mlp
         if arch.post_norms:

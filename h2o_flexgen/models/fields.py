@@ -75,7 +75,6 @@ class ConfigReader:
                 raise self.error(key, "a model without it: it is not supported")
 
     def replaced(self, **values: Any) -> ConfigReader:
-        """The same with other `values`."""
         return ConfigReader({**self._config, **values}, self.name, self._path)
 
     def others(self, keys: Iterable[str]) -> list[str]:

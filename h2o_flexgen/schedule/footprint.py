@@ -40,8 +40,6 @@ RECORDED = "recorded steps"
 
 
 class Item(NamedTuple):
-    """Bytes on one tier and their purpose."""
-
     tier: str
     what: str
     nbytes: int

@@ -50,8 +50,6 @@ def pipeline(shape: ScheduleShape, active: GroupBatches | None = None, last: Gro
 
 
 class _BatchGroup:
-    """GPU batches that go through the stages together."""
-
     def __init__(self, shape: ScheduleShape, index: int, active: GroupBatches | None, last: GroupLast | None) -> None:
         self._index, self._active, self._last, self._num_steps = index, active, last, shape.num_steps
         self._batches: Sequence[int] = shape.groups[index]

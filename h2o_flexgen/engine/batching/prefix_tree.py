@@ -250,7 +250,6 @@ def _add_rows(batch: _Batch, rows: range, length: int, shared: _Path, chunk: int
 
 
 def parts_of(length: int, chunk: int) -> list[int]:
-    """`length` tokens in parts of `chunk`, and a rest."""
     return [min(chunk, length - start) for start in range(0, length, chunk)]
 
 

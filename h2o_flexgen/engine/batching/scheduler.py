@@ -262,7 +262,6 @@ class BatchScheduler:
         return kept, fresh
 
     def _begin(self, changes: dict[int, tuple[list[int], list[Sequence]]]) -> None:
-        """Prepares a step in which these GPU batches change."""
         filled = [index for index, (_, fresh) in changes.items() if fresh]
         prompts = [[row.pass_ids for row in changes[index][1]] for index in filled]
         own = [len(row.prompt_ids) for index in filled for row in changes[index][1]]

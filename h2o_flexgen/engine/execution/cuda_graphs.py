@@ -65,7 +65,6 @@ class GraphMemory:
         return self._handle
 
     def leave(self) -> None:
-        """A graph that was recorded is gone."""
         self._graphs -= 1
 
 

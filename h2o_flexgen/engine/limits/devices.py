@@ -145,7 +145,6 @@ def _cache_bytes(folder: Path, names: tuple[bytes, ...]) -> int:
 
 
 def rss() -> int:
-    """Resident bytes of this process."""
     return int(psutil.Process().memory_info().rss)
 
 
@@ -155,7 +154,6 @@ def before_placement() -> int:
 
 
 def peak_rss() -> int:
-    """The most bytes this process ever had resident."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

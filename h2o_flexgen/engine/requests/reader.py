@@ -46,8 +46,6 @@ class Request:
 
 
 class RefusedPrompt(NamedTuple):
-    """A prompt of a call that cannot be run."""
-
     place: int
     samples: int
     error: str

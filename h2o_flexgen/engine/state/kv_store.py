@@ -114,7 +114,6 @@ class CacheMaker:
     _lengths: dict[tuple[object, ...], tuple[SequenceOf[Sequence], CacheLengths]] = field(default_factory=dict)
 
     def make(self, layer: int, gpu_batch: int, rows: SequenceOf[Sequence]) -> KVCache:
-        """An empty cache for the prompts of `rows`."""
         window, chunk = self.spec.arch.window_of(layer), self.spec.arch.chunk_of(layer)
         shape, device = replace(self.shapes[layer, gpu_batch], batch=len(rows)), self.devices[layer, gpu_batch]
         cache: KVCache

@@ -87,12 +87,10 @@ class Loaded:
 
     @property
     def bytes_moved(self) -> Counter[str]:
-        """Bytes per link so far, over all stages."""
         return sum((stage.copies.bytes_moved for stage in self.stages), Counter())
 
     @property
     def busy_seconds(self) -> dict[str, float]:
-        """Busy seconds per link, summed over the stages."""
         links = [stage.copies.busy_seconds for stage in self.stages]
         return {link: sum(each.get(link, 0.0) for each in links) for link in dict.fromkeys(chain(*links))}
 

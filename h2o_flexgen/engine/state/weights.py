@@ -125,7 +125,6 @@ class WeightStore:
         return index
 
     def _at(self, buffer: Buffer | None, key: str, index: int) -> Tensor:
-        """The bytes of the group `key` in a place."""
         layout = self._layout(key)
         if index in self._expert_memory and buffer is self._buffer:
             return self._expert_memory[index][: layout.nbytes]

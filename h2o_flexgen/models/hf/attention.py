@@ -82,7 +82,6 @@ class ModelRun(greenlet):
 
 
 def current() -> ModelRun:
-    """The run that the caller is in."""
     run = getcurrent()
     if not isinstance(run, ModelRun):
         raise RuntimeError("transformers' modules are run outside of a pass")
@@ -120,7 +119,6 @@ class PassedOn(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Gives back what it is given."""
         self.end()
         self.given = layer_idx, key_states, value_states
         self._passed[layer_idx] = ref(key_states)

@@ -248,7 +248,6 @@ class ModuleDecoder(Decoder):
         return Forward(self._model, self._modules_of, ids, positions, last)
 
     def start_alone(self, ids: Tensor, cache: Any, seen: int) -> RowForward:
-        """As `start`, of one sequence: see `RowForward`."""
         return RowForward(self._model, self._modules_of, ids, cache, seen)
 
 
@@ -289,7 +288,6 @@ class _Bound:
 
 
 def _given(weights: Mapping[str, Any], names: tuple[str, ...], slow: bool = False) -> Any:
-    """What a place is given of these."""
     weight = weights[names[0]] if len(names) == 1 else _whole(weights, names)
     if isinstance(weight, PackedWeight):
         return Packed(weight)

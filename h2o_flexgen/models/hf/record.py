@@ -130,7 +130,6 @@ def arguments(model: nn.Module, run: ModelRun, ids: Tensor, positions: Tensor, l
 
 
 def heads_of(call: Call) -> LayerHeads:
-    """Those of a call of attention."""
     return LayerHeads(call.q.shape[1], call.k.shape[1], call.q.shape[2], call.joint)
 
 

@@ -184,5 +184,4 @@ class RecordedRows(RecordedUnits):
         return start + min(places, key=lambda i: (places[i], i)) - 1
 
     def _own(self, path: str) -> int:
-        """Numbers in a module's own tensors."""
         return sum(each.numel() for each in self._model.get_submodule(path)._parameters.values() if each is not None)
