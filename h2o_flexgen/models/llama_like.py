@@ -188,9 +188,12 @@ def all_but_every(spec: ModelSpec, read: ConfigReader, window: int | None, perio
     return by_layer(spec, read, window, [(layer + 1) % period != 0 for layer in range(spec.num_layers)])
 
 
-def everything_seen(spec: ModelSpec) -> tuple[int, ...]:
-    """The layers without a window."""
-    return tuple(layer for layer in range(spec.num_layers) if spec.arch.window_of(layer) is None)
+def unrotated_where_seen(spec: ModelSpec, read: ConfigReader, window: int | None) -> ModelSpec:
+    """`spec` without a window in every fourth layer, or where the config says, and there without a rotation."""
+    period = 1 if "layer_types" in read else read.whole("sliding_window_pattern", 4)
+    spec = all_but_every(spec, read, window, period)
+    seen = (layer for layer in range(spec.num_layers) if spec.arch.window_of(layer) is None)
+    return switched(spec, unrotated=tuple(seen))
 
 
 def everywhere(spec: ModelSpec, read: ConfigReader, window: int | None) -> ModelSpec:

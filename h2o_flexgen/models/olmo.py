@@ -20,9 +20,9 @@ from h2o_flexgen.models.llama_like import (
     PARTS,
     LlamaLike,
     all_but_every,
-    everything_seen,
     plain_names,
     switched,
+    unrotated_where_seen,
 )
 from h2o_flexgen.models.mixture import mixture_names, read_experts
 
@@ -50,13 +50,9 @@ def _mixture(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return switched(spec, clip_qkv=read.number("clip_qkv") if "clip_qkv" in read else None, experts=experts)
 
 
-def _unrotated_where_seen(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
+def _exaone(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     window = read.whole_or_null("sliding_window", 4096)
-    if window is None:
-        return all_but_every(spec, read, window, 1)
-    period = 1 if "layer_types" in read else read.whole("sliding_window_pattern", 4)
-    spec = all_but_every(spec, read, window, period)
-    return switched(spec, unrotated=everything_seen(spec))
+    return all_but_every(spec, read, window, 1) if window is None else unrotated_where_seen(spec, read, window)
 
 
 _SECOND = LlamaLike(
@@ -68,10 +64,5 @@ FAMILIES = (
     _SECOND,
     replace(_SECOND, family="olmo3", rotary=partial(global_rotary, theta=_THETA), more=_scaled_where_seen),
     LlamaLike("olmoe", experts=True, switches=_JOINT, more=_mixture, checkpoint_names=mixture_names),
-    replace(
-        _SECOND,
-        family="exaone4",
-        switches={**_SECOND.switches, "qk_norm_joint": False},
-        more=_unrotated_where_seen,
-    ),
+    replace(_SECOND, family="exaone4", switches={**_SECOND.switches, "qk_norm_joint": False}, more=_exaone),
 )

@@ -7,16 +7,11 @@ from __future__ import annotations
 
 from h2o_flexgen.config.model.arch import ArchSpec
 from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.models import llama_like
 from h2o_flexgen.models.fields import ACTIVATIONS, ConfigReader
 from h2o_flexgen.models.stored import Names, named
 
-IGNORED: tuple[str, ...] = (
-    r"\.rotary_emb\.inv_freq$",
-    r"\.attention\.bias$",
-    r"\.masked_bias$",
-    r"(^|\.)decoder\.version$",
-)
-"""Regular expressions, to be searched for, of tensors that may be in a checkpoint and are not weights."""
+IGNORED = (*llama_like.IGNORED, r"\.attention\.bias$", r"\.masked_bias$", r"(^|\.)decoder\.version$")
 
 _LAYER_PARTS = {
     "attn.norm": "self_attn_layer_norm",

@@ -12,7 +12,7 @@ from functools import partial
 
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.llama_like import PARTS, LlamaLike, all_but_every, everything_seen, plain_names, switched
+from h2o_flexgen.models.llama_like import PARTS, LlamaLike, plain_names, switched, unrotated_where_seen
 from h2o_flexgen.models.rope_fields import read_rotary
 from h2o_flexgen.models.stored import Names, one_after_another, pairs_apart
 
@@ -28,10 +28,8 @@ _GLM_PARTS = {
 def _cohere(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     read.refuse(["use_qk_norm"])
     scale, eps = read.number("logit_scale", 0.0625), read.number("layer_norm_eps", 1e-5)
-    period = 1 if "layer_types" in read else read.whole("sliding_window_pattern", 4)
     spec = switched(spec, logit_scale=scale, norm_eps=eps)
-    spec = all_but_every(spec, read, read.whole_or_null("sliding_window", 4096), period)
-    return switched(spec, unrotated=everything_seen(spec))
+    return unrotated_where_seen(spec, read, read.whole_or_null("sliding_window", 4096))
 
 
 def _glm_names(spec: ModelSpec) -> Names:
