@@ -152,7 +152,7 @@ class FusedStep:
         return out
 
     def _step(self, number: int | Tensor, asked: Queries, new: KeysValues, **how: Any) -> Tensor:
-        q, scale, how["soft_cap"], how["sink_logits"] = asked
+        q, (scale, how["soft_cap"], how["sink_logits"]) = asked
         k, v = new
         if self._scales is not None:
             q, k = self._scales.asked(q), self._scales.kept(k)

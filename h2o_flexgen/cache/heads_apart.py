@@ -14,7 +14,7 @@ from h2o_flexgen.cache.eviction.base import AttendedPrompts
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.budget import Range
-from h2o_flexgen.kernels.types import PackedPrompts
+from h2o_flexgen.kernels.types import Logits, PackedPrompts
 
 Some = slice | Tensor
 
@@ -33,7 +33,7 @@ class HeadsApart(KVCache):
         self.device, self.row_ids, self._layer = first.device, first.row_ids, first._layer
         self.chooses = any(part.chooses for part in parts)
         self.wants_column_sums = any(part.wants_column_sums for part in parts)
-        self.watch = self.recall = self.soft_cap = self.choice = None
+        self.watch = self.recall = self.choice = None
         self._heads = [torch.tensor(heads, device=self.device) for heads in shape.heads]
         self._places: dict[int, list[tuple[KVCache, Some, Some]]] = {}
 
@@ -61,7 +61,7 @@ class HeadsApart(KVCache):
 
     def _of(self, heads: Tensor, prompts: AttendedPrompts) -> AttendedPrompts:
         heads = heads.to(prompts.k.device)
-        queries, sinks = prompts.queries, prompts.sink_logits
+        queries, sinks = prompts.queries, prompts.logits.sinks
         count = None if queries is None else queries.shape[1]
         count = count if sinks is None else len(sinks)
         return prompts.with_heads(heads, None if count is None else self._asked(heads, count))
@@ -131,35 +131,20 @@ class HeadsApart(KVCache):
         return packed
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        table: tuple[Tensor, Tensor] | None = None,
-        sink_logits: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, logits: Logits, table: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
         if self.choice is not None:
             raise RuntimeError("an indexer chooses for all heads of a layer")
         out = torch.empty_like(q)
         for part, heads, asked in self._at(q.shape[1]):
-            sinks = None if sink_logits is None else sink_logits[asked]
-            part.soft_cap = self.soft_cap
-            out[:, asked] = part.attend(q[:, asked], k[:, heads], v[:, heads], scale, table, sinks)
+            out[:, asked] = part.attend(q[:, asked], k[:, heads], v[:, heads], logits.of(asked), table)
         return out
 
-    def again(
-        self,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        scale: float,
-        sink_logits: Tensor | None = None,
-        soft_cap: float | None = None,
-    ) -> Tensor:
+    def again(self, qkv: tuple[Tensor, Tensor, Tensor], logits: Logits) -> Tensor:
         q, k, v = qkv
         out = torch.empty_like(q)
         for part, heads, asked in self._at(q.shape[1]):
-            sinks = None if sink_logits is None else sink_logits[asked]
-            out[:, asked] = part.again((q[:, asked], k[:, heads], v[:, heads]), scale, sinks, soft_cap)
+            out[:, asked] = part.again((q[:, asked], k[:, heads], v[:, heads]), logits.of(asked))
         return out
 
     def drop(self, row_id: int, ranges: Sequence[Range]) -> None:

@@ -33,7 +33,7 @@ from h2o_flexgen.errors import required
 from h2o_flexgen.kernels import decode_attention
 from h2o_flexgen.kernels.decode import available
 from h2o_flexgen.kernels.prompt import keep_prompts, keeps
-from h2o_flexgen.kernels.types import DecodeAttention, KeysValues, PackedPrompts, PackedRow
+from h2o_flexgen.kernels.types import DecodeAttention, KeysValues, Logits, PackedPrompts, PackedRow
 
 PromptWatch = Callable[[int, int, Tensor], None]
 """Called for each prompt with its row id, layer, and its tokens' scores (kv_heads, length) float32."""
@@ -93,8 +93,7 @@ class KVCache:
         self.v: Tensor | None = None
         self.watch: PromptWatch | None = None
         self.recall: Recall | None = None
-        self.soft_cap: float | None = None  # of the logits of steps, from the first on
-        self.choice: SlotChoice | None = None  # as `soft_cap`
+        self.choice: SlotChoice | None = None  # of steps, from the first on
         self._where: Tensor | None = None
 
     @classmethod
@@ -291,13 +290,7 @@ class KVCache:
         return self.buffers[: 1 if self.shape.joint else 2]
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        table: tuple[Tensor, Tensor] | None = None,
-        sink_logits: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, logits: Logits, table: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
         """One decode step: q (b, heads, head_dim) over everything kept and the new token itself; (b, heads, head_dim).
 
@@ -306,15 +299,15 @@ class KVCache:
         With a `table` positions roll: the cache holds keys that are not rotated, and the n tokens that a row and head
         hold in this step have the positions 0 to n - 1, in order of time; q has n - 1. The table is the cosines and the
         sines, both (capacity or more, dim), of those positions' angles; the second half of `dim` repeats the first.
-        Either all steps have one or none. sink_logits: float32 (heads,), of each head a logit that is no token's.
+        Either all steps have one or none.
         """
         buffers = self.buffers
         if self._dropping:
             self._drop()
         self._kept.advance()
         if not self._lengths.started:
-            self._start(*buffers, q, table is not None, sink_logits is not None)
-        asked, new = Queries(q, scale, self.soft_cap, sink_logits), KeysValues(k, v)
+            self._start(*buffers, q, table is not None, logits)
+        asked, new = Queries(q, logits), KeysValues(k, v)
         if self.recall is not None:
             self.recall.step(asked, new, self._lengths, self._slots, buffers, self._kept)
         keys = None
@@ -331,19 +324,13 @@ class KVCache:
         moves = self._slots.moves()
         if moves is not None:
             self._close_gaps(*moves)
-            self._start(*self.buffers, q, table is not None, sink_logits is not None)
+            self._start(*self.buffers, q, table is not None, logits)
         return out
 
-    def again(
-        self,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        scale: float,
-        sink_logits: Tensor | None = None,
-        soft_cap: float | None = None,
-    ) -> Tensor:
+    def again(self, qkv: tuple[Tensor, Tensor, Tensor], logits: Logits) -> Tensor:
         """Other queries of the last step's tokens over what its own saw, (b, heads, head_dim) as `attend`. What is kept
         does not depend on them. k and v are what that step was given."""
-        asked = Queries(qkv[0], scale, soft_cap, sink_logits)
+        asked = Queries(qkv[0], logits)
         self._lengths.tick(-1)
         try:
             if self._fused is not None and self._fused.rereads and self._lengths.step >= 0:
@@ -385,12 +372,13 @@ class KVCache:
         """Steps that others launch, from a recording of one; -1: the last was only recorded, and is yet to be done."""
         self._lengths.tick(steps)
 
-    def _start(self, k: Tensor, v: Tensor, q: Tensor, rolling: bool, sinks: bool) -> None:
+    def _start(self, k: Tensor, v: Tensor, q: Tensor, rolling: bool, logits: Logits) -> None:
         """All prompts are in: chooses kernel or torch for all further steps, from the first query among others."""
         self._lengths.start()
         self._slots.start(rolling)
+        sinks = logits.sinks is not None
         torch_only = rolling or self.choice is not None or (sinks and self.device.type != "cpu")
-        torch_only = torch_only or (self.shape.centred and (sinks or self.soft_cap is not None))
+        torch_only = torch_only or (self.shape.centred and (sinks or logits.soft_cap is not None))
         self._fused = None if torch_only else FusedStep.of(self._lengths, self._slots, k, q, self._kept)
         if self._fused is not None:
             self._fused.attach(k, v)
@@ -442,7 +430,7 @@ class KVCache:
     ) -> DecodeAttention:
         """Attention of some rows (None: all) over the first `width` slots."""
         k, v = (some_of(buffer, rows).narrow(2, 0, width) for buffer in self.buffers)
-        q, scale, soft_cap, sinks = asked
+        q, (scale, soft_cap, sinks) = asked
         keys, values = self._kept.expanded(KeysValues(k, v), q.dtype, rows)
         q, seen = some_of(q, rows), None if valid is None else some_of(valid, rows)
         if self.choice is not None:

@@ -28,6 +28,7 @@ from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.config.budget import Budget
 from h2o_flexgen.config.recall import FIRST, NEAR, RATED, index_packing, is_rated, looks, most_moved, shelf_bytes
 from h2o_flexgen.kernels.ranks import NativeRecall, Recalled, ShelvedKeys
+from h2o_flexgen.kernels.torch_attention import capped
 from h2o_flexgen.kernels.types import KeysValues, PackedPrompts
 from h2o_flexgen.memory.copies import bit_flip
 from h2o_flexgen.memory.disk import host_view
@@ -364,7 +365,7 @@ class Recall:
         before = slots.table[1].clone() if self._logs else None
         if self._native is not None and self._by_kernel:
             qkv = asked.q, *new
-            found = self._native.step(lengths.step, qkv, asked.scale, asked.soft_cap, held, slots.ranking)
+            found = self._native.step(lengths.step, qkv, asked.logits, held, slots.ranking)
             self._count(found, 2 * held.k.shape[-1] * held.k.itemsize)
         else:
             self._recall(asked, new, lengths, slots, held, partial(self._put, keeping, held))
@@ -384,7 +385,7 @@ class Recall:
         if self._native is not None:
             self._write(new, lengths)
             qkv = asked.q, *new
-            found = self._native.step(lengths.step, qkv, asked.scale, asked.soft_cap, held, slots.ranking)
+            found = self._native.step(lengths.step, qkv, asked.logits, held, slots.ranking)
             self._counts.add(found)
             if found.recalled:
                 self._fetch(self._native.moves, take)
@@ -471,10 +472,8 @@ def _worth(index: Tensor, q: Tensor, asked: Queries) -> Tensor:
     """What tokens with the keys of `index` (kv_heads, T, bytes) are worth to q (heads, d), by their products: softmax
     probabilities (kv_heads, group, T) float32."""
     keys = expand(index, index_packing(q.shape[-1]), torch.float32)
-    logits = (q.float().view(len(keys), -1, q.shape[-1]) @ keys.transpose(1, 2)) * asked.scale
-    if asked.soft_cap is not None:
-        logits = (logits / asked.soft_cap).tanh() * asked.soft_cap
-    return logits.softmax(-1)
+    logits = (q.float().view(len(keys), -1, q.shape[-1]) @ keys.transpose(1, 2)) * asked.logits.scale
+    return capped(logits, asked.logits.soft_cap).softmax(-1)
 
 
 def _rating(worth: Tensor, kept: Tensor) -> tuple[float, float]:

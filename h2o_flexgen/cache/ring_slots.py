@@ -13,7 +13,7 @@ from h2o_flexgen.cache.eviction.base import AttendedPrompts
 from h2o_flexgen.cache.lengths import CacheLengths
 from h2o_flexgen.cache.vectors import some_of
 from h2o_flexgen.config.eviction import Budget
-from h2o_flexgen.kernels.types import Choice, KeysValues
+from h2o_flexgen.kernels.types import Choice, KeysValues, Logits
 
 Rows = slice | Tensor
 Held = Callable[[], KeysValues]
@@ -21,13 +21,10 @@ Held = Callable[[], KeysValues]
 
 
 class Queries(NamedTuple):
-    """Queries q (b, heads, d), what their products with keys are multiplied by, the soft cap of these logits, and
-    float32 (heads,), of each head a logit that is no token's."""
+    """Queries q (b, heads, d), and what their logits are."""
 
     q: Tensor
-    scale: float
-    soft_cap: float | None = None
-    sinks: Tensor | None = None
+    logits: Logits
 
 
 class CacheSlots(ABC):

@@ -19,7 +19,7 @@ from h2o_flexgen.cache.ring_slots import CacheSlots, Held, Queries, Rows
 from h2o_flexgen.cache.vectors import index_of, lowest
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.errors import required
-from h2o_flexgen.kernels.types import Ranking, RankRule
+from h2o_flexgen.kernels.types import Logits, Ranking, RankRule
 
 _BEST = 0x7FFFFFFF  # as score bits: above every number
 _WORST = -1  # and below
@@ -379,6 +379,7 @@ class ScoredSlots(CacheSlots):
             self._lengths.budgets,
             held,
             self._lengths.once,
+            Logits(1.0) if asked is None else asked.logits,
             window=self._lengths.window,
             pinned=self.score[..., :length].isinf() if self._pins else None,
         )
@@ -388,7 +389,6 @@ class ScoredSlots(CacheSlots):
         queries = self._queries if kept and self._queries is not None else self._keep_queries(asked.q)
         ring = torch.arange(count, device=queries.device)
         asked_at = now.view(-1, 1) - (now.view(-1, 1) - ring) % count
-        step = replace(step, scale=asked.scale, soft_cap=asked.soft_cap)
         return replace(step, queries=queries.transpose(1, 2), asked_at=asked_at)
 
     def _keep_queries(self, queries: Tensor) -> Tensor:

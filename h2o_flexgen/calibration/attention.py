@@ -16,6 +16,7 @@ from h2o_flexgen.calibration.timing import Sample
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.hardware.rates import Curve
 from h2o_flexgen.kernels import prefill_attention
+from h2o_flexgen.kernels.types import Logits
 
 SLOTS = (128, 512)
 """Tokens per cache: about the budget and about the full length of FlexGen's workload at 20 %."""
@@ -63,7 +64,7 @@ def _decode_sample(bench: Bench, batch: int, slots: int, seconds: float, *, scor
     budget = config.resolve(length, 1 if scored else _STEPS)
     prompts = _PromptCaches(bench, config, [budget] * batch, length)
     q, k, v = _packed(bench, batch)
-    scale = bench.spec.head_dim**-0.5
+    logits = Logits(bench.spec.head_dim**-0.5)
     caches: list[KVCache] = []
 
     def prepare() -> None:  # a full cache comes to its end, one that evicts never does
@@ -72,7 +73,7 @@ def _decode_sample(bench: Bench, batch: int, slots: int, seconds: float, *, scor
     def steps() -> None:
         for _ in range(_STEPS):
             for cache in caches:
-                cache.attend(q, k, v, scale)
+                cache.attend(q, k, v, logits)
 
     if scored:
         prepare()

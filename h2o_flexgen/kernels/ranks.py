@@ -15,7 +15,7 @@ from h2o_flexgen.config.recall import MOST, index_blocks
 from h2o_flexgen.kernels.decode import MAX_PACKED_DIM
 from h2o_flexgen.kernels.native import function, structure
 from h2o_flexgen.kernels.states import serves
-from h2o_flexgen.kernels.types import KeysValues, Ranking, fit
+from h2o_flexgen.kernels.types import KeysValues, Logits, Ranking, fit
 
 _Ranks = structure("ranks.c", "Ranks")
 _Recall, _Filling = structure("recall.c", "Recall"), structure("recall.c", "Filling")
@@ -133,13 +133,7 @@ class NativeRecall:
         return torch.empty(kv_heads, *index_blocks(length, dim), dtype=torch.uint8)
 
     def step(
-        self,
-        number: int,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        scale: float,
-        soft_cap: float | None,
-        held: KeysValues,
-        ranking: Ranking,
+        self, number: int, qkv: tuple[Tensor, Tensor, Tensor], logits: Logits, held: KeysValues, ranking: Ranking
     ) -> Recalled:
         """Before the tokens of step `number` attend: q (b, heads, dim), k and v (b, kv_heads, dim), which go to
         shelves. What comes back goes into the slots of `held` (b, kv_heads, capacity, dim), unless these are packed,
@@ -155,7 +149,8 @@ class NativeRecall:
                 vectors.row, vectors.head = stride[0] * size, stride[1] * size
         for vectors, x in zip(self._asked, (q, k, v), strict=True):
             vectors.at = x.data_ptr()
-        task.step, task.scale, task.cap, task.threads = number, scale, soft_cap or 0, torch.get_num_threads()
+        task.step, task.threads = number, torch.get_num_threads()
+        task.scale, task.cap = logits.scale, logits.soft_cap or 0
         if self._call(self._pointer):
             raise MemoryError("no memory to look through what waits")
         if not task.looks:

@@ -62,14 +62,14 @@ def prefill_attention(
             asked, left = _scaled(asked, scale)
             first = 0 if window is None else max(0, before + start + 1 - window)
             held = _held(past, own, first, before, stop)
-            logits = _capped(_logits(asked, *held).mul_(left), soft_cap)
+            logits = capped(_logits(asked, *held).mul_(left), soft_cap)
             by_query = logits.view(-1, kv_heads, group, stop - start, logits.shape[-1])
             _mask(by_query, before + start - first, window)
             if seen is not None:
                 here = seen(slice(row, row + len(by_query)), start, stop)[..., first:]
                 by_query.masked_fill_(~here[:, None, None], float("-inf"))
             sinks = None if sink_logits is None else sink_logits.view(1, kv_heads, group, 1)
-            probs = _softmax(logits, None if sinks is None else sinks.expand(by_query.shape[:-1]).flatten(2))
+            probs = softmax(logits, None if sinks is None else sinks.expand(by_query.shape[:-1]).flatten(2))
             if sums is not None:
                 sums[row : row + rows, :, first : before + stop] += probs.sum(2)
             out[row : row + rows, :, start:stop] = _mix(probs.to(v.dtype), *held).view(-1, heads, stop - start, d)
@@ -90,7 +90,7 @@ def _scaled(q: Tensor, scale: float) -> tuple[Tensor, float]:
     return q * shift, scale / shift
 
 
-def _capped(logits: Tensor, soft_cap: float | None) -> Tensor:
+def capped(logits: Tensor, soft_cap: float | None) -> Tensor:
     """The logits, none of them beyond `soft_cap` either way (Gemma 2), in place."""
     return logits if soft_cap is None else logits.div_(soft_cap).tanh_().mul_(soft_cap)
 
@@ -116,7 +116,7 @@ def _mask(by_query: Tensor, offset: int, window: int | None) -> None:
     by_query[..., first:].masked_fill_(hidden, float("-inf"))
 
 
-def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
+def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
     """Over the last dimension, with one logit more that is no token's: `sinks`, of the other dimensions."""
     if sinks is None:
         return torch.softmax(logits, dim=-1)
@@ -167,18 +167,18 @@ def decode_attention(
     """One query per sequence over the kept slots.
 
     q: (b, heads, d); k, v: (b, kv_heads, N, d); valid: (b, kv_heads, N) bool, or None where every slot is occupied.
-    sink_logits: float32 (heads,), of each head a logit that is no token's. soft_cap: see `_capped`.
+    sink_logits: float32 (heads,), of each head a logit that is no token's. soft_cap: see `capped`.
     `row` is the softmax probability of each slot, averaged over the query heads of its KV head, 0 where not valid.
     """
     b, heads, d = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
     asked, left = _scaled(q.view(b, kv_heads, group, d), scale)
-    logits = _capped(product(asked, k.transpose(-1, -2)).float().mul_(left), soft_cap)
+    logits = capped(product(asked, k.transpose(-1, -2)).float().mul_(left), soft_cap)
     if valid is not None:
         logits.masked_fill_(~valid.unsqueeze(2), float("-inf"))
     sinks = None if sink_logits is None else sink_logits.view(1, kv_heads, group).expand(b, -1, -1)
-    probs = _softmax(logits, sinks)
+    probs = softmax(logits, sinks)
     out = product(probs.to(v.dtype), v).view(b, heads, d)
     if not want_row:
         return DecodeAttention(out, None)

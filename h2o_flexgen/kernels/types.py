@@ -118,6 +118,22 @@ class SlotRule(NamedTuple):
     """The first step at whose end a token goes by its score."""
 
 
+class Logits(NamedTuple):
+    """What logits are of products of queries and keys: `scale` times these, then soft_cap tanh(x / soft_cap) of an x;
+    and `sinks`, float32 (heads,), of each head a logit that is no token's."""
+
+    scale: float
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+
+    def of(self, heads: slice | Tensor | None) -> Logits:
+        """Those of some query heads."""
+        return self if self.sinks is None else self._replace(sinks=self.sinks[heads])
+
+    def to(self, device: torch.device) -> Logits:
+        return self if self.sinks is None else self._replace(sinks=self.sinks.to(device))
+
+
 class Ranking(NamedTuple):
     """State of slots that are ranked by score; steps change all of it in place."""
 

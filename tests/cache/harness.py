@@ -17,6 +17,7 @@ from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.model.packing import CacheBits
 from h2o_flexgen.config.splits import SPLITS
 from h2o_flexgen.kernels import PrefillAttention, prefill_attention
+from h2o_flexgen.kernels.types import Logits
 from tests.oracles.eviction import EvictionOracle
 from tests.oracles.packed import rounding
 from tests.policy_matrix import PolicyRow
@@ -93,7 +94,7 @@ class CacheRun:
         self.streams, self.dtype, self.device = list(streams), dtype, device
         self.window, self.turning = window, turning
         kv_heads, _, d = self.streams[0].k.shape
-        self.scale = d**-0.5
+        self.logits = Logits(d**-0.5)
         self.shape = CacheShape.of(budgets, kv_heads, d, bits)
         k, v = buffers or self.shape.buffers(dtype, device)
         ids = range(len(self.streams)) if row_ids is None else row_ids
@@ -115,7 +116,7 @@ class CacheRun:
         if self.turning is not None:
             seen_q, seen_k = (self.turning.tensor(x, torch.arange(length)) for x in (q, k))
         wants = self.cache.wants_column_sums
-        attention = prefill_attention(seen_q, seen_k, v, self.scale, wants, window=self.window)
+        attention = prefill_attention(seen_q, seen_k, v, self.logits.scale, wants, window=self.window)
         self.prompt_outputs += list(attention.out)
         self.cache.fill(rows, k, v, self.cache.scores_of(rows, self._attended(seen_q, q, seen_k, k, v, attention)))
 
@@ -134,12 +135,12 @@ class CacheRun:
                 angles = turning.angles(positions.cpu()).repeat(1, 2).to(k.device)
                 return angles.cos(), angles.sin()
 
-        return AttendedPrompts(seen_k, v, k, self.scale, None, asked, sums, turn)
+        return AttendedPrompts(seen_k, v, k, self.logits, None, asked, sums, turn)
 
     def step(self) -> Tensor:
         q, k, v = self._stack(range(len(self.streams)), None)
         self.time += 1
-        return self.cache.attend(q, k, v, self.scale, self.table)
+        return self.cache.attend(q, k, v, self.logits, self.table)
 
     def _stack(self, rows: Sequence[int], tokens: slice | None) -> list[Tensor]:
         """q, k, v of `tokens`, or of the token whose turn it is."""

@@ -11,6 +11,7 @@ from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.budget import Budget
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.kernels.types import Logits
 
 pytestmark = pytest.mark.turns
 
@@ -60,9 +61,9 @@ def test_other_queries_see_the_same_and_change_nothing(name: str, window: int | 
         places = [length + step for length in LENGTHS]
         new = [torch.stack([x[row, :, place] for row, place in enumerate(places)]) for x in (k, v)]
         before = shared.pos
-        out = shared.attend(asked[step], *new, 0.25)
-        assert torch.equal(out, alone.attend(asked[step], *new, 0.25))
-        other = shared.again((again[step], *new), 0.25)
+        out = shared.attend(asked[step], *new, Logits(0.25))
+        assert torch.equal(out, alone.attend(asked[step], *new, Logits(0.25)))
+        other = shared.again((again[step], *new), Logits(0.25))
         for row, place in enumerate(places):
             held = before[row]
             if window is not None:

@@ -8,6 +8,7 @@ import torch
 from h2o_flexgen.cache.eviction import base
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, attention_rows, summed_rows
 from h2o_flexgen.kernels import torch_attention
+from h2o_flexgen.kernels.types import Logits
 from tests.cache.conftest import by_torch
 from tests.seeds import torch_generator
 
@@ -28,7 +29,7 @@ def test_all_rows_add_up_to_the_column_sums(
     expected = torch_attention.prefill_attention(q, k, v, 0.3, True, window=window, sink_logits=logits).column_sums
     shared = (k[0, :, :past], v[0, :, :past], k[0, :, :past]) if past else None
     own = (x[:, :, past:] for x in (k, v, k))
-    prompts = AttendedPrompts(*own, 0.3, shared, q, sink_logits=logits)
+    prompts = AttendedPrompts(*own, Logits(0.3, sinks=logits), shared, q)
     monkeypatch.setattr(base, "ROW_LOGITS", 500)  # several chunks of queries
     torch.testing.assert_close(summed_rows(prompts, prompts.length, window), expected, atol=1e-5, rtol=1e-5)
     last = [rows for _, rows in attention_rows(prompts, 1, window)]

@@ -12,6 +12,7 @@ from h2o_flexgen.cache import CacheShape, KVCache, make_policy
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.kernels.types import Logits
 from tests.kernels.tape import NoHostWork
 from tests.policy_matrix import LATER, POLICIES, PolicyRow
 
@@ -60,10 +61,10 @@ def run(cache: KVCache) -> None:
     for step in range(5):
         new = torch.randn(2, 4 * HEADS, D).split([2 * HEADS, HEADS, HEADS], dim=1)
         if step == 0:
-            cache.attend(*new, 0.3)
+            cache.attend(*new, Logits(0.3))
             continue
         with NoHostWork():
-            cache.attend(*new, 0.3)
+            cache.attend(*new, Logits(0.3))
     assert isinstance(cache._fused, FusedStep)
 
 
@@ -94,7 +95,7 @@ def test_nor_do_rolling_positions(policy: PolicyRow, window: int | None) -> None
     for _ in range(9):
         new = torch.randn(2, 4 * HEADS, D).split([2 * HEADS, HEADS, HEADS], dim=1)
         with nullcontext() if first else NoHostWork():
-            cache.attend(*new, 0.3, table)
+            cache.attend(*new, Logits(0.3), table)
         # Sinks that leave the window are the first thing that is hidden: what that takes is made then.
         first = cache._lengths.step < 7 and window is not None
     assert cache._fused is None

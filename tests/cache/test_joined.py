@@ -15,6 +15,7 @@ from h2o_flexgen.cache.lengths import CacheLengths, slots_needed
 from h2o_flexgen.cache.vectors import move_down
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.kernels import prefill_attention
+from h2o_flexgen.kernels.types import Logits
 from tests.cache.conftest import by_torch
 from tests.cache.harness import CacheRun, Stream, Turning, make_stream
 from tests.policy_matrix import LATER, POLICIES, PolicyRow
@@ -89,7 +90,7 @@ class GpuBatch:
             q, k, v = (x[:, :length].unsqueeze(0) for x in self.streams[row][:3])
             seen = [x if self.turning is None else self.turning.tensor(x, torch.arange(length)) for x in (q, k)]
             sums = prefill_attention(*seen, v, D**-0.5, fresh.wants_column_sums, window=self.window).column_sums
-            attended = AttendedPrompts(seen[1], v, k, D**-0.5, None, seen[0], sums)
+            attended = AttendedPrompts(seen[1], v, k, Logits(D**-0.5), None, seen[0], sums)
             fresh.fill([place], k, v, fresh.scores_of([place], attended))
             self.times[row] = length
         if self.cache is None:
@@ -104,7 +105,7 @@ class GpuBatch:
             torch.stack([self.streams[row][i][:, self.times[row]] for row in self.rows]) for i in range(3)
         )  # fmt: skip
         assert self.cache is not None
-        out = self.cache.attend(q, k, v, D**-0.5, self.table)
+        out = self.cache.attend(q, k, v, Logits(D**-0.5), self.table)
         for row in self.rows:
             self.times[row] += 1
         return dict(zip(self.rows, out, strict=True))

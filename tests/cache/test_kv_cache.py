@@ -14,6 +14,7 @@ from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.cache.vectors import select
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.kernels import DecodeAttention
+from h2o_flexgen.kernels.types import Logits
 from tests.cache.conftest import by_torch
 from tests.cache.harness import CacheRun, Turning, make_stream, state_bytes
 from tests.policy_matrix import POLICIES, PolicyRow
@@ -170,7 +171,7 @@ def test_a_step_takes_the_same_operations_whatever_the_shape(
         zeros = torch.zeros(rows, kv_heads, run.shape.capacity)
         monkeypatch.setattr(kv_cache, "decode_attention", no_attention)
         with CountOps() as ops:
-            run.cache.attend(q, k, v, 0.5, run.table)
+            run.cache.attend(q, k, v, Logits(0.5), run.table)
         monkeypatch.undo()
         counts.add(ops.count)
     assert len(counts) == 1, "no loop over rows, heads or tokens"
@@ -229,11 +230,11 @@ def test_prompts_come_once_and_first() -> None:
     prompt, sums, one = torch.zeros(1, 2, 8, 4), torch.ones(1, 2, 8), torch.zeros(2, 2, 4)
     cache.fill([1], prompt, prompt, sums)
     with pytest.raises(RuntimeError, match=r"rows \[0\] have no prompt"):
-        cache.attend(one, one, one, 1.0)
+        cache.attend(one, one, one, Logits(1.0))
     with pytest.raises(RuntimeError, match="row 1 has its prompt already"):
         cache.fill([1], prompt, prompt, sums)
     cache.fill([0], prompt, prompt, sums)
-    cache.attend(one, one, one, 1.0)
+    cache.attend(one, one, one, Logits(1.0))
     with pytest.raises(RuntimeError, match="row 0 has its prompt already"):
         cache.fill([0], prompt, prompt, sums)
 

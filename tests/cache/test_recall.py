@@ -136,7 +136,7 @@ def test_both_kernels_bring_back_the_same(d: int, monkeypatch: pytest.MonkeyPatc
         counts = RecallCounts()
         recall = Recall([stream.prompt + steps for stream in streams], 2, counts)
         run = CacheRun(streams, budgets, make_policy(config), dtype=torch.bfloat16, recall=recall)
-        run.cache.soft_cap = 5.0
+        run.logits = run.logits._replace(soft_cap=5.0)
         run.steps(1)
         found.append((run.kept(), run.cache.k, run.cache.v, counts))
     (kept, *held, counts), (others, *theirs, expected) = found

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from h2o_flexgen.cache import CacheShape, KVCache, make_policy
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
+from h2o_flexgen.kernels.types import Logits
 from tests.cache.harness import CacheRun, Stream, Turning, budget_of, compare, make_stream, state_bytes
 from tests.oracles.eviction import LocalOracle
 from tests.policy_matrix import EVICTING, POLICIES, SCORED, PolicyRow
@@ -205,6 +206,6 @@ def test_rolling_is_for_all_steps_or_none() -> None:
     cache.attach(*shape.buffers(torch.float32))
     one = torch.ones(1, 1, 4)
     cache.fill([0], one[None], one[None], torch.ones(1, 1, 1))
-    cache.attend(one, one, one, 0.5)
+    cache.attend(one, one, one, Logits(0.5))
     with pytest.raises(RuntimeError, match="started without rolling positions"):
-        cache.attend(one, one, one, 0.5, TURNING.table(7))
+        cache.attend(one, one, one, Logits(0.5), TURNING.table(7))

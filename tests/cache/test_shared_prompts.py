@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from h2o_flexgen.cache import CacheShape, KVCache, make_policy
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.kernels.types import Logits
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.seeds import torch_generator
 
@@ -62,7 +63,7 @@ def test_shared_equals_concatenated(
             whole = (torch.cat([x.expand(len(rows), -1, -1, -1), y], 2) for x, y in ((before_k, k), (before_v, v)))
             cache.fill(rows, *whole, sums)
         step = torch.ones(len(budgets), HEADS, SIZE)
-        caches.append((cache, *buffers, cache.attend(step, step, step, 0.5)))
+        caches.append((cache, *buffers, cache.attend(step, step, step, Logits(0.5))))
     (one, *found), (other, *expected) = caches
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True)), "K, V and what a step sees"
     assert torch.equal(one.pos, other.pos)

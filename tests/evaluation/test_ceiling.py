@@ -13,6 +13,7 @@ from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.splits import SPLITS
 from h2o_flexgen.evaluation.suites.tasks import ceiling
+from h2o_flexgen.kernels.types import Logits
 from h2o_flexgen.planning.llm import LLM
 from tests.tiny import make_model, prompts_of, save
 
@@ -57,7 +58,7 @@ def test_what_goes_is_what_is_looked_at_least_from_then_on(window: int | None) -
         assert cache.kept(0, head) == kept
     held = [cache.kept(0, head) for head in range(heads)]
     for step in range(steps):
-        cache.attend(*torch.rand(3, 1, heads, size, generator=generator), scale=0.5)
+        cache.attend(*torch.rand(3, 1, heads, size, generator=generator), logits=Logits(0.5))
         for head in range(heads):
             to_come = received[head, step + 1 :].sum(0)
             held[head] = _best(to_come, [*held[head], prompt + step], 6, prompt + step + 1, window)
@@ -79,7 +80,7 @@ def test_rows_that_keep_everything_were_not_watched() -> None:
     cache.attach(*shape.buffers(torch.float32))
     cache.fill([0, 1], *torch.rand(2, 2, 1, 4, 4), torch.zeros(2, 1, 4))
     for _ in range(3):
-        cache.attend(*torch.rand(3, 2, 1, 4), scale=0.5)
+        cache.attend(*torch.rand(3, 2, 1, 4), logits=Logits(0.5))
     assert (cache.counts, cache.kept(1, 0)) == ([5, 7], list(range(7)))
 
 

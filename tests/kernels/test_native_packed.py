@@ -20,7 +20,7 @@ from h2o_flexgen.engine.batching.prefix_tree import PromptChunk, PromptSegment, 
 from h2o_flexgen.engine.execution.attention import PrefixPath, PromptAttention
 from h2o_flexgen.kernels import KeysValues, native, prompt
 from h2o_flexgen.kernels.prompt import keep_prompts
-from h2o_flexgen.kernels.types import PackedPrompts, PackedRow
+from h2o_flexgen.kernels.types import Logits, PackedPrompts, PackedRow
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.seeds import moved, torch_generator
 
@@ -196,7 +196,7 @@ def test_chunks_of_prompts_are_those_of_segments(
             monkeypatch.setattr(KVCache, "packing", lambda *_: None)
         cache = KVCache(shape, budgets, make_policy(policy.eviction()), layer=2, row_ids=range(len(lengths)))
         cache.attach(*shape.buffers(torch.bfloat16))
-        attention = PromptAttention(cache, PrefixPath(), 0.3, lengths, cache.wants_column_sums, rolling=rolling)
+        attention = PromptAttention(cache, PrefixPath(), Logits(0.3), lengths, cache.wants_column_sums, rolling=rolling)
         out = torch.empty(tokens, 4, D, dtype=torch.bfloat16)
         for chunk in chunks_of(segments, 48):
             span = slice(chunk.start, chunk.stop)
@@ -224,7 +224,7 @@ def test_heads_apart_are_filled_as_prompt_by_prompt(ratio: float, monkeypatch: p
         for part in parts:
             part.attach(*part.shape.buffers(torch.bfloat16))
         cache, out = HeadsApart(shape, parts), torch.empty(sum(lengths), 4, D, dtype=torch.bfloat16)
-        attention = PromptAttention(cache, PrefixPath(), 0.3, lengths, cache.wants_column_sums)
+        attention = PromptAttention(cache, PrefixPath(), Logits(0.3), lengths, cache.wants_column_sums)
         for chunk in chunks_of(segments, 99):
             span = slice(chunk.start, chunk.stop)
             attention.chunk(chunk, None, (qkv[0][span], qkv[1][span], qkv[2][span]), out[span])
@@ -240,6 +240,6 @@ def test_segments_are_left_where_they_follow_others() -> None:
     cache = KVCache(shape, budgets, make_policy(EvictionConfig()), layer=0, row_ids=range(4))
     cache.attach(*shape.buffers(torch.bfloat16))
     x = torch.randn(15, 1, D).bfloat16()
-    attention = PromptAttention(cache, PrefixPath(), 0.3, [4, 4, 5, 5], False)
+    attention = PromptAttention(cache, PrefixPath(), Logits(0.3), [4, 4, 5, 5], False)
     left = attention._packed(PromptChunk(0, 15, (whole, shared, later)), (x, x, x), x, torch.empty_like(x))
     assert left == [shared, later]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.config.eviction import ROW_LOGITS, Budget
-from h2o_flexgen.kernels.types import KeysValues, RankedBy
+from h2o_flexgen.kernels.torch_attention import capped, softmax
+from h2o_flexgen.kernels.types import KeysValues, Logits, RankedBy
 
 Turn = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Positions (c,) -> cosines and sines (c, dim) of the angles that queries there are turned by, float32. The second half
@@ -40,19 +41,16 @@ class AttendedPrompts:
     queries         the last m, (n, heads, m, d), as many as `RankedPolicy.queries` asks for
     column_sums     (n, kv_heads, S) float32
     turn            the rotation of queries; None: they are not rotated
-    sink_logits     float32 (heads,), an extra logit per head
     """
 
     k: Tensor
     v: Tensor
     stored_k: Tensor
-    scale: float
+    logits: Logits
     past: tuple[Tensor, Tensor, Tensor] | None = None
     queries: Tensor | None = None
     column_sums: Tensor | None = None
     turn: Turn | None = None
-    sink_logits: Tensor | None = None
-    soft_cap: float | None = None
 
     def of(self, rows: slice | Tensor) -> AttendedPrompts:
         own = {name: getattr(self, name) for name in ("k", "v", "stored_k", "queries", "column_sums")}
@@ -68,8 +66,7 @@ class AttendedPrompts:
             k, v, stored_k = (part[heads] for part in self.past)
             past = k, v, stored_k
         queries = None if self.queries is None else self.queries[:, asked]
-        sinks = None if self.sink_logits is None else self.sink_logits[asked]
-        return replace(self, past=past, queries=queries, sink_logits=sinks, **taken)
+        return replace(self, past=past, queries=queries, logits=self.logits.of(asked), **taken)
 
     def first(self, length: int) -> AttendedPrompts:
         """Only K and V of the first `length` tokens; `length` may end after those of `past` or among them."""
@@ -175,8 +172,7 @@ class AttendedStep:
     budgets: tuple[Budget, ...]
     held: Callable[[], KeysValues]
     once: Once
-    scale: float = 1.0
-    soft_cap: float | None = None
+    logits: Logits
     window: int | None = None
     queries: Tensor | None = None
     asked_at: Tensor | None = None
@@ -290,11 +286,10 @@ def attention_rows(
     for start in range(length - count, length, some):
         stop = min(start + some, length)
         end = prompts.queries.shape[2] - (length - stop)
-        asked = prompts.queries[:, :, end - (stop - start) : end].float().mul(prompts.scale)
+        asked = prompts.queries[:, :, end - (stop - start) : end].float().mul(prompts.logits.scale)
         logits = asked.reshape(n, kv_heads, -1, d) @ keys
         logits = logits.view(n, kv_heads, heads // kv_heads, stop - start, length)
-        if prompts.soft_cap is not None:
-            logits = logits.div_(prompts.soft_cap).tanh_().mul_(prompts.soft_cap)
+        logits = capped(logits, prompts.logits.soft_cap)
         at = places[start:stop]
         hidden = places > at.unsqueeze(1)
         if window is not None:
@@ -302,11 +297,8 @@ def attention_rows(
         if beside is not None:
             hidden |= beside(at, places)
         logits = logits.masked_fill_(hidden, -torch.inf)
-        if prompts.sink_logits is None:
-            yield at, logits.softmax(-1)
-        else:
-            sinks = prompts.sink_logits.view(kv_heads, -1, 1, 1).expand(*logits.shape[:-1], 1)
-            yield at, torch.cat([logits, sinks], dim=-1).softmax(-1)[..., :-1]
+        sinks = prompts.logits.sinks
+        yield at, softmax(logits, None if sinks is None else sinks.view(kv_heads, -1, 1).expand(logits.shape[:-1]))
 
 
 def summed_rows(prompts: AttendedPrompts, count: int, window: int | None) -> Tensor:

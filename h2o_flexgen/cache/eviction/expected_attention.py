@@ -30,7 +30,7 @@ class ExpectedAttentionPolicy(RankedPolicy):
             raise ValueError(f"{self.name} needs the prompt's queries")
         length, sinks = prompts.length, rows.budget.sinks
         first = sinks if rows.window is None else max(sinks, length - rows.window + 1)
-        keys, scale = prompts.keys.float(), prompts.scale
+        keys, scale = prompts.keys.float(), prompts.logits.scale
         n, kv_heads = keys.shape[:2]
         queries = prompts.queries[:, :, min(sinks, length - 1) :].float()
         mean = queries.mean(2, keepdim=True)

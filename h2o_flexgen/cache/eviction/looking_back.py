@@ -22,6 +22,7 @@ from h2o_flexgen.cache.eviction.base import (
 )
 from h2o_flexgen.cache.vectors import index_of, reordered
 from h2o_flexgen.config.eviction import ROW_LOGITS, Budget
+from h2o_flexgen.kernels.torch_attention import capped
 from h2o_flexgen.kernels.types import KeysValues
 
 
@@ -52,9 +53,7 @@ class Look:
         """
         n, kv_heads, size = self.pos.shape
         logits = self.q.reshape(n, kv_heads, -1, self.q.shape[-1]) @ self.k.transpose(-1, -2)
-        if self.soft_cap is not None:
-            logits = logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
-        logits = logits.view(n, kv_heads, -1, self.q.shape[2], size)
+        logits = capped(logits, self.soft_cap).view(n, kv_heads, -1, self.q.shape[2], size)
         if group == "before":
             logits = logits.amax(2, keepdim=True)
         if candidates:
@@ -160,8 +159,8 @@ class LookingBack(RankedPolicy):
         # A token's number in a draw is its position beside the newest one: the next burst draws anew.
         tokens = rows.tokens._replace(positions=pos.clamp(min=0) + (now + 1) * 0x10001)
         keys, values = held.k.float(), held.v.float() if self.reads_values else held.v
-        q = q.float() * attended.scale
-        return Look(q, at, keys, values, pos, chosen, tokens, budget, rows.window, attended.soft_cap)
+        q = q.float() * attended.logits.scale
+        return Look(q, at, keys, values, pos, chosen, tokens, budget, rows.window, attended.logits.soft_cap)
 
 
 def neighbours(values: Tensor, chosen: Tensor, size: int, *, largest: bool) -> Tensor:

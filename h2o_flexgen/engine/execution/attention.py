@@ -21,7 +21,7 @@ from h2o_flexgen.errors import required
 from h2o_flexgen.huge import LARGE
 from h2o_flexgen.kernels import KeysValues, prefill_attention, torch_attention
 from h2o_flexgen.kernels.prompt import packed_attention, takes_packed
-from h2o_flexgen.kernels.types import PrefillAttention
+from h2o_flexgen.kernels.types import Logits, PrefillAttention
 from h2o_flexgen.models.rotary import Angles, rotate_both
 
 if TYPE_CHECKING:
@@ -84,9 +84,7 @@ class PromptAttention:
     turn           the rotation of queries
     rolling        the cache gets keys that are not rotated
     fill           fills the cache while something else is computed; None: it is filled at once
-    sink_logits    float32 (heads,), an extra logit per head
     path_sums      whether a prefix store keeps column sums, so that the path needs them
-    soft_cap       of logits
     chunk_size     tokens of a chunk, if queries see only their own chunk
     choice         which tokens prompts attend to
     behind         decode rows of the part, before its chunk
@@ -95,7 +93,7 @@ class PromptAttention:
 
     cache: KVCache
     path: PrefixPath
-    scale: float
+    logits: Logits
     lengths: list[int]
     column_sums: bool
     queries: int = 0
@@ -104,10 +102,8 @@ class PromptAttention:
     window: int | None = None
     rolling: bool = False
     fill: Fill | None = None
-    sink_logits: Tensor | None = None
     layer: int = 0
     path_sums: bool = False
-    soft_cap: float | None = None
     chunk_size: int | None = None
     choice: SlotChoice | None = None
     behind: int = 0
@@ -148,19 +144,10 @@ class PromptAttention:
             first = segment.start - chunk.start
             spans.extend((row, first + i * segment.length, segment.length) for i, row in enumerate(segment.rows))
         prompts = self.cache.packing(spans) if alone and self.fill is None else None
-        if prompts is None or not takes_packed(*qkv, self.scale, prompts):
+        if prompts is None or not takes_packed(*qkv, self.logits.scale, prompts):
             return chunk.segments
         wanted = self.cache.wants_column_sums
-        sums = packed_attention(
-            qkv,
-            prompts,
-            self.scale,
-            wanted,
-            out,
-            window=self.window,
-            sink_logits=self.sink_logits,
-            soft_cap=self.soft_cap,
-        )
+        sums = packed_attention(qkv, prompts, self.logits.scale, wanted, out, **self._how)
         self.cache.settle_packed(prompts, qkv[0], stored_k)
         self.cache.fill_packed(prompts, stored_k, qkv[2], sums)
         return [segment for segment in chunk.segments if not segment.rows or segment.depth]
@@ -185,18 +172,7 @@ class PromptAttention:
         if segment.rows:
             sums = sums if self.cache.wants_column_sums else None
             before = None if past is None else (past.k, past.v, past.stored_k)
-            prompts = AttendedPrompts(
-                k,
-                v,
-                stored_k,
-                self.scale,
-                before,
-                queries,
-                sums,
-                self.turn,
-                sink_logits=self.sink_logits,
-                soft_cap=self.soft_cap,
-            )
+            prompts = AttendedPrompts(k, v, stored_k, self.logits, before, queries, sums, self.turn)
             self._fill(list(segment.rows), prompts)
         else:
             own = KeysValues(k[0].contiguous(), v[0].contiguous())
@@ -207,19 +183,22 @@ class PromptAttention:
             if segment.new is not None:
                 segment.new.add(self.layer, piece)
 
+    @property
+    def _how(self) -> dict[str, Any]:
+        return {"window": self.window, "sink_logits": self.logits.sinks, "soft_cap": self.logits.soft_cap}
+
     def _attend(
         self, q: Tensor, own: KeysValues, past: KeysValues | None, wanted: bool, first: int
     ) -> PrefillAttention:
         """See `prefill_attention`. `first`: the segment's first token in the chunk."""
-        how: dict[str, Any] = {"window": self.window, "sink_logits": self.sink_logits, "soft_cap": self.soft_cap}
-        before, length = 0 if past is None else past.k.shape[1], q.shape[2]
+        how, scale, before, length = self._how, self.logits.scale, 0 if past is None else past.k.shape[1], q.shape[2]
         if self.choice is not None and before + length > self.choice.choice.most:
             choice, indexed = self.choice
             shared = None if past is None else past.k[0]
             how["seen"] = choice.of_prompts(self.behind + first, own.k[:, 0], shared, indexed)
-            return torch_attention.prefill_attention(q, *own, self.scale, wanted, past=past, **how)
+            return torch_attention.prefill_attention(q, *own, scale, wanted, past=past, **how)
         if self.chunk_size is None or before + length <= self.chunk_size:
-            return prefill_attention(q, *own, self.scale, wanted, past=past, **how)
+            return prefill_attention(q, *own, scale, wanted, past=past, **how)
         outs, sums, start = [], None, before
         if wanted:
             sums = torch.zeros(len(q), own.k.shape[1], before + length, device=q.device)
@@ -230,7 +209,7 @@ class PromptAttention:
             mine = slice(max(begin, before) - before, stop - before)
             keys, values = (part[:, :, mine] for part in own)
             asked = q[:, :, start - before : stop - before]
-            mixed, added = prefill_attention(asked, keys, values, self.scale, wanted, past=seen, **how)
+            mixed, added = prefill_attention(asked, keys, values, scale, wanted, past=seen, **how)
             outs.append(mixed)
             if sums is not None and added is not None:
                 sums[..., begin:stop] = added
@@ -277,14 +256,12 @@ class TickAttention:
     again          keys and values of the step are in the cache already, see `KVCache.again`
     """
 
-    scale: float
+    logits: Logits
     cache: KVCache | None
     prompts: PromptAttention | None
     row_angles: Angles | None
     prompt_angles: Angles | None
     table: Angles | None
-    sink_logits: Tensor | None = None
-    soft_cap: float | None = None
     growth: Tensor | None = None
     choice: SlotChoice | None = None
     again: bool = False
@@ -327,12 +304,11 @@ class TickAttention:
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One decode step, everything on the cache's device."""
         cache = required(self.cache, "decode rows are in hand, and no cache of theirs")
-        sinks = self.sink_logits if self.sink_logits is None else self.sink_logits.to(cache.device)
+        logits = self.logits.to(cache.device)
         if self.again:
-            return cache.again((q, k, v), self.scale, sinks, self.soft_cap)
-        cache.soft_cap = self.soft_cap
+            return cache.again((q, k, v), logits)
         cache.choice = None if self.choice is None else self.choice.within(cache.shape.capacity)
-        return cache.attend(q, k, v, self.scale, self.table, sinks)
+        return cache.attend(q, k, v, logits, self.table)
 
 
 @dataclass

@@ -25,6 +25,7 @@ from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.sampling.sampler import Sampler
 from h2o_flexgen.engine.state.kv_store import BatchCache, CacheMaker
+from h2o_flexgen.kernels.types import Logits
 from h2o_flexgen.models.decoder import Attention, Decoder, Weights
 from h2o_flexgen.models.rotary import Angles, Rotary
 from h2o_flexgen.schedule.tasks import Task, TaskKind, Tick, recordable
@@ -398,7 +399,8 @@ class Executor:
     def _attention(
         self, layer: int, gpu_batch: GpuBatch, cache: BatchCache, dtype: torch.dtype, sinks: Tensor | None
     ) -> TickAttention:
-        scale, rotary, rows = self._decoder.scale_of(layer), self._decoder.rotary_of(layer), gpu_batch.decoding
+        logits = Logits(self._decoder.scale_of(layer), self._decoder.soft_cap, sinks)
+        rotary, rows = self._decoder.rotary_of(layer), gpu_batch.decoding
         prompts = None
         if cache.fresh is not None:
             # A prefix path may lead through several GPU batches, so it holds what the most demanding of them needs.
@@ -418,7 +420,7 @@ class Executor:
             prompts = PromptAttention(
                 cache.fresh,
                 group.path,
-                scale,
+                logits,
                 lengths,
                 sums,
                 queries,
@@ -427,10 +429,8 @@ class Executor:
                 window,
                 self._rolling,
                 fill,
-                sinks,
                 layer,
                 self.path_sums,
-                self._decoder.soft_cap,
                 chunk_size=chunk,
                 reads=reads,
             )
@@ -444,8 +444,8 @@ class Executor:
             else:
                 table = None if cache.rows is None else self._table(rotary, cache.rows.device, dtype)
                 of_prompts = None if prompts is None else gpu_batch.angles(rotary, dtype)
-        cap, again = self._decoder.soft_cap, self._sources[layer] != layer
-        return TickAttention(scale, cache.rows, prompts, of_rows, of_prompts, table, sinks, cap, growth, again=again)
+        again = self._sources[layer] != layer
+        return TickAttention(logits, cache.rows, prompts, of_rows, of_prompts, table, growth, again=again)
 
     def _table(self, rotary: Rotary, device: torch.device, dtype: torch.dtype) -> Angles:
         """Angles that rotate cached keys on `device` by their places in the cache; one table serves the block."""

@@ -13,6 +13,7 @@ from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import AttentionPart, GpuBatch
 from h2o_flexgen.engine.execution.attention import TickAttention, TickStates
 from h2o_flexgen.errors import ModelError
+from h2o_flexgen.kernels.types import Logits
 from h2o_flexgen.models.decoder import Routed, Weights
 from h2o_flexgen.models.hf.attention import Call
 from h2o_flexgen.models.hf.decoder import Forward, ModuleDecoder, RowForward
@@ -177,7 +178,7 @@ def _attend(attention: TickAttention, part: AttentionPart, call: Call) -> Tensor
     choice = None if call.choice is None else SlotChoice(call.choice, call.choice.layer == call.layer)
     for each in (attention, attention.prompts):
         if each is not None:
-            each.sink_logits, each.soft_cap, each.choice = call.sinks, call.soft_cap, choice
+            each.logits, each.choice = Logits(each.logits.scale, call.soft_cap, call.sinks), choice
     if attention.prompts is not None:
         attention.prompts.behind = part.rows
     if part.chunk is None:
