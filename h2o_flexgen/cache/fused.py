@@ -47,6 +47,7 @@ class FusedStep:
         ranked = scored is not None
         rules = lengths.once(f"rules, {ranked}", lambda: slot_rules(lengths, ranked=ranked))
         ranking = None if scored is None or (triton and self._by_rows) else scored.ranking
+        how: dict[str, Any] = {"window": lengths.window, "ranking": ranking, "adds": bool(adds)}
         self._number: Tensor | None = None
         self._scales = kept.scales if triton else None  # C scales by itself
         self._block = packings[0].block if packings is not None and triton else 0  # C transforms by itself
@@ -55,25 +56,16 @@ class FusedStep:
         if triton:
             from h2o_flexgen.kernels.triton_decode import TritonAttend
 
-            device, window = lengths.device, lengths.window
-            made = TritonAttend(rules, size, device, window=window, ranking=ranking, adds=bool(adds))
+            made = TritonAttend(rules, size, lengths.device, **how)
             self._kernel, self.attach = made, made.attach
             if packings is not None:
                 packing = packings[0]
                 self.attach = lambda k, v: made.attach_packed(parts_of(k, packing), parts_of(v, packing))
-            self._number = torch.full(size[:2], lengths.step, device=device)
+            self._number = torch.full(size[:2], lengths.step, device=lengths.device)
         else:
             table = lengths.once(f"table of rules, {ranked}", lambda: torch.tensor(rules))
-            how: dict[str, Any] = {
-                "window": lengths.window,
-                "ranking": ranking,
-                "adds": bool(adds),
-                "rule": own,
-                "packings": packings,
-                "exact": kept.exact,
-            }
-            masks = scored.table[1] if lengths.hides and scored is not None else None
-            native = self._kernel = NativeAttend(table, size, masks=masks, **how)
+            how["masks"] = scored.table[1] if lengths.hides and scored is not None else None
+            native = self._kernel = NativeAttend(table, size, rule=own, packings=packings, exact=kept.exact, **how)
             self.attach = native.attach
             if kept.scales is not None:
                 native.scale_keys(kept.scales.of, kept.scales.means)

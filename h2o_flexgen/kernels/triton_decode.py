@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -191,35 +192,27 @@ class TritonAttend:
         return _Launch(self, self._held, new, state, probs, number, in_base_2)
 
 
+@dataclass(eq=False)
 class _Launch:
-    """One step, ready to be run in any configuration."""
+    """One step, ready to be run in any configuration. _counted: scale and soft cap of logits, which are in base 2."""
 
-    def __init__(
-        self,
-        owner: TritonAttend,
-        held: Held,
-        new: New,
-        slots: Slots,
-        probs: Tensor | None,
-        step: int,
-        counted: tuple[float, float | None],
-    ) -> None:
-        """counted: the scale and the soft cap of logits, which are in base 2."""
-        self._owner, self._held, self._new, self._slots, self._step, self._counted = (
-            owner,
-            held,
-            new,
-            slots,
-            step,
-            counted,
-        )
-        rows, heads, _ = new.q.shape
-        self._probs, self._heads, self._group = probs, rows * heads, heads // owner.size[1]
+    _owner: TritonAttend
+    _held: Held
+    _new: New
+    _slots: Slots
+    _probs: Tensor | None
+    _step: int
+    _counted: tuple[float, float | None]
+    _aside: Slots | None = None
+
+    def __post_init__(self) -> None:
+        rows, heads, _ = self._new.q.shape
+        self._heads, self._group = rows * heads, heads // self._owner.size[1]
         # A multiple of 16 where that is free to choose: one compiled kernel for all widths, and aligned rows.
-        self._width = triton.cdiv(owner.most, 16) * 16 if probs is None else probs.shape[-1]
-        self.out = torch.empty(new.q.shape, dtype=new.q.dtype, device=new.q.device)
-        self._scratch = self._empty(self._heads, self._width) if owner.adds or probs is not None else None
-        self._aside: Slots | None = None
+        self._width = triton.cdiv(self._owner.most, 16) * 16 if self._probs is None else self._probs.shape[-1]
+        self.out = torch.empty_like(self._new.q, memory_format=torch.contiguous_format)
+        scratch = self._owner.adds or self._probs is not None
+        self._scratch = self._empty(self._heads, self._width) if scratch else None
 
     @property
     def kind(self) -> tuple[object, ...]:
