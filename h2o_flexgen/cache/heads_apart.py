@@ -14,6 +14,7 @@ from h2o_flexgen.cache.eviction.base import AttendedPrompts
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.budget import Range
+from h2o_flexgen.errors import required
 from h2o_flexgen.kernels.types import Logits, PackedPrompts
 
 Some = slice | Tensor
@@ -109,9 +110,7 @@ class HeadsApart(KVCache):
         for row, of_row in zip(prompts.rows, sums or (), strict=False):
             self._tell([row.place], of_row.unsqueeze(0))
         for part, heads in zip(self._parts, self._heads, strict=True):
-            own = prompts if part is self._parts[0] else part.packing(spans)
-            if own is None:
-                raise RuntimeError("these prompts are not packed")
+            own = prompts if part is self._parts[0] else required(part.packing(spans), "these prompts are not packed")
             scores = self._packed_sums(prompts, sums, heads) if part.wants_column_sums else None
             part.fill_packed(own, k[:, heads], v[:, heads], scores)
 

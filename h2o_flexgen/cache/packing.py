@@ -113,9 +113,8 @@ class KeyScales:
         self, rows: Sequence[int], prompts: AttendedPrompts, length: int, raw: bool, device: torch.device
     ) -> None:
         """Those of `rows`, from their prompts of `length` tokens; more may follow. raw: queries are not rotated."""
-        if prompts.queries is None:
-            raise ValueError(f"the last {LAST} queries are needed")
-        queries, last = prompts.queries[:, :, : prompts.queries.shape[2] - (prompts.length - length)], min(LAST, length)
+        queries, last = required(prompts.queries, "the last queries are needed"), min(LAST, length)
+        queries = queries[:, :, : queries.shape[2] - (prompts.length - length)]
         if raw and prompts.turn is not None:
             cos, sin = prompts.turn(torch.arange(length - last, length, device=queries.device))
             half = cos.shape[-1] // 2

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.config.model.packing import CachePacking
+from h2o_flexgen.errors import required
 from h2o_flexgen.kernels.native import function, library, structure
 from h2o_flexgen.kernels.types import RULES, Exact, Ranking, RankRule, SlotRule, fit
 
@@ -152,8 +153,7 @@ class NativeAttend:
             if self._exact.lost.k.dtype != self._dtype:
                 raise ValueError(f"q is {self._dtype}, and the newest tokens are {self._exact.lost.k.dtype}")
             step.newest_at = self._exact.at
-        if self._kv is None:
-            raise RuntimeError("no K and V are attached")
+        required(self._kv, "no K and V are attached")
         if q.shape != (self._rows, heads, self._new[2]) or heads % self._new[1] or not k.shape == v.shape == self._new:
             raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} for new tokens {self._new}")
         strides = (q.stride(), k.stride(), v.stride())

@@ -29,6 +29,7 @@ import torch
 import triton
 from torch import Tensor
 
+from h2o_flexgen.errors import required
 from h2o_flexgen.kernels.triton_available import interpreting
 from h2o_flexgen.kernels.triton_decode_kernels import (
     QUANT_GROUP,
@@ -168,8 +169,7 @@ class TritonAttend:
         probs: Tensor | None = None,
         soft_cap: float | None = None,
     ) -> _Launch:
-        if self._held is None:
-            raise RuntimeError("no K and V are attached")
+        attached = required(self._held, "no K and V are attached")
         q, k, v = (fit(x, self._dtype) for x in qkv)
         rows, kv_heads, _, dim = self.size
         heads = q.shape[1]
@@ -189,7 +189,7 @@ class TritonAttend:
         if isinstance(number, Tensor):
             state, number = state._replace(now=number, now_out=number), 0
         in_base_2 = scale * math.log2(math.e), None if soft_cap is None else soft_cap * math.log2(math.e)
-        return _Launch(self, self._held, new, state, probs, number, in_base_2)
+        return _Launch(self, attached, new, state, probs, number, in_base_2)
 
 
 @dataclass(eq=False)

@@ -21,6 +21,7 @@ from torch import Tensor
 from h2o_flexgen.config.model.arch import ArchSpec, ExpertSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import WeightGroup
+from h2o_flexgen.errors import required
 from h2o_flexgen.kernels import ACTIVATIONS, gated, layer_norm, linear, prefill_attention, rms_norm
 from h2o_flexgen.kernels.experts import PLACE, Choices, Gate, add_experts, expert_place
 from h2o_flexgen.kernels.halves import PLACE as HALF
@@ -186,9 +187,7 @@ class Decoder:
     def route(self, w: Weights, hidden: Tensor) -> Routed:
         """The MLP half of a layer with experts, up to the choice; `add_experts` and `add_mixture` do the rest. Does not
         change hidden (T, hidden_width)."""
-        x, mixture = self._before(w, hidden), self._mixture
-        if mixture is None:
-            raise RuntimeError("the model has no experts")
+        x, mixture = self._before(w, hidden), required(self._mixture, "the model has no experts")
         logits = self._linear(x, w["router.weight"], w.get("router.bias"), wide=True)
         experts, shares = choose(logits, mixture, w.get("choice"))
         if not mixture.shared_size:

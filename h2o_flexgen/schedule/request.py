@@ -15,6 +15,7 @@ from h2o_flexgen.config.model.tensors import dtype_bytes
 from h2o_flexgen.config.offload import TIERS, Kernels, OffloadPolicy
 from h2o_flexgen.config.placement import KINDS, Placement, place
 from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.errors import required
 from h2o_flexgen.schedule.pipeline import stages_of
 from h2o_flexgen.schedule.tasks import alone
 
@@ -97,10 +98,8 @@ class PlanRequest:
 
     @property
     def machine(self) -> HardwareProfile:
-        """The profile, which prices need; ValueError if there is none."""
-        if self.profile is None:
-            raise ValueError("a plan has no price without the rates of a machine")
-        return self.profile
+        """The profile, which prices need."""
+        return required(self.profile, "a plan has no price without the rates of a machine")
 
     @property
     def kernels(self) -> Kernels:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.config.eviction import ROW_LOGITS, Budget
+from h2o_flexgen.errors import required
 from h2o_flexgen.kernels.torch_attention import capped, softmax
 from h2o_flexgen.kernels.types import KeysValues, Logits, RankedBy
 
@@ -194,10 +195,8 @@ class AttendedStep:
 
     @property
     def received(self) -> Tensor:
-        """The row; ValueError where the policy did not ask for it."""
-        if self.row is None:
-            raise ValueError("this step has no probabilities")
-        return self.row
+        """The row, which the policy asks for."""
+        return required(self.row, "this step has no probabilities")
 
 
 class EvictionPolicy:

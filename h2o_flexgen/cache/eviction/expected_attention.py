@@ -7,6 +7,7 @@ from torch import Tensor
 
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores, RankedPolicy
 from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.errors import required
 
 FUTURE = 512
 """Positions that queries to come are expected at."""
@@ -26,13 +27,11 @@ class ExpectedAttentionPolicy(RankedPolicy):
         return length
 
     def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
-        if prompts.queries is None:
-            raise ValueError(f"{self.name} needs the prompt's queries")
         length, sinks = prompts.length, rows.budget.sinks
         first = sinks if rows.window is None else max(sinks, length - rows.window + 1)
         keys, scale = prompts.keys.float(), prompts.logits.scale
         n, kv_heads = keys.shape[:2]
-        queries = prompts.queries[:, :, min(sinks, length - 1) :].float()
+        queries = required(prompts.queries, "the prompt's queries are needed")[:, :, min(sinks, length - 1) :].float()
         mean = queries.mean(2, keepdim=True)
         covariance = (queries - mean).transpose(-1, -2) @ (queries - mean) / queries.shape[2]
         if prompts.turn is not None:

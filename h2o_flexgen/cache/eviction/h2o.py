@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores, RankedPolicy
+from h2o_flexgen.errors import required
 
 
 class H2OPolicy(RankedPolicy):
@@ -13,6 +14,4 @@ class H2OPolicy(RankedPolicy):
     column_sums = needs_rows = True
 
     def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
-        if prompts.column_sums is None:
-            raise ValueError(f"{self.name} needs the column sums of the prompt's attention")
-        return PromptScores(prompts.column_sums)
+        return PromptScores(required(prompts.column_sums, "column sums of the prompt's attention are needed"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores, RankedPolicy, Tokens
+from h2o_flexgen.errors import required
 
 
 class KnormPolicy(RankedPolicy):
@@ -17,9 +18,7 @@ class KnormPolicy(RankedPolicy):
         return PromptScores(_shortness(prompts.stored_keys))
 
     def new_scores(self, tokens: Tokens, keys: Tensor | None) -> Tensor:
-        if keys is None:
-            raise ValueError("knorm needs the new keys")
-        return _shortness(keys).unsqueeze(-1)
+        return _shortness(required(keys, "the new keys are needed")).unsqueeze(-1)
 
 
 def _shortness(keys: Tensor) -> Tensor:

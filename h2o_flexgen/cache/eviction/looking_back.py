@@ -22,8 +22,11 @@ from h2o_flexgen.cache.eviction.base import (
 )
 from h2o_flexgen.cache.vectors import index_of, reordered
 from h2o_flexgen.config.eviction import ROW_LOGITS, Budget
+from h2o_flexgen.errors import required
 from h2o_flexgen.kernels.torch_attention import capped
 from h2o_flexgen.kernels.types import KeysValues
+
+_NEEDED = "the last queries are needed"
 
 
 @dataclass(frozen=True)
@@ -85,18 +88,17 @@ class LookingBack(RankedPolicy):
         """(n, kv_heads, N) float32, never negative; read where a token is a candidate."""
 
     def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
-        if prompts.queries is None:
-            raise ValueError(f"{self.name} needs the prompt's last queries")
         length, count = prompts.length, min(prompts.length, self.window_of(rows.budget))
         places = torch.arange(length, device=prompts.k.device).expand(1, prompts.k.shape[1], -1)
         pinned = in_spans(rows.budget, length, places.device).expand_as(places) if rows.budget.spans else None
-        some = max(1, ROW_LOGITS // (prompts.queries.shape[1] * count * length))
+        queries = required(prompts.queries, _NEEDED)
+        some = max(1, ROW_LOGITS // (queries.shape[1] * count * length))
         scores = []
         for first in range(0, len(prompts.k), some):
             part = prompts.of(slice(first, first + some))
             pos = places.expand(len(part.k), -1, -1)
             tokens = rows.tokens._replace(row_ids=rows.tokens.row_ids[first : first + some])
-            asked = part.queries[:, :, -count:] if part.queries is not None else part.k
+            asked = queries[first : first + some, :, -count:]
             asked_at, held = pos[:, 0, length - count :], KeysValues(part.keys, part.values)
             scores.append(
                 self.score(self._look(rows._replace(tokens=tokens), asked, asked_at, held, pos, part, pinned))
@@ -104,24 +106,23 @@ class LookingBack(RankedPolicy):
         return PromptScores(torch.cat(scores))
 
     def ranks(self, step: AttendedStep) -> Tensor:
-        if step.queries is None or step.asked_at is None:
-            raise ValueError(f"{self.name} needs the last queries")
+        asked, asked_at = required(step.queries, _NEEDED), required(step.asked_at, _NEEDED)
         # Where one token goes at a time, the next takes its slot: neighbours are so in time. Bursts keep the order.
         pos, order = step.pos.to(torch.int64), None
         if any(budget.burst == 1 for budget in step.budgets):
             pos, order = pos.sort(-1)
-        held, last = step.held(), step.asked_at.argsort(-1)
+        held, last = step.held(), asked_at.argsort(-1)
         found = torch.empty_like(step.score)
-        for budget, rows in self._parts(step, step.queries.shape[1]):
+        for budget, rows in self._parts(step, asked.shape[1]):
             recent, own = last[rows, -self.window_of(budget) :], None if order is None else order[rows]
-            queries = reordered(step.queries[rows], recent.unsqueeze(1).expand(-1, step.queries.shape[1], -1))
+            queries = reordered(asked[rows], recent.unsqueeze(1).expand(-1, asked.shape[1], -1))
             of = PromptRows(step.tokens._replace(row_ids=step.tokens.row_ids[rows]), budget, step.window)
             pinned, kept = None if step.pinned is None else step.pinned[rows], KeysValues(held.k[rows], held.v[rows])
             if own is not None:
                 pinned = None if pinned is None else pinned.gather(-1, own)
                 keys = reordered(kept.k, own)
                 kept = KeysValues(keys, reordered(kept.v, own) if self.reads_values else keys)
-            look = self._look(of, queries, step.asked_at[rows].gather(-1, recent), kept, pos[rows], step, pinned)
+            look = self._look(of, queries, asked_at[rows].gather(-1, recent), kept, pos[rows], step, pinned)
             scores = self.score(look)
             found[rows] = scores if own is None else torch.empty_like(scores).scatter_(-1, own, scores)
         return found

@@ -17,8 +17,10 @@ from h2o_flexgen.cache.eviction.base import (
     in_spans,
 )
 from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.errors import required
 
 VOLATILE = 3  # tenths of the budget
+_TWO = "roco keeps two numbers"
 
 
 class RoCoPolicy(RankedPolicy):
@@ -50,14 +52,10 @@ class RoCoPolicy(RankedPolicy):
         return PromptScores(ranks, sums, squares)
 
     def update(self, step: AttendedStep) -> None:
-        if step.extra is None:
-            raise ValueError("roco keeps two numbers")
         step.score.add_(step.received)
-        step.extra.addcmul_(step.received, step.received)
+        required(step.extra, _TWO).addcmul_(step.received, step.received)
 
     def ranks(self, step: AttendedStep) -> Tensor:
-        if step.extra is None:
-            raise ValueError("roco keeps two numbers")
         numbers = [(budget.sinks, budget.recent, self.scope(budget)) for budget in step.budgets]
         limits = step.once("limits of roco", lambda: torch.tensor(numbers, device=step.pos.device))
         sinks, recent, scopes = limits.view(-1, 3, 1, 1).unbind(1)
@@ -65,7 +63,7 @@ class RoCoPolicy(RankedPolicy):
         if step.pinned is not None:
             protected |= step.pinned
         scope = numbers[0][2] if len(set(numbers)) == 1 else scopes
-        return _ranks(step.score, step.extra, step.pos, step.now, scope, protected)
+        return _ranks(step.score, required(step.extra, _TWO), step.pos, step.now, scope, protected)
 
 
 def _scope(budget: Budget, leaving: int) -> int:

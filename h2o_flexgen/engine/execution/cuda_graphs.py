@@ -23,6 +23,7 @@ from torch import Tensor
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.sampling.sampler import pack
+from h2o_flexgen.errors import required
 from h2o_flexgen.kernels.triton_available import interpreting
 from h2o_flexgen.schedule.tasks import PATIENCE
 
@@ -264,9 +265,7 @@ class DecodeGraphs:
         return Result(logits, pack((best, chosen)))
 
     def _launch(self, gpu_batch: GpuBatch, steady: _Steady) -> None:
-        recording, result = self._recordings[gpu_batch.index], steady.result
-        if result is None:
-            raise RuntimeError(f"GPU batch {gpu_batch.index}: no step was recorded")
+        recording, result = self._recordings[gpu_batch.index], required(steady.result, "no step was recorded")
         recording.replay()
         # At once: GPU batches share the memory of their results.
         steady.under_way.append(recording.fetch(result.likeliest))

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
+from h2o_flexgen.errors import required
 from h2o_flexgen.huge import LARGE
 from h2o_flexgen.kernels.experts import Choices
 from h2o_flexgen.models.decoder import Decoder, Routed, Weights
 from h2o_flexgen.schedule.weight_room import reads_all
 
+_NONE = "no tokens have been routed"
 _MOST = 0.9  # of a layer's experts: where tokens chose fewer the last time, none are read before they choose
 
 
@@ -74,8 +76,6 @@ class Mixture:
 
     def chosen(self, unit: UnitSpec) -> list[int]:
         """The experts of `unit` that any token of the pass chose, ascending."""
-        if self._x is None:
-            raise RuntimeError("no tokens have been routed")
         batches, counts, experts, shares, shared = zip(*self._parts, strict=True)
         tokens, prompts = Counter[int](), {each.index: each.prompt_share for each in batches}
         for gpu_batch, count in zip(batches, counts, strict=True):
@@ -83,7 +83,7 @@ class Mixture:
         total = sum(counts)
         self.prompt_share = sum(tokens[index] * share for index, share in prompts.items()) / total
         self._parts.clear()
-        self._x = self._x[:total]
+        self._x = required(self._x, _NONE)[:total]
         self._out = LARGE.like(self._x).zero_() if shared[0] is None else LARGE.joined(shared)
         self._pending = dict(zip(tokens, self._out.split(list(tokens.values())), strict=True))
         self._choices = Choices.of(LARGE.joined(experts), LARGE.joined(shares))
@@ -93,11 +93,10 @@ class Mixture:
 
     def compute(self, experts: Sequence[int], weights: Sequence[Weights]) -> None:
         """Computes neighbours among the chosen experts, for the tokens of all GPU batches."""
-        if self._x is None or self._out is None:
-            raise RuntimeError("no tokens have been routed")
         first = self._choices.numbers.index(experts[0])
         places = range(first, first + len(experts))
-        self._decoder.add_experts(self._x, self._out, self._choices, places, weights, self._most)
+        x, out = required(self._x, _NONE), required(self._out, _NONE)
+        self._decoder.add_experts(x, out, self._choices, places, weights, self._most)
 
     def made(self, gpu_batch: GpuBatch) -> Tensor | None:
         """The results for the GPU batch's tokens (T, H), once; None: nothing new."""

@@ -21,6 +21,7 @@ from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.engine.state.backing import BufferCycle, HiddenStore, typed
 from h2o_flexgen.engine.state.kv_store import CacheStore, Place, RowStatePlaces
 from h2o_flexgen.engine.state.loader import LoadedStage
+from h2o_flexgen.errors import required
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.handle import torch_dtype
 from h2o_flexgen.memory.tiers import Tiers
@@ -107,10 +108,8 @@ class Stage:
 
     def leave(self, gpu_batch: GpuBatch) -> None:
         """After the stage's last unit: sends hidden states to the next stage."""
-        if self.departures is None:
-            raise RuntimeError(f"stage {self.number} is the last one")
         self.finish(gpu_batch)
-        self.departures.send(gpu_batch)
+        required(self.departures, "this stage is the last one").send(gpu_batch)
 
     def finish(self, gpu_batch: GpuBatch) -> None:
         """Adds the pending results of host attention, before hidden states are read."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.prompt import TokenSpan
 from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.errors import required
 
 FinishReason = Literal["stop", "length", "error"]
 Fault = Literal["settings", "response_format", "numbers"]
@@ -312,15 +313,13 @@ class RequestOutput:
 
     @classmethod
     def of(cls, row: Sequence, text: str | None) -> RequestOutput:
-        if row.finish_reason is None:
-            raise RuntimeError(f"sequence {row.row_id} is not finished")
         return cls(
             row.index,
             row.sample,
             row.given_ids,
             row.token_ids,
             text,
-            row.finish_reason,
+            required(row.finish_reason, "the sequence is not finished"),
             row.logprobs if row.params.logprobs is not None else None,
             row.top_logprobs if row.params.logprobs else None,
             row.error,

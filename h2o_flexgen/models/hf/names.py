@@ -20,7 +20,7 @@ from transformers.core_model_loading import (
 )
 
 from h2o_flexgen.config.model.modules import ModuleSpec, ModuleTensor
-from h2o_flexgen.errors import ModelError
+from h2o_flexgen.errors import ModelError, required
 from h2o_flexgen.models.hf.build import build
 from h2o_flexgen.models.hf.experts import TEXT_ONLY
 from h2o_flexgen.models.stored import Names, Stored
@@ -170,19 +170,17 @@ def _of_expert(
     converters: list[WeightConverter],
 ) -> tuple[Stored, ...]:
     """An expert's matrix: of its own, as on the hub, or rows of one tensor for all experts."""
-    experts = spec.arch.experts
-    if experts is None or each.expert is None:
-        raise ValueError(f"{each.name} is of no expert")
+    expert = required(each.expert, "the tensor is of no expert")
     prefix, names = f"{model.base_model_prefix}.", dict[str, None]()
     for converter in converters:
         target = _plain(converter._original_target_patterns[0])
         if each.parameter.endswith(target) and [type(op) for op in converter.operations] in _MERGED:
             sources = [_plain(source) for source in converter._original_source_patterns]
             source = sources[0 if each.start == 0 else 1] if len(sources) > 1 else sources[0]
-            names[each.parameter.removesuffix(target) + source.replace("*", str(each.expert)).rstrip("$")] = None
+            names[each.parameter.removesuffix(target) + source.replace("*", str(expert)).rstrip("$")] = None
     both = [name for name in names for name in (*_saved(name, renamings), name)]
     own = [Stored(short) for name in both for short in (name, name.removeprefix(prefix))]
-    first, shape = each.expert * each.rows + each.start, tuple(model.get_parameter(each.parameter).shape)
+    first, shape = expert * each.rows + each.start, tuple(model.get_parameter(each.parameter).shape)
     span = ((first, first + (each.rows if each.transposed else each.shape[0])),)
     joined = [each.parameter, each.parameter.removeprefix(prefix), *_saved(each.parameter, renamings)]
     joined.extend(_inside(each.parameter))
