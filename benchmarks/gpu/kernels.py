@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from h2o_flexgen.kernels.types import Logits
+
 if not torch.cuda.is_available():  # before Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -201,7 +203,7 @@ def column_sums(section: Section, rate: float) -> None:
         q, k, v = (_random((rows, heads, length, dim)) for _ in range(3))
         _, lse = triton_prompt.flash(q, k, v, dim**-0.5, None)
         nbytes = 2 * q.nbytes + lse.nbytes + 4 * rows * heads * length
-        facts = measured([lambda: triton_prompt.sum_columns(q, k, lse, dim**-0.5)], nbytes, rate)
+        facts = measured([lambda: triton_prompt.sum_columns(q, k, lse, Logits(dim**-0.5))], nbytes, rate)
         flops = rows * heads * length * length * dim
         flash, _ = seconds([lambda: triton_prompt.flash(q, k, v, dim**-0.5, None)])
         shape = {"rows": rows, "heads": heads, "length": length, "dim": dim}

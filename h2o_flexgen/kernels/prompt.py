@@ -12,7 +12,7 @@ from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.huge import LARGE
 from h2o_flexgen.kernels import torch_attention, triton_available
 from h2o_flexgen.kernels.native import function, library, structure
-from h2o_flexgen.kernels.types import KeysValues, PackedPrompts, PrefillAttention
+from h2o_flexgen.kernels.types import KeysValues, Logits, PackedPrompts, PrefillAttention
 
 _TRITON_MAX_DIM = 256
 _TILE = 6  # rows of queries that are multiplied together: a block fills whole ones
@@ -62,7 +62,7 @@ def prefill_attention(
     if sink_logits is None and q.numel() and by_triton(q.device, q.shape[-1]):
         from h2o_flexgen.kernels import triton_prompt  # imports Triton, which is not there on every machine
 
-        return triton_prompt.prefill_attention(q, k, v, scale, column_sums, past=past, window=window, soft_cap=soft_cap)
+        return triton_prompt.prefill_attention(q, k, v, Logits(scale, soft_cap), column_sums, past, window)
     if not _fits(q, k, v, scale, past):
         return torch_attention.prefill_attention(
             q, k, v, scale, column_sums, past=past, window=window, sink_logits=sink_logits, soft_cap=soft_cap

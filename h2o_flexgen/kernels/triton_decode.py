@@ -20,7 +20,6 @@ No slot is read that is not occupied and seen. A split step moves 8 G d more for
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +43,7 @@ from h2o_flexgen.kernels.triton_decode_kernels import (
     step_kernel,
 )
 from h2o_flexgen.kernels.triton_tune import Config, fastest
-from h2o_flexgen.kernels.types import Quantised, fit
+from h2o_flexgen.kernels.types import Logits, Quantised, fit
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of queries and of new keys and values; K and V have the same one unless packed."""
@@ -188,8 +187,7 @@ class TritonAttend:
         state = self._slots._replace(given=slots, fresh=fresh)
         if isinstance(number, Tensor):
             state, number = state._replace(now=number, now_out=number), 0
-        in_base_2 = scale * math.log2(math.e), None if soft_cap is None else soft_cap * math.log2(math.e)
-        return _Launch(self, attached, new, state, probs, number, in_base_2)
+        return _Launch(self, attached, new, state, probs, number, Logits(scale, soft_cap).in_base_2)
 
 
 @dataclass(eq=False)

@@ -12,7 +12,6 @@ S d E of a head fits there; they write 4 n kv_heads (P + S). Neither writes anyt
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +21,10 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.triton_available import interpreting
 from h2o_flexgen.kernels.triton_decode_kernels import capped, product
-from h2o_flexgen.kernels.types import KeysValues, PrefillAttention, fit
+from h2o_flexgen.kernels.types import KeysValues, Logits, PrefillAttention, fit
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_MULTIPLE = 8  # of numbers per head, on a GPU
-_LOG2_E = math.log2(math.e)
 
 
 class Asked(NamedTuple):
@@ -81,15 +79,7 @@ class PromptForm(NamedTuple):
 
 
 def prefill_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    column_sums: bool,
-    *,
-    past: KeysValues | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, logits: Logits, column_sums: bool, past: KeysValues | None, window: int | None
 ) -> PrefillAttention:
     """Causal attention and column sums; shapes and meaning as `prompt.prefill_attention`. d: at most 256.
 
@@ -102,25 +92,18 @@ def prefill_attention(
     if window is not None and window >= before + q.shape[2]:
         window = None
     whole_vectors = q.dtype in _HALF and q.shape[-1] % _FLASH_MULTIPLE == 0
-    if window is None and soft_cap is None and (whole_vectors or q.device.type == "cpu"):
-        out, lse = flash(q, k, v, scale, past)
+    if window is None and logits.soft_cap is None and (whole_vectors or q.device.type == "cpu"):
+        out, lse = flash(q, k, v, logits.scale, past)
     else:
-        out, lse = forward(q, k, v, scale, past=past, window=window, soft_cap=soft_cap)
+        out, lse = forward(q, k, v, logits, past, window)
     if not column_sums:
         return PrefillAttention(out, None)
     shared = None if past is None else past.k
-    return PrefillAttention(out, sum_columns(q, k, lse, scale, past=shared, window=window, soft_cap=soft_cap))
+    return PrefillAttention(out, sum_columns(q, k, lse, logits, shared, window))
 
 
 def sum_columns(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    scale: float,
-    *,
-    past: Tensor | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    q: Tensor, k: Tensor, lse: Tensor, logits: Logits, past: Tensor | None = None, window: int | None = None
 ) -> Tensor:
     """Sums over the queries of each key's softmax probability, (n, kv_heads, P + S) float32.
 
@@ -139,19 +122,12 @@ def sum_columns(
         keys = _keys(own, own, first)
         to = Sums(sums[:, :, first:], *sums.stride()[:2])
         grid = (n * kv_heads, triton.cdiv(keys.length, form.seen))
-        sums_kernel[grid](asked, keys, to, before, span, scale * _LOG2_E, _base_2(soft_cap), form, num_warps=warps)
+        sums_kernel[grid](asked, keys, to, before, span, *logits.in_base_2, form, num_warps=warps)
     return sums
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    *,
-    past: KeysValues | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, logits: Logits, past: KeysValues | None = None, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention by a kernel of ours: output (n, heads, S, d) in q's dtype and lse (n, heads, S) float32.
 
@@ -169,8 +145,7 @@ def forward(
     form, warps = _form(q, kv_heads, large=True)
     grid = (n * heads, triton.cdiv(length, form.asked))
     own = _keys(k, v, before)
-    counted = scale * _LOG2_E, _base_2(soft_cap)
-    forward_kernel[grid](asked, shared, own, before, span, *counted, form, num_warps=warps)
+    forward_kernel[grid](asked, shared, own, before, span, *logits.in_base_2, form, num_warps=warps)
     return out, lse
 
 
@@ -203,10 +178,6 @@ def _torch_flash(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool)
         return cpu[0], cpu[1]
     gpu = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     return gpu[0], gpu[1]
-
-
-def _base_2(soft_cap: float | None) -> float | None:
-    return None if soft_cap is None else soft_cap * _LOG2_E
 
 
 def _asked(q: Tensor, lse: Tensor, out: Tensor | None) -> Asked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol, get_args
 
@@ -125,6 +126,12 @@ class Logits(NamedTuple):
     scale: float
     soft_cap: float | None = None
     sinks: Tensor | None = None
+
+    @property
+    def in_base_2(self) -> tuple[float, float | None]:
+        """Scale and soft cap, for powers of two in place of exponentials."""
+        times = math.log2(math.e)
+        return self.scale * times, None if self.soft_cap is None else self.soft_cap * times
 
     def of(self, heads: slice | Tensor | None) -> Logits:
         """Those of some query heads."""

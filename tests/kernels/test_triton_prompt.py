@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +9,7 @@ from torch import Tensor
 from tests.kernels.triton_device import DEVICE  # isort: skip  (before Triton is imported)
 
 from h2o_flexgen.kernels import KeysValues, triton_prompt
-from h2o_flexgen.kernels.types import PrefillAttention
+from h2o_flexgen.kernels.types import Logits, PrefillAttention
 from tests.oracles import attention as reference
 from tests.seeds import torch_generator
 
@@ -55,18 +53,18 @@ class Prompts:
     def check(self, window: int | None, close: float = 2e-5, soft_cap: float | None = None) -> None:
         """All that there is, against `exact`."""
         known, lse = self.exact(window, soft_cap)
-        how: dict[str, Any] = {"window": window, "soft_cap": soft_cap}
+        logits = Logits(SCALE, soft_cap)
         (q, k, v), past = self.on_device()
-        sums = triton_prompt.sum_columns(q, k, lse.to(DEVICE), SCALE, past=None if past is None else past.k, **how)
+        sums = triton_prompt.sum_columns(q, k, lse.to(DEVICE), logits, None if past is None else past.k, window)
         spread = known.column_sums.max().item()
         torch.testing.assert_close(sums.cpu(), known.column_sums, atol=close * spread, rtol=close)
-        out, own_lse = triton_prompt.forward(q, k, v, SCALE, past=past, **how)
+        out, own_lse = triton_prompt.forward(q, k, v, logits, past, window)
         torch.testing.assert_close(out.cpu().float(), known.out, atol=close, rtol=close)
         torch.testing.assert_close(own_lse.cpu(), lse, atol=close, rtol=close)
         if window is not None:
             return
         # What chooses between these and torch's flash attention; in the interpreter one look at the sums is enough.
-        whole = triton_prompt.prefill_attention(q, k, v, SCALE, DEVICE != "cpu", past=past, **how)
+        whole = triton_prompt.prefill_attention(q, k, v, logits, DEVICE != "cpu", past, window)
         assert whole.out.dtype == q.dtype
         torch.testing.assert_close(whole.out.cpu().float(), known.out, atol=close, rtol=close)
         if whole.column_sums is not None:
@@ -113,17 +111,17 @@ def test_sums_are_those_of_the_queries_alone() -> None:
     """A prompt in two parts gives the sums of the whole; without column sums there are none."""
     prompts = Prompts(1, 2, 2, 90)
     (q, k, v), _ = prompts.on_device()
-    whole = triton_prompt.prefill_attention(q, k, v, SCALE, True)
+    whole = triton_prompt.prefill_attention(q, k, v, Logits(SCALE), True, None, None)
     cut = slice(50), slice(50, None)
     first, second = (tuple(x[:, :, part] for x in (q, k, v)) for part in cut)
     past = KeysValues(k[0, :, :50], v[0, :, :50])
-    early = triton_prompt.prefill_attention(*first, SCALE, True)
-    late = triton_prompt.prefill_attention(*second, SCALE, True, past=past)
+    early = triton_prompt.prefill_attention(*first, Logits(SCALE), True, None, None)
+    late = triton_prompt.prefill_attention(*second, Logits(SCALE), True, past, None)
     torch.testing.assert_close(torch.cat([early.out, late.out], 2), whole.out, atol=1e-5, rtol=1e-5)
-    window = triton_prompt.prefill_attention(q, k, v, SCALE, True, window=30)
+    window = triton_prompt.prefill_attention(q, k, v, Logits(SCALE), True, None, 30)
     known = reference.prefill_attention(*(x.cpu() for x in (q, k, v)), SCALE, True, window=30)
     torch.testing.assert_close(window.column_sums.cpu(), known.column_sums, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(window.out.cpu(), known.out, atol=1e-5, rtol=1e-5)
     late.column_sums[..., :50] += early.column_sums
     torch.testing.assert_close(late.column_sums, whole.column_sums, atol=1e-5, rtol=1e-5)
-    assert triton_prompt.prefill_attention(q, k, v, SCALE, False).column_sums is None
+    assert triton_prompt.prefill_attention(q, k, v, Logits(SCALE), False, None, None).column_sums is None

@@ -22,7 +22,7 @@ from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.kernels import triton_experts, triton_linear, triton_prompt, triton_quant, triton_rotate
 from h2o_flexgen.kernels.packed import PackedWeight
 from h2o_flexgen.kernels.triton_decode import TritonAttend
-from h2o_flexgen.kernels.types import KeysValues
+from h2o_flexgen.kernels.types import KeysValues, Logits
 
 SHARED_BYTES = 232448  # that one program may have: 227 KiB
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -86,8 +86,8 @@ def prompt() -> None:
     """After a past, in a window: every branch."""
     q, k, v = (torch.randn(2, heads, 256, 128).bfloat16() for heads in (8, 2, 2))
     past = KeysValues(*torch.randn(2, 2, 128, 128).bfloat16())
-    triton_prompt.forward(q, k, v, 0.1, past=past, window=100)
-    triton_prompt.sum_columns(q, k, torch.zeros(2, 8, 256), 0.1, past=past.k, window=100)
+    triton_prompt.forward(q, k, v, Logits(0.1), past, 100)
+    triton_prompt.sum_columns(q, k, torch.zeros(2, 8, 256), Logits(0.1), past.k, 100)
 
 
 def rotate() -> None:
