@@ -112,9 +112,17 @@ def add_experts(
     sums of an expert are float32 up to the addition to `out`, which rounds, and so they are by Triton; `feed_forward`
     (weights, (n, H)) is what computes (n, H) elsewhere.
     """
-    if serves(x.device) and _by_triton(x, out, choices, experts, weights, gate, most):
-        return
-    places = [place for place in (w.get(PLACE) for w in weights) if isinstance(place, ExpertPlace)]
+    held = [w.get(PLACE) for w in weights]
+    if serves(x.device) and (gate.clamp is not None or gate.activation == "silu"):
+        from h2o_flexgen.kernels import triton_experts  # imports Triton, which is not there on every machine
+
+        found = [place for place in held if isinstance(place, triton_experts.TritonExpert)]
+        if len(found) == len(weights):
+            ends, chosen = choices.starts[experts.start : experts.stop + 1], choices.places(len(x))
+            parts = choices.tokens, choices.shares, chosen
+            triton_experts.add_experts(x, out, parts, ends, found, gate.clamp, most)
+            return
+    places = [place for place in held if isinstance(place, ExpertPlace)]
     known = gate.clamp is not None or gate.activation in NATIVE_GATES
     if x.dtype is torch.bfloat16 and x.is_cpu and len(places) == len(weights) and known and library() is not None:
         which = (ctypes.c_void_p * len(places))(*map(ctypes.addressof, places))
@@ -134,24 +142,3 @@ def add_experts(
             span = slice(start, min(start + most, choices.starts[place + 1]))
             tokens, shares = choices.tokens[span], choices.shares[span].to(x.dtype)
             out.index_add_(0, tokens, feed_forward(w, x.index_select(0, tokens)).mul_(shares.unsqueeze(1)))
-
-
-def _by_triton(
-    x: Tensor,
-    out: Tensor,
-    choices: Choices,
-    experts: range,
-    weights: Sequence[Mapping[str, Any]],
-    gate: Gate,
-    most: int,
-) -> bool:
-    """Does what `add_experts` does, if Triton's kernels take these experts."""
-    from h2o_flexgen.kernels import triton_experts
-
-    places = [place for place in (w.get(PLACE) for w in weights) if isinstance(place, triton_experts.TritonExpert)]
-    if len(places) < len(weights) or not (gate.clamp is not None or gate.activation == "silu"):
-        return False
-    starts = choices.starts[experts.start : experts.stop + 1]
-    chosen = choices.tokens, choices.shares, choices.places(len(x))
-    triton_experts.add_experts(x, out, chosen, starts, places, gate.clamp, most)
-    return True
