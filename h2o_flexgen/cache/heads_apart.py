@@ -15,7 +15,7 @@ from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.budget import Range
 from h2o_flexgen.errors import required
-from h2o_flexgen.kernels.types import Logits, PackedPrompts
+from h2o_flexgen.kernels.types import KeysValues, Logits, PackedPrompts
 
 Some = slice | Tensor
 
@@ -76,16 +76,11 @@ class HeadsApart(KVCache):
             part.settle_packed(prompts, q[:, self._asked(heads, q.shape[1])], k[:, heads])
 
     def fill(
-        self,
-        rows: Sequence[int],
-        k: Tensor,
-        v: Tensor,
-        scores: Tensor | None = None,
-        past: tuple[Tensor, Tensor] | None = None,
+        self, rows: Sequence[int], k: Tensor, v: Tensor, scores: Tensor | None = None, past: KeysValues | None = None
     ) -> None:
         self._tell(rows, scores)
         for part, heads in zip(self._parts, self._heads, strict=True):
-            earlier = None if past is None else (past[0][heads], past[1][heads])
+            earlier = None if past is None else KeysValues(past.k[heads], past.v[heads])
             own = scores[..., heads, :] if scores is not None and part.chooses else None
             part.fill(rows, k[:, heads], v[:, heads], own, earlier)
 

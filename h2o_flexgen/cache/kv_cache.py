@@ -172,12 +172,7 @@ class KVCache:
             self._fused.detach()
 
     def fill(
-        self,
-        rows: Sequence[int],
-        k: Tensor,
-        v: Tensor,
-        scores: Tensor | None = None,
-        past: tuple[Tensor, Tensor] | None = None,
+        self, rows: Sequence[int], k: Tensor, v: Tensor, scores: Tensor | None = None, past: KeysValues | None = None
     ) -> None:
         """Prompts of `rows`, all of one length P + S: k, v (n, kv_heads, S, head_dim), the last S tokens of each.
 
@@ -189,7 +184,7 @@ class KVCache:
         self._tell(rows, scores)
         if self.recall is not None:
             self.recall.fill(rows, self._lengths.budgets, k, v, past)
-        before = 0 if past is None else past[0].shape[1]
+        before = 0 if past is None else past.k.shape[1]
         length, same_budget = before + k.shape[2], dict[Budget, list[int]]()
         for index, row in enumerate(rows):
             self._lengths.fill(row, length)

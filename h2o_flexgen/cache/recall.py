@@ -279,12 +279,7 @@ class Recall:
         return made
 
     def fill(
-        self,
-        rows: Sequence[int],
-        budgets: Sequence[Budget],
-        k: Tensor,
-        v: Tensor,
-        past: tuple[Tensor, Tensor] | None = None,
+        self, rows: Sequence[int], budgets: Sequence[Budget], k: Tensor, v: Tensor, past: KeysValues | None = None
     ) -> None:
         """The prompts of `rows`, k, v (n, kv_heads, S, d), which follow those of `past`, (kv_heads, P, d). budgets: of
         all rows; one that chooses nothing by score has no shelf."""
@@ -299,9 +294,9 @@ class Recall:
             own = [x[tokens].transpose(0, 1).unsqueeze(0) for x in (k, v)]
             self.fill([row.place], budgets, own[0], own[1])
 
-    def _shelved(self, row: int, budget: Budget, own: KeysValues, past: tuple[Tensor, Tensor] | None) -> _ShelvedRow:
+    def _shelved(self, row: int, budget: Budget, own: KeysValues, past: KeysValues | None) -> _ShelvedRow:
         heads, count, dim = own.k.shape
-        before, packing = 0 if past is None else past[0].shape[1], index_packing(dim)
+        before, packing = 0 if past is None else past.k.shape[1], index_packing(dim)
         length = max(self._lengths[row], before + count)
         native = NativeRecall.serves(own.k)
         if native:
@@ -314,11 +309,11 @@ class Recall:
             if part is None:
                 continue
             if native:
-                NativeRecall.fill(KeysValues(*part), start, shelf.held, index, length, packing.block)
+                NativeRecall.fill(part, start, shelf.held, index, length, packing.block)
             else:
-                index[:, start : start + part[0].shape[1]] = pack(part[0], packing)
+                index[:, start : start + part.k.shape[1]] = pack(part.k, packing)
             if native and shelf.held is not None:
-                self._counts.written += 2 * part[0].nbytes
+                self._counts.written += 2 * part.k.nbytes
             else:
                 self._counts.written += shelf.write(start, *part)
         came = torch.zeros(heads, length, dtype=torch.int32) if self._logs else None

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from h2o_flexgen.cache import CacheShape, KVCache, make_policy
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.kernels.types import Logits
+from h2o_flexgen.kernels.types import KeysValues, Logits
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.seeds import torch_generator
 
@@ -58,7 +58,7 @@ def test_shared_equals_concatenated(
         for row in others:
             cache.fill([row], k[:1], v[:1], sums[:1, :, :own])
         if shared:
-            cache.fill(rows, k, v, sums, past=(before_k, before_v))
+            cache.fill(rows, k, v, sums, past=KeysValues(before_k, before_v))
         else:
             whole = (torch.cat([x.expand(len(rows), -1, -1, -1), y], 2) for x, y in ((before_k, k), (before_v, v)))
             cache.fill(rows, *whole, sums)
@@ -98,6 +98,6 @@ def test_what_rows_share_is_never_copied_for_each_of_them() -> None:
     before, k = prompts(1, past, 1)[0], prompts(rows, own, 2)
     sums = torch.rand(rows, HEADS, past + own)
     with Largest() as largest:
-        cache.fill(range(rows), k, k, sums, past=(before, before))
+        cache.fill(range(rows), k, k, sums, past=KeysValues(before, before))
     allowed = max((past + rows * own) * HEADS * SIZE, rows * HEADS * (past + own))  # the table, and the ranks
     assert largest.numel <= allowed < rows * past * HEADS * SIZE / 2

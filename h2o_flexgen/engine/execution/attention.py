@@ -68,7 +68,7 @@ class PrefixPath:
         return self._pieces[-1]._replace(k=k, v=v, stored_k=stored)
 
 
-Fill = Callable[[list[int], Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor] | None], None]
+Fill = Callable[[list[int], Tensor, Tensor, Tensor | None, KeysValues | None], None]
 """`KVCache.fill` of rows, k, v, scores and past, on the device that computed them."""
 
 
@@ -235,13 +235,13 @@ class PromptAttention:
             length = inside
         scores = self.cache.scores_of(rows, prompts) if length else prompts.k.new_zeros(*prompts.k.shape[:3]).float()
         prompts = prompts.first(length)
-        past = prompts.past
+        past = None if prompts.past is None else KeysValues(prompts.past[2], prompts.past[1])
         if self.fill is not None:
-            self.fill(rows, prompts.stored_k, prompts.v, scores, None if past is None else (past[2], past[1]))
+            self.fill(rows, prompts.stored_k, prompts.v, scores, past)
             return
         scores = None if scores is None else scores.to(place)
-        earlier = None if past is None else (past[2].to(place), past[1].to(place))
-        self.cache.fill(rows, prompts.stored_k.to(place), prompts.v.to(place), scores, past=earlier)
+        past = None if past is None else KeysValues(past.k.to(place), past.v.to(place))
+        self.cache.fill(rows, prompts.stored_k.to(place), prompts.v.to(place), scores, past)
 
 
 @dataclass

@@ -25,6 +25,7 @@ from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.engine.state.backing import BufferCycle, typed
 from h2o_flexgen.engine.state.kv_store import BatchCache, Place
 from h2o_flexgen.errors import required
+from h2o_flexgen.kernels.types import KeysValues
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.memory.tiers import Tiers
@@ -162,13 +163,7 @@ class HostAttention:
             late.weights = dict(zip(output, kept, strict=True))
 
     def fill(
-        self,
-        cache: BatchCache,
-        rows: list[int],
-        k: Tensor,
-        v: Tensor,
-        sums: Tensor | None,
-        past: tuple[Tensor, Tensor] | None,
+        self, cache: BatchCache, rows: list[int], k: Tensor, v: Tensor, sums: Tensor | None, past: KeysValues | None
     ) -> None:
         """`KVCache.fill` of the fresh rows of `cache`, from tensors on the GPU."""
         fresh = required(cache.fresh, NO_CACHE)
@@ -208,7 +203,7 @@ def _attend(attention: TickAttention, parts: list[Tensor], answer: Tensor) -> No
 def _fill(cache: KVCache, rows: list[int], followed: bool, tensors: list[Tensor]) -> None:
     """Runs on the thread. tensors: K and V, with `followed` those of the tokens before, and perhaps column sums."""
     k, v, *rest = tensors
-    past = (rest.pop(0), rest.pop(0)) if followed else None
+    past = KeysValues(rest.pop(0), rest.pop(0)) if followed else None
     with torch.inference_mode():
         cache.fill(rows, k, v, rest[0] if rest else None, past=past)
 
