@@ -26,7 +26,7 @@ from h2o_flexgen.cache.packing import Keeping, expand, pack
 from h2o_flexgen.cache.ring_slots import CacheSlots, Queries
 from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.config.budget import Budget
-from h2o_flexgen.config.recall import FIRST, NEAR, RATED, index_packing, is_rated, looks, most_moved, shelf_bytes
+from h2o_flexgen.config.recall import NEAR, RATED, index_packing, is_rated, looks, most_moved, shelf_bytes
 from h2o_flexgen.kernels.ranks import NativeRecall, Recalled, ShelvedKeys
 from h2o_flexgen.kernels.torch_attention import capped
 from h2o_flexgen.kernels.types import KeysValues, PackedPrompts
@@ -309,7 +309,7 @@ class Recall:
             if part is None:
                 continue
             if native:
-                NativeRecall.fill(part, start, shelf.held, index, length, packing.block)
+                NativeRecall.fill(part, start, shelf.held, index, length)
             else:
                 index[:, start : start + part.k.shape[1]] = pack(part.k, packing)
             if native and shelf.held is not None:
@@ -435,9 +435,7 @@ class Recall:
                 how = row.recent, row.most, now - lengths.step, before
                 shelf = row.shelf.held if self._by_kernel else None
             shelved.append(None if row is None else ShelvedKeys(shelf, row.index, row.length, *how))
-        block = index_packing(like.shape[-1]).block
-        numbers = {"first": FIRST, "every": self._every, "rates": self.rates, "near": NEAR, "block": block}
-        return NativeRecall(shelved, window=lengths.window, **numbers)
+        return NativeRecall(shelved, like.shape[-1], self._every, self.rates, lengths.window)
 
     def _look(self, row: _ShelvedRow, worth: Tensor, own: _HeldSlots, first: int, now: int) -> tuple[Tensor, int]:
         """Of the query at `now`, whose attention to the tokens from `first` on is `worth` (kv_heads, group, T). Returns

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.config.recall import MOST, index_blocks
+from h2o_flexgen.config.recall import FIRST, MOST, NEAR, index_blocks, index_packing
 from h2o_flexgen.kernels.decode import MAX_PACKED_DIM
 from h2o_flexgen.kernels.native import function, structure
 from h2o_flexgen.kernels.states import serves
@@ -95,25 +95,17 @@ class NativeRecall:
     """
 
     def __init__(
-        self,
-        rows: Sequence[ShelvedKeys | None],
-        *,
-        first: int,
-        every: int,
-        rates: int,
-        near: int,
-        block: int,
-        window: int | None,
+        self, rows: Sequence[ShelvedKeys | None], dim: int, every: int, rates: int, window: int | None
     ) -> None:
-        """rows: None for those without a shelf. first, every: a row looks in each of its first so many steps, then in
-        the first of so many. rates: of so many looks one is rated. near: a token is wanted as much as a neighbour no
-        further away. block: numbers of an index key that are mixed before packing."""
+        """rows: None for those without a shelf. every: after its first steps a row looks in the first of so many.
+        rates: of so many looks one is rated."""
         self._rows = rows
         table = [[0] * 8 if row is None else [*_pointers(row.held), row.packed.data_ptr(), *row[2:]] for row in rows]
         kv_heads = next((len(row.packed) for row in rows if row is not None), 0)
         self.moves = torch.empty(len(rows), kv_heads, MOST, 2, dtype=torch.int32)
         self._table = torch.tensor(table, dtype=torch.int64)
-        self._task = _Recall(rows=len(rows), first=first, every=every, rates=rates, near=near, block=block)
+        self._task = _Recall(rows=len(rows), first=FIRST, every=every, rates=rates, near=NEAR)
+        self._task.block = index_packing(dim).block
         self._task.row, self._task.window = self._table.data_ptr(), window or 0
         if any(row is not None and row.held is None for row in rows):
             self._task.moves = self.moves.data_ptr()
@@ -169,12 +161,12 @@ class NativeRecall:
         self._kept, self._dtype, self._strides = (*held, *ranking), like.dtype, None
 
     @staticmethod
-    def fill(new: KeysValues, start: int, shelf: KeysValues | None, packed: Tensor, length: int, block: int) -> None:
+    def fill(new: KeysValues, start: int, shelf: KeysValues | None, packed: Tensor, length: int) -> None:
         """New tokens (kv_heads, n, dim) go to a shelf (kv_heads, length, dim), if it is in memory, and into the `index`
         `packed`, from position `start` on."""
         k, v = (fit(x, (new.k if shelf is None else shelf.k).dtype) for x in new)
         (heads, count, dim), size = k.shape, k.itemsize
-        task = _Filling(heads, count, start, length, dim, k.dtype is torch.bfloat16, block)
+        task = _Filling(heads, count, start, length, dim, k.dtype is torch.bfloat16, index_packing(dim).block)
         task.threads = torch.get_num_threads()
         task.new_k, task.k_head, task.k_token = k.data_ptr(), k.stride(0) * size, k.stride(1) * size
         task.new_v, task.v_head, task.v_token = v.data_ptr(), v.stride(0) * size, v.stride(1) * size
