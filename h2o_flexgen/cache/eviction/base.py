@@ -48,7 +48,7 @@ class AttendedPrompts:
     v: Tensor
     stored_k: Tensor
     logits: Logits
-    past: tuple[Tensor, Tensor, Tensor] | None = None
+    past: tuple[Tensor, ...] | None = None
     queries: Tensor | None = None
     column_sums: Tensor | None = None
     turn: Turn | None = None
@@ -62,10 +62,7 @@ class AttendedPrompts:
         """Only these KV heads, and `asked`, their query heads, where there is something of those."""
         own = {name: getattr(self, name) for name in ("k", "v", "stored_k", "column_sums")}
         taken: dict[str, Any] = {name: None if x is None else x[:, heads] for name, x in own.items()}
-        past = None
-        if self.past is not None:
-            k, v, stored_k = (part[heads] for part in self.past)
-            past = k, v, stored_k
+        past = None if self.past is None else tuple(part[heads] for part in self.past)
         queries = None if self.queries is None else self.queries[:, asked]
         return replace(self, past=past, queries=queries, logits=self.logits.of(asked), **taken)
 
@@ -82,10 +79,8 @@ class AttendedPrompts:
 
     def _cut(self, start: int, stop: int) -> AttendedPrompts:
         """Only K and V of the tokens [start, stop)."""
-        before, past = self.length - self.k.shape[2], None
-        if self.past is not None and start < before:
-            k, v, stored_k = (part[:, start:stop] for part in self.past)
-            past = k, v, stored_k
+        before = self.length - self.k.shape[2]
+        past = None if self.past is None or start >= before else tuple(part[:, start:stop] for part in self.past)
         own = slice(max(0, start - before), max(0, stop - before))
         taken = {name: getattr(self, name)[:, :, own] for name in ("k", "v", "stored_k")}
         return replace(self, past=past, **taken)
@@ -184,14 +179,9 @@ class AttendedStep:
         names = ("score", "extra", "row", "pos", "now", "queries", "asked_at", "pinned")
         taken: dict[str, Any] = {name: None if (x := getattr(self, name)) is None else x[rows] for name in names}
         tokens = self.tokens._replace(positions=taken["now"], row_ids=self.tokens.row_ids[rows])
-        held = self.held
-
-        def some() -> KeysValues:
-            k, v = held()
-            return KeysValues(k[rows], v[rows])
-
         budgets = tuple(self.budgets[i] for i in numbers)
-        return replace(self, tokens=tokens, budgets=budgets, held=some, once=lambda name, make: make(), **taken)
+        taken |= {"held": lambda: KeysValues(*(x[rows] for x in self.held())), "once": lambda name, make: make()}
+        return replace(self, tokens=tokens, budgets=budgets, **taken)
 
     @property
     def received(self) -> Tensor:
