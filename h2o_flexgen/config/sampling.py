@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from h2o_flexgen.config.checks import iterable, number, refuses_unknown, shown, truth, whole
@@ -99,13 +99,6 @@ class SamplingParams:
             )
         if not self.do_sample and (idle := [name for name in SAMPLING_ONLY if getattr(self, name) != _DEFAULTS[name]]):
             warn_idle(idle, stacklevel=4)
-
-    @classmethod
-    def from_kwargs(cls, **kwargs: Any) -> SamplingParams:
-        return cls(**kwargs)
-
-    def with_kwargs(self, **kwargs: Any) -> SamplingParams:
-        return replace(self, **kwargs)
 
     @classmethod
     def read(cls, given: Any, where: str) -> SamplingParams:

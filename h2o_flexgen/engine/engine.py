@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -174,7 +175,7 @@ class Engine(Closing):
         elif settings:
             if not isinstance(params, SamplingParams):
                 raise UsageError("settings by name are given beside a list of SamplingParams", "needed one of the two")
-            params = params.with_kwargs(**settings)
+            params = replace(params, **settings)
         one_of(on_error, "on_error", ON_ERROR)
         refused: list[RefusedPrompt] | None = [] if on_error == "skip" else None
         rows = self._reader().read(prompts, params, refused, _SKIP)

@@ -185,4 +185,4 @@ def _sampling(asked: dict[str, Any]) -> SamplingParams:
     if settings.get("do_sample"):
         settings["temperature"] = asked.get("temperature", 1.0)
     stops = tuple(stop for stop in asked.get("until", ()) if stop)
-    return SamplingParams.from_kwargs(max_new_tokens=asked["max_gen_toks"], stop_strings=stops, **settings)
+    return SamplingParams(max_new_tokens=asked["max_gen_toks"], stop_strings=stops, **settings)

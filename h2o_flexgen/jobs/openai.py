@@ -261,7 +261,7 @@ class OpenAIFormat:
         if not fields.switch("skip_special_tokens", True):
             raise Refused("special tokens are never shown", "unsupported_field", param="skip_special_tokens")
         try:
-            return SamplingParams.from_kwargs(**given)
+            return SamplingParams(**given)
         except UsageError as error:
             raise Refused.of(error, param="response_format" if "schema" in error.found else None) from None
 

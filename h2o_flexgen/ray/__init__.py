@@ -47,8 +47,8 @@ class Predictor:
     ) -> None:
         own = {name: settings.pop(name) for name in list(settings) if name in SamplingParams.__dataclass_fields__}
         if not isinstance(sampling, SamplingParams):
-            sampling = SamplingParams.from_kwargs(**(sampling or {}))
-        self._params = sampling.with_kwargs(**own)
+            sampling = SamplingParams(**(sampling or {}))
+        self._params = replace(sampling, **own)
         if self._params.num_return_sequences > 1:
             raise UsageError("num_return_sequences is above 1", "needed 1: a row has one answer")
         self._column = prompt

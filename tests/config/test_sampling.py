@@ -55,12 +55,12 @@ from h2o_flexgen.errors import UsageError
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        SamplingParams.from_kwargs(**settings)
+        SamplingParams(**settings)
 
 
 def test_an_unknown_setting_names_the_closest() -> None:
     with pytest.raises(UsageError, match="did you mean 'max_new_tokens'"):
-        SamplingParams.from_kwargs(max_new_token=8)
+        SamplingParams(max_new_token=8)
 
 
 def test_lists_and_tuples_are_the_same_settings() -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -276,7 +277,7 @@ def test_stop_strings_count_after_the_fewest_new_tokens_only(opened: Opened, nam
         early = len(continuation(codec.decode, prompt, new[:fewest]).rstrip("\ufffd"))
         for n in range(1, len(new) + 1):
             row = row_of(prompt, new[:n], *stops)
-            row.params = row.params.with_kwargs(min_new_tokens=fewest, max_new_tokens=len(new))
+            row.params = replace(row.params, min_new_tokens=fewest, max_new_tokens=len(new))
             whole = continuation(codec.decode, prompt, new[:n])
             every = ((i, stop) for i in range(len(whole)) for stop in stops if whole.startswith(stop, i))
             first = min(((i, stop) for i, stop in every if i + len(stop) > early), default=None) if n > fewest else None
