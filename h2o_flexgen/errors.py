@@ -94,11 +94,10 @@ class StorageError(H2OFlexGenError, OSError):
         return str(self.args[0])
 
 
-def storage_error(found: str, error: OSError) -> StorageError:
-    """The StorageError for what the file system answered, with advice that fits."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    change = "free some space, or name another folder with --offload-dir" if full else "name another with --offload-dir"
-    return StorageError(f"{found}: {error.strerror or error}", change=change)
+def storage_error(found: str, error: OSError, other: str = "another folder with --offload-dir") -> StorageError:
+    """The StorageError for what the file system answered, with advice that fits: `other` is a place instead."""
+    room = "free some space, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return StorageError(f"{found}: {error.strerror or error}", change=f"{room}name {other}")
 
 
 @contextmanager
@@ -109,8 +108,7 @@ def writing(path: object, other: str = "a file on another disk") -> Iterator[Non
     except BrokenPipeError:  # who read it has gone
         raise
     except OSError as error:
-        room = "free some space, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        raise StorageError(f"cannot write {path}: {error.strerror or error}", change=f"{room}name {other}") from error
+        raise storage_error(f"cannot write {path}", error, other) from error
 
 
 class LockedError(H2OFlexGenError):
