@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 from typing import Any, Literal, NamedTuple
 
 from h2o_flexgen.config.checks import KeptAsJson, number, one_of, share, whole
-from h2o_flexgen.config.reports.record import RunRecord, host_facts, package_version, utc_now
+from h2o_flexgen.config.reports.record import Report, RunRecord
 from h2o_flexgen.errors import UsageError
 
 MAX_NLL = 100.0
@@ -96,18 +96,6 @@ class QualityRow(KeptAsJson):
     def perplexity(self) -> float:
         """Per token of the model's own tokenizer."""
         return perplexity_of(self.nll)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report(KeptAsJson):
-    """The frame of every evaluation's report: when, where and on which model. Those that extend it add `rows`."""
-
-    version: str = field(default_factory=package_version)
-    date: str = field(default_factory=utc_now)
-    host: dict[str, Any] = field(default_factory=host_facts)
-    model: str
-    dtype: str
-    device: str
 
 
 FigureKind = Literal["mean", "share", "perplexity", "increase"]

@@ -11,9 +11,9 @@ import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
-from h2o_flexgen.config.checks import known_keys, number, plain, truth, whole
+from h2o_flexgen.config.checks import KeptAsJson, known_keys, number, plain, truth, whole
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.errors import UsageError
 
@@ -120,12 +120,8 @@ def _rate(count: int, seconds: float) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRecord(Throughput):
-    """A run, the bytes that it moved and its speed, predicted and measured: seconds, bytes, tokens per second.
-
-    Everything is a plain JSON value; a number that is not finite, an unknown key or a negative count raises UsageError.
-    Rates are properties, None where no time was spent.
-    """
+class Report(KeptAsJson):
+    """The frame of every report: when, where and on which model."""
 
     version: str = field(default_factory=package_version)
     date: str = field(default_factory=utc_now)
@@ -134,6 +130,16 @@ class RunRecord(Throughput):
     model: str
     dtype: str
     device: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord(Report, Throughput):
+    """A run, the bytes that it moved and its speed, predicted and measured: seconds, bytes, tokens per second.
+
+    Everything is a plain JSON value; a number that is not finite, an unknown key or a negative count raises UsageError.
+    Rates are properties, None where no time was spent.
+    """
+
     weights: str
     """"checkpoint" or "dummy"."""
     quantization: dict[str, Any] | None = None
@@ -229,7 +235,7 @@ class RunRecord(Throughput):
         return json.dumps(self.to_json(), allow_nan=False)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> RunRecord:
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
         """The record of `to_json`; unknown or missing keys, and rates that do not follow, raise UsageError."""
         if isinstance(data, Mapping):
             missing = [
