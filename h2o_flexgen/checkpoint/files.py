@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from h2o_flexgen.config.checks import no_number
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.memory.disk import DirectFile, HostView
 
@@ -101,11 +102,8 @@ def strict_json(text: bytes) -> Any:
             raise ValueError("a key occurs twice")
         return found
 
-    def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is not JSON")
-
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+        return json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=no_number)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 

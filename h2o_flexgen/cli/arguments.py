@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Any, Literal
 from h2o_flexgen.cli.parser import Parser, at_least_one, misspelt
 from h2o_flexgen.cli.program import add_json, output_file, require_several
 from h2o_flexgen.cli.prompts import GivenPrompt, as_conversations, checked_text, demo_prompts, read_prompts, stop_texts
+from h2o_flexgen.config.checks import json_file
 from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace, given, option
@@ -174,15 +174,12 @@ def _checked(args: argparse.Namespace, notes: list[str]) -> RunArguments:
 
 def _form(path: str) -> ResponseFormat:
     """The form that the JSON schema in a file describes. UsageError for a file that holds none."""
+    called = f"--json-schema {path}"
+    schema = json_file(path, called, "needed a JSON schema")
     try:
-        schema = json.loads(Path(path).read_text(encoding="utf-8-sig"))
         return ResponseFormat.of_schema(schema)
-    except OSError as error:
-        raise UsageError(f"--json-schema {path}: {error.strerror}", "needed a readable file") from None
     except UsageError as error:
-        raise error.reworded(lambda words: words.replace("the schema", f"--json-schema {path}: the schema")) from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--json-schema {path} is not JSON: {error}", "needed a JSON schema") from None
+        raise error.reworded(lambda words: words.replace("the schema", f"{called}: the schema")) from None
 
 
 def refuse_known(args: argparse.Namespace) -> None:
@@ -268,24 +265,17 @@ def policy_of(args: argparse.Namespace) -> OffloadPolicy | dict[str, Any] | str:
         fixed.update(weights=placed.weights, cache=placed.cache, hidden=placed.hidden)
     if args.policy == "auto":
         return fixed or "auto"
+    data = json_file(args.policy, f"--policy {args.policy}", "needed a JSON file, or auto")
     try:
-        whole = OffloadPolicy.from_json(_policy_file(args.policy))
+        whole = OffloadPolicy.from_json(data)
     except UsageError as error:
         raise UsageError(f"--policy {args.policy}: {error.found}", error.needed, error.change) from None
     return replace(whole, **fixed)
 
 
-def _policy_file(path: str) -> Any:
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"cannot be read: {reason}", "needed a JSON file, or auto") from None
-
-
 def _made_for(args: argparse.Namespace, model: str) -> Iterator[str]:
     """The purpose that `search` noted in a policy file, where it was another."""
-    made_for = {} if args.policy == "auto" else _policy_file(args.policy).get("made_for")
+    made_for = {} if args.policy == "auto" else json_file(args.policy, args.policy, "").get("made_for")
     other = made_for.get("model") if isinstance(made_for, Mapping) else None
     if isinstance(other, str) and Path(other).name.lower() != Path(model).name.lower():
         yield f"the policy in {args.policy} was made for {other}"

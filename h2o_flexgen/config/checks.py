@@ -9,6 +9,7 @@ import math
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -121,6 +122,16 @@ def json_fault(error: Exception) -> str:
     if not isinstance(error, json.JSONDecodeError):
         return str(error)
     return f"{error.msg}: column {min(error.pos, len(error.doc.rstrip())) + 1}"
+
+
+def json_file(path: str | Path, called: str, needed: str) -> Any:
+    """What a file of JSON holds. UsageError, naming the file as it is `called`, where it cannot be read as such."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UsageError(f"{called} cannot be read: {error.strerror}", "needed a readable file") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{called} is not JSON: {error}", needed) from None
 
 
 def known_keys(data: object, cls: type[Any], *, derived: tuple[str, ...] = ()) -> dict[str, Any]:

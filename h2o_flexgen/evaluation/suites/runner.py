@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.cache.eviction.ceiling import CEILING, Foresight
-from h2o_flexgen.config.checks import known_keys, share
+from h2o_flexgen.config.checks import json_file, known_keys, share
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.reports.quality import SuiteRecord, interval
 from h2o_flexgen.config.reports.record import utc_now
@@ -87,15 +87,9 @@ class Suite:
     @classmethod
     def read(cls, path: str | Path) -> Suite:
         """The suite in a file. UsageError naming what is wrong in it."""
-        file = Path(path)
+        data = json_file(path, f"--suite {path}", "needed a suite, such as configs/eval/demo.json")
         try:
-            data = json.loads(file.read_text(encoding="utf-8-sig"))
-        except OSError as error:
-            raise UsageError(f"--suite {path}: {error.strerror}", "needed a readable file") from None
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path} is not JSON: {error}", "needed a suite, such as configs/eval/demo.json") from None
-        try:
-            return cls._of({"engine": {}, **data} if isinstance(data, Mapping) else data, file)
+            return cls._of({"engine": {}, **data} if isinstance(data, Mapping) else data, Path(path))
         except (TypeError, AttributeError, ValueError) as error:
             if isinstance(error, UsageError):
                 raise UsageError(f"{path}: {error.found}", error.needed, error.change) from None
