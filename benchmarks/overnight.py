@@ -57,7 +57,6 @@ def ours(point: Record) -> list[str]:
 
 
 def theirs(point: Record) -> list[str]:
-    """The command of `llama-batched-bench`."""
     config, sequences, threads = known_config(point["model"]) or {}, point["sequences"], usable_threads()
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

@@ -66,7 +66,6 @@ int64_t read_all(const void *from, int64_t bytes) { /* eight stretches at a time
 
 
 def loops(folder: Path) -> ctypes.CDLL:
-    """The loops, compiled for the tier in use."""
     source, made = folder / "loops.c", folder / "loops.so"
     source.write_text(_LOOPS, encoding="utf-8")
     compiler = native.building.find_compiler()
@@ -125,7 +124,6 @@ def run(point: Record) -> Record:
 
 
 def table(records: list[Record]) -> Iterator[str]:
-    """A row for each tier and number of rows."""
     yield "| kernels | rows | GFLOP/s | of the loop's | GB/s of weights | of the loop's |"
     yield "|---|" + "---:|" * 5
     for record in records:

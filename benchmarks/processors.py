@@ -99,7 +99,6 @@ def _prompts(engine: Engine, batch: int, point: Record) -> list[list[int]]:
 
 
 def peer(point: Record) -> Record:
-    """The row of llama-batched-bench."""
     batch, threads, prompt, new = point["batch"], usable_threads(), point["prompt"], point["new"]
     cells = -(-(prompt + new) // _CELLS) * _CELLS * batch
     build = Path(point["peers"]) / BUILDS[point["kernels"]]

@@ -32,7 +32,6 @@ LEFT_OUT = "-"
 
 
 def points(args: Namespace) -> list[Record]:
-    """A point for each combination of the varied flags' values."""
     pairs = [each.partition("=") for each in args.vary]
     names = [name for name, _, _ in pairs]
     common = {"flags": args.flags, "limit": args.limit}

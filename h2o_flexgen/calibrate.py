@@ -195,7 +195,6 @@ def _grid(title: str, heads: Iterable[float | str], rows: Mapping[str, Sequence[
 
 
 def _tick(seconds: float | Curve) -> str:
-    """One figure, or those of the curve's points."""
     points = seconds.points if isinstance(seconds, Curve) else ((1, seconds),)
     return " ".join(format_seconds(y) for _, y in points)
 

@@ -37,7 +37,6 @@ def cached(*parts: str) -> Path:
 
 
 def can_write(folder: Path) -> bool:
-    """Whether files can be made in `folder`, or the folder itself."""
     if not folder.is_absolute():
         return False  # "~", where no home is known
     there = nearest(folder)
@@ -96,7 +95,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def last_part(name: str) -> str:
-    """The last component of a path, or of a model's name on the hub."""
     return name.rstrip("/").rpartition("/")[2] or name
 
 

@@ -17,7 +17,6 @@ from h2o_flexgen.errors import H2OFlexGenError, UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the harness on `argv`; returns the exit code."""
     asked = list(sys.argv[1:] if argv is None else argv)
     if asked in (["--help"], ["-h"]):
         with exit_on_errors() as outcome:

@@ -177,7 +177,6 @@ class Trainer:
         return ids, torch.tensor(starts)[:, None] + torch.arange(length), weights
 
     def look(self, corpus: Corpus) -> dict[str, float]:
-        """An early measurement, for the log."""
         from training.evaluate import recall_accuracy
 
         return {f"recall_{far}": recall_accuracy(self.model, corpus, Random(far), far, 24) for far in (100, 300, 800)}

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 
 def _words() -> dict[str, list[str]]:
-    """The lists in words.txt, by name."""
     text = Path(__file__).with_name("words.txt").read_text(encoding="utf-8")
     found = {}
     for block in text.split("\n\n")[1:]:
@@ -87,7 +86,6 @@ def number_fact(rng: Random, key: str) -> Fact:
 
 
 def person_fact(rng: Random, name: str) -> Fact:
-    """A fact with a one-word value about a person."""
     kind = rng.randrange(4)
     if kind == 0:
         value = rng.choice(WORDS["cities"])

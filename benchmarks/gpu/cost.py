@@ -38,7 +38,6 @@ class PredictedSetting:
 
     @property
     def machine(self) -> list[str]:
-        """Flags of a calibration."""
         return ["--model", self.model, "--dtype", "bfloat16", *(["--emulate-gpu", self.emulated] * bool(self.emulated))]
 
     @property

@@ -44,7 +44,6 @@ class Work:
 
     @property
     def ran(self) -> str:
-        """What was done of it, in words."""
         part = f"{self.generated:,} of {self.gen_len:,} new tokens"
         if self.budget is None:
             return f"{part}; the cache grew from {self.prompt_len:,} to {self.prompt_len + self.generated:,} tokens"

@@ -287,7 +287,6 @@ def _attempt(section: Section, name: str, measure: Callable[[], dict[str, Any]])
 
 
 def measure(section: Section) -> None:
-    """The bandwidth, then every kernel."""
     problem = triton_available.why_not(DEVICE)
     rates = bandwidth()
     section.keep("bandwidth", **rates, said=", ".join(f"{name} {rate / 1e9:.0f} GB/s" for name, rate in rates.items()))

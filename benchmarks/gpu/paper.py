@@ -33,7 +33,6 @@ def comparisons(section: Section) -> dict[str, str]:
 
 
 def compared(section: Section, name: str, flags: str) -> Record:
-    """The table of one comparison."""
     output = section.output / "paper" / name.replace(", ", "-")
     scratch = output if section.dry_run else cached(KEPT)
     where = ["--output-dir", str(output), "--scratch-dir", str(scratch / "bench"), "--peers", section.peers]
@@ -43,7 +42,6 @@ def compared(section: Section, name: str, flags: str) -> Record:
 
 
 def measure(section: Section) -> None:
-    """Every comparison that there is time for."""
     for name, flags in comparisons(section).items():
         section.attempt(name, partial(compared, section, name, flags))
 

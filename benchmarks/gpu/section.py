@@ -64,7 +64,6 @@ class Section:
 
     @property
     def records(self) -> RecordFile:
-        """Those of this section and of calls before."""
         return RecordFile.open(self.output, f"{self.name}.jsonl")
 
     def left(self) -> float:
@@ -119,7 +118,6 @@ def serve(measure: Callable[[Section], None], one: Callable[[dict[str, Any]], Re
 
 
 def module_command(section: str, what: str, told: Mapping[str, Any]) -> list[str]:
-    """The program of a section's module, which `serve` runs."""
     return [sys.executable, "-m", f"benchmarks.gpu.{section}", what, json.dumps(told)]
 
 

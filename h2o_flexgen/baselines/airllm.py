@@ -29,7 +29,6 @@ def measure(folder: str) -> Outcome:
 
 
 def prepare(folder: str) -> None:
-    """Has the checkpoint written layer by layer."""
     work = start(folder)
     _opened(work, folder)
     if work.folder is None:

@@ -46,7 +46,6 @@ class Search:
 
     @property
     def reason(self) -> str:
-        """Why the last that failed did."""
         return next((str(run["failed"]) for run in reversed(self.tried) if "failed" in run), "nothing was tried")
 
 
@@ -170,7 +169,6 @@ class Batches:
         return found
 
     def keep(self, name: str, found: Search) -> None:
-        """A search as far as it is."""
         self.searches[name] = found
         self.write()
 

@@ -21,7 +21,6 @@ _ROOM = 0.6
 
 
 def prepare(folder: str) -> None:
-    """Saves random weights, where there is no checkpoint."""
     from h2o_flexgen.baselines import transformers
 
     transformers.prepare(folder)

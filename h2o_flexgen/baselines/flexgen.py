@@ -37,7 +37,6 @@ _UNCOMPRESSED = CompressionConfig(num_bits=4, group_size=64, group_dim=0, symmet
 
 
 def prepare(folder: str) -> None:
-    """Converts the checkpoint, where there is one."""
     config, work = config_of(folder), start(folder)
     if work.folder is not None:
         converted(work, config)

@@ -56,7 +56,6 @@ def measure(folder: str) -> Outcome:
 
 
 def prepare(folder: str) -> None:
-    """Writes the file of random weights."""
     work, shape = _asked(folder)
     made(work, shape, work.options["type"])
 

@@ -97,7 +97,6 @@ class ControlGroup:
             _fail(f"cannot write {value} to {self.path / name}")
 
     def join(self) -> None:
-        """Puts this process into the group."""
         (self.path / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
 
     def seen(self) -> dict[str, int | None]:

@@ -33,7 +33,6 @@ SPARED, LEAST_SPARED = 1 / 16, 128 << 20
 
 
 def measure(folder: str) -> Outcome:
-    """Runs the work in `folder` through `Engine.generate`."""
     work = AdapterWork.read(Path(folder))
     with engine_of(work) as llm:
         llm.generate([prompt[:WARMUP_PROMPT] for prompt in work.prompts], max_new_tokens=WARMUP_NEW, ignore_eos=True)

@@ -70,7 +70,6 @@ class Finished(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Why it failed, in one line."""
         if self.timed_out:
             return f"gave up after {self.seconds:.0f} s"
         if self.exit_code == REFUSED:

@@ -306,12 +306,10 @@ class BenchSettings:
 
     @property
     def searches(self) -> bool:
-        """Whether several batch sizes are tried."""
         return len(self.batch_sizes) != 1
 
     @property
     def plan(self) -> str:
-        """The `plan` of an AdapterWork of our own systems."""
         return "rule" if not self.search else "all" if self.searches or self.batch_of else "placement"
 
     @property

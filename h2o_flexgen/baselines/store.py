@@ -162,7 +162,6 @@ class RecordFile:
         return self.folder / self.name
 
     def add(self, record: Record) -> None:
-        """Appends a record, here and to the file."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._path.open("a+b") as file:
             torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
@@ -170,7 +169,6 @@ class RecordFile:
         self.records.append(record)
 
     def done(self, **wanted: object) -> bool:
-        """Whether there is a record in which all of `wanted` holds."""
         return any(all(record.get(key) == value for key, value in wanted.items()) for record in self.records)
 
     def write(self, lines: Iterable[str], name: str = "table.md") -> str:
@@ -228,7 +226,6 @@ class Store:
         return store
 
     def add(self, run: Measurement) -> None:
-        """Keeps a measurement, here and as a file. StorageError where it cannot be written."""
         path = self.folder / f"run-{run.repetition:02d}-{run.system}.json"
         write(path, json.dumps(run.to_json(self.settings), indent=1) + "\n", fresh=True)
         self.runs.setdefault(run.system, []).append(run)

@@ -246,7 +246,6 @@ def _title(summary: dict[str, Any]) -> str:
 
 
 def _cells(summary: dict[str, Any], name: str) -> dict[str, str]:
-    """A row by the names of its columns."""
     system, same = summary["systems"][name], summary.get("same_text", {}).get(name)
     moved = system["bytes_moved"]
 
@@ -325,7 +324,6 @@ def _about_text(summary: dict[str, Any]) -> str:
 
 
 def _says(summary: dict[str, Any], name: str) -> str:
-    """How a system was run, and its versions."""
     versions = ", ".join(f"{key} {value}" for key, value in summary["systems"][name]["versions"].items())
     return f"{SYSTEMS.get(name).says} ({versions})"
 

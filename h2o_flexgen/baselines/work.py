@@ -59,14 +59,12 @@ class AdapterWork:
     model_impl: str = "auto"
 
     def write(self, folder: Path, model_config: dict[str, Any]) -> None:
-        """Puts the work, and the model's config.json, into `folder`."""
         folder.mkdir(parents=True)
         (folder / _CONFIG).write_text(json.dumps(model_config), encoding="utf-8")
         (folder / _WORK).write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> AdapterWork:
-        """The work that `write` put there."""
         return cls(**json.loads((folder / _WORK).read_text(encoding="utf-8")))
 
 

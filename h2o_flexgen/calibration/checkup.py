@@ -121,7 +121,6 @@ def _limits(folder: Path) -> dict[str, Any]:
 
 
 def _kernels() -> dict[str, Any]:
-    """Which kernels compute, and why others do not."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = native.library() is not None
     return {

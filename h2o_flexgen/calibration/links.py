@@ -132,7 +132,6 @@ class Disk(ExitStack):
 
     @property
     def blocks(self) -> int:
-        """Transfers that the file takes."""
         return self._read.nbytes // self.unit
 
     def fresh_writes(self) -> Link:
@@ -144,7 +143,6 @@ class Disk(ExitStack):
         return self._writes(self._read, self.unit, count)
 
     def rewrites(self, nbytes: int) -> Link:
-        """Writes over what was written before."""
         return self._writes(self._rewritten, nbytes)
 
     def _writes(self, region: Region, nbytes: int, count: Callable[[], None] = lambda: None) -> Link:

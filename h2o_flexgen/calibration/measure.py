@@ -107,7 +107,6 @@ class Calibration:
 
     @property
     def has_gpu(self) -> bool:
-        """Whether there is a gpu tier, emulated or not."""
         return self.emulated or self.device.type == "cuda"
 
     @property

@@ -60,7 +60,6 @@ class Spreads:
         return {figure: statistics.median(spreads) for figure, spreads in self.found.items() if spreads}
 
     def sources(self) -> dict[str, str]:
-        """The `sources` of a HardwareProfile."""
         typical, sources = self.typical, {}
         for figure in self.found:
             wide = f"quartiles {typical[figure]:.0%} apart" if figure in typical else "too few repetitions for a spread"

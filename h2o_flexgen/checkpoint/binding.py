@@ -205,7 +205,6 @@ class Binding:
         return {stored for names in layers.values() for stored in names}
 
     def _entry(self, stored: str) -> Entry:
-        """Tensor `stored` in the first shard that has it."""
         return self._tables[self._where[stored][0]][stored]
 
     def _claim_packed(self, lost: set[str]) -> set[str]:

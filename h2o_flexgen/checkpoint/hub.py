@@ -231,7 +231,6 @@ def _is_model(file: Path) -> bool:
 
 
 def _candidates(name: str, path: str | os.PathLike[str] | None) -> Iterator[Path]:
-    """Folders that `name` may mean."""
     if path is None or _is_path(name):
         yield expanded(name)
         return

@@ -268,7 +268,6 @@ class _Scaled(StoredMatrix):
         return parts
 
     def _scale_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Those that scales may have."""
         outs = self.shape[0]
         whole, rows = ((), (1,), (1, 1)), ((outs,), (outs, 1))
         if self.scheme.block is None:

@@ -127,7 +127,6 @@ class CheckpointSource(WeightSource):
             file.check()
 
     def _stream(self, part: FileTensor, what: str, flat: torch.Tensor) -> None:
-        """Fill `flat` with the numbers of `part`."""
         stored = torch_dtype(part.dtype)
         move = copy if flat.dtype == stored else convert
         for start, chunk in self._chunks.stream(part, what):
@@ -159,8 +158,6 @@ class CheckpointSource(WeightSource):
             out[start:stop].copy_(packed.rows(start, stop).expanded(out.dtype))
 
     def _reader(self, name: str, tensor: PackedTensor) -> Read:
-        """A function that reads rows of the stored parts of a matrix."""
-
         def read(part: str, start: int = 0, stop: int | None = None) -> Array:
             stored = tensor.parts[part] if stop is None else tensor.parts[part].rows(start, stop)
             data = torch.empty(stored.shape, dtype=torch_dtype(stored.dtype))
@@ -229,7 +226,6 @@ def _fingerprint(files: Iterable[CheckpointFile], tensors: Mapping[str, FoundTen
 
 
 def _files_of(part: FoundTensor) -> tuple[CheckpointFile, ...]:
-    """The files that hold it."""
     return tuple({each.file for each in part.parts.values()}) if isinstance(part, PackedTensor) else (part.file,)
 
 

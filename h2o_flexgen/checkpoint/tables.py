@@ -87,7 +87,6 @@ def safetensors_table(file: CheckpointFile, problems: Problems) -> dict[str, Ent
 
 
 def _info_fault(info: Any) -> str | None:
-    """The fault of one tensor's header record."""
     if not isinstance(info, dict) or set(info) != {"dtype", "shape", "data_offsets"}:
         return "has a broken header record"
     dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]

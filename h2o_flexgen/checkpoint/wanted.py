@@ -66,7 +66,6 @@ class Wanted:
         return [*free, (end, rows)] if end < rows else free
 
     def numel(self, name: str) -> int:
-        """Numbers in the canonical tensor `name`."""
         return math.prod(self.shapes[name])
 
     def _shape_for(self, name: str, option: Stored) -> tuple[int, ...]:

@@ -358,5 +358,4 @@ class _Refuse(argparse.Action):
 
 
 def _is_false(value: str | None) -> bool:
-    """Whether a switch was typed with a word for no."""
     return value is not None and value.lower() in ("0", "false", "no", "off")

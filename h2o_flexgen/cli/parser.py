@@ -102,7 +102,6 @@ class Parser(argparse.ArgumentParser):
         return f"from the environment: {', '.join(set_there)}" if set_there else ""
 
     def _is_about(self, message: str, flag: str) -> bool:
-        """Whether `message` names the flag, by any of its spellings."""
         names = "|".join(map(re.escape, self._option_string_actions[flag].option_strings))
         return re.search(rf"(?<![\w-])(?:{names})\b(?!-)", message) is not None
 
@@ -148,7 +147,6 @@ def _variables(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.
 
 
 def _as_typed(action: argparse.Action, name: str, value: str) -> list[str]:
-    """The arguments that one would type for a variable's value."""
     flag = next(option for option in action.option_strings if option.startswith("--"))
     if isinstance(action.nargs, int) and action.nargs > 0:
         return [flag, *value.split()]

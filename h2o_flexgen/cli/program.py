@@ -208,7 +208,6 @@ def require_several(files: Mapping[str, str | Path | None]) -> None:
 
 
 def print_error(message: str) -> None:
-    """One message on stderr."""
     with contextlib.suppress(OSError), _above_bars():  # a stderr that is closed or full is no reason to fail
         sys.stderr.write(message + "\n")
         sys.stderr.flush()

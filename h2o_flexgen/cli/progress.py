@@ -58,7 +58,6 @@ class ProgressBar:
         self._bar: tqdm[Any] | None = None
 
     def close(self) -> None:
-        """Takes the bar off the terminal."""
         bar, self._bar = self._bar, None
         if bar is not None:
             bar.close()

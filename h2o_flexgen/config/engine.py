@@ -265,7 +265,6 @@ class EngineConfig:
 
     @property
     def keeps_prefixes(self) -> bool:
-        """Whether there is to be a store of prefixes."""
         return bool(self.prefix_mem) or self.prefix_dir is not None
 
     @property
@@ -275,12 +274,10 @@ class EngineConfig:
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """The fields of the policy that were given."""
         if isinstance(self.policy, str):
             return {}
         return dict(vars(self.policy) if isinstance(self.policy, OffloadPolicy) else self.policy)
 
     @property
     def free_fields(self) -> frozenset[str]:
-        """The fields of the policy that the planner chooses."""
         return PLANNED_FIELDS - set(self.fixed)

@@ -349,7 +349,6 @@ class EvictionConfig(KeptAsJson):
 
     @property
     def split(self) -> Split:
-        """How the policy divides its budget, and what it looks at."""
         split = split_of(self.name)
         # Within a span no attention but the span's own counts, which kernels have not summed.
         looks = self.spans == "fair" and (split.column_sums or split.queries != "none")
@@ -357,7 +356,6 @@ class EvictionConfig(KeptAsJson):
 
     @property
     def how_layers_share(self) -> LayerSplit:
-        """The budget: as asked for, or as the policy has it."""
         return self.split.layers if self.budget_split is None else self.budget_split
 
     def computed(self, prompt_len: int) -> int:

@@ -42,7 +42,6 @@ def option(
 
 
 def flags_of(item: dataclasses.Field[Any]) -> Sequence[str]:
-    """The flag of a field and its aliases."""
     return item.metadata["names"] or (f"--{item.name.replace('_', '-')}",)
 
 
@@ -168,7 +167,6 @@ class _Flagged(NamedTuple):
         return self.names[0].lstrip("-").replace("-", "_")
 
     def show(self, value: Any) -> str:
-        """`value` as one types it."""
         if value is None:
             return self.unset
         if self.show_value:

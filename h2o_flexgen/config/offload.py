@@ -170,7 +170,6 @@ class OffloadPolicy(KeptAsJson):
 
     @property
     def block_size(self) -> int:
-        """Sequences that share one pass over the weights."""
         return self.gpu_batch_size * self.num_gpu_batches
 
     @property

@@ -153,7 +153,6 @@ _INSTEAD = {"if": ": anyOf with the cases", "not": ": what is wanted, in the pla
 
 
 def _parts(schema: dict[str, Any], where: str) -> Iterator[tuple[str, Any]]:
-    """The schemas within `schema`, by the path to each."""
     for word in _ONE_SCHEMA:
         if word in schema:
             yield word, schema[word]

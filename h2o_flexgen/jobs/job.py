@@ -85,7 +85,6 @@ class Summary:
     """Its line, and why."""
 
     def count(self, line: int, result: Mapping[str, Any], failed: bool) -> None:
-        """One more request is finished."""
         self.failed += failed
         self.ok += not failed
         if failed and self.first_failure is None:
@@ -93,7 +92,6 @@ class Summary:
 
     @property
     def done(self) -> int:
-        """Requests that are finished, by whichever run."""
         return self.before + self.ok + self.failed
 
     def to_json(self) -> dict[str, Any]:
@@ -137,7 +135,6 @@ class Job:
         return self.summary
 
     def faults(self) -> Iterator[str]:
-        """Messages for requests that cannot be run."""
         for record in self.source.records():
             try:
                 opened(self.engine, self.format, record)

@@ -98,7 +98,6 @@ class JobResults(Closing):
 
     @property
     def resumed(self) -> bool:
-        """Whether there was something to go on with."""
         return self.header is not None
 
     def add(self, line: int, text: str, failed: bool) -> None:
@@ -400,7 +399,6 @@ def _signature() -> bytes:
 
 
 def _holder(journal: AppendedFile) -> str:
-    """Who signed the journal last."""
     words: list[bytes] = []
     for record in journal.lines():
         if record.startswith(b"opened "):

@@ -24,7 +24,6 @@ LOOSE = 20
 
 
 def schedule(material: Material) -> Chapter:
-    """The timelines of all traces."""
     parts = [part for trace in material.traces for part in _timeline(trace, len(material.traces) > 1)]
     text = (
         "What computed, and what moved over each link, when. Predicted: the schedule of the plan on the clock of the "
@@ -126,7 +125,6 @@ def _stall_table(name: str, timeline: Timeline, gaps: Sequence[Stall]) -> Table:
 
 
 def memory(material: Material) -> Chapter:
-    """Memory over time from traces, peaks and caps from records."""
     parts = [part for trace in material.traces for part in _memory_over_time(trace)]
     peaks = _peaks(material.runs)
     texts = ["Bytes in use on each tier, and resident in the process, which is what a cap on host memory holds for."]

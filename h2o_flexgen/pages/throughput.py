@@ -124,7 +124,6 @@ def called(run: PlottedRun, *, budget: bool = True, bits: bool = True) -> str:
 
 
 def section(material: Material) -> Chapter:
-    """Bars and curves of all runs and summaries."""
     runs = _on_known_devices([measured(run) for run in material.runs])
     parts = [*_comparisons(runs), *_curves(runs), *(_summary(each.source, each.data) for each in material.summaries)]
     texts = [

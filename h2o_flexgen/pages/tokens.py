@@ -17,7 +17,6 @@ MOST_SEQUENCES = 12
 
 
 def section(material: Material) -> Chapter:
-    """The prompts of all recorded scores."""
     parts = [_prompts(each.source, each.data) for each in material.scores]
     texts = [
         "Each token of a prompt is coloured by its score: the attention that it received from the tokens after it. H2O "

@@ -143,7 +143,6 @@ def calibrate_here(config: EngineConfig, quiet: bool, most_s: float | None = Non
 
 
 def _flags(config: EngineConfig) -> Iterator[str]:
-    """The settings in `MEASURED_FIELDS` as flags."""
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
         if item.name in MEASURED_FIELDS and value is not None:

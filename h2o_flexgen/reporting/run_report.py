@@ -41,13 +41,11 @@ def shares_text(policy: Mapping[str, Any]) -> str:
 
 
 def predicted_text(predicted: Mapping[str, Any]) -> str:
-    """The times and the throughput that a `predicted` object holds."""
     prefill, decode = (format_seconds(predicted[name]) for name in ("prefill_s", "decode_s"))
     return f"{format_speed(predicted['gen_throughput'])} generated: prefill {prefill}, decode {decode}"
 
 
 def report_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
-    """Names and texts of the report of a run."""
     policy, seconds = record.policy, record.prefill_s + record.decode_s
     dummy = record.weights == "dummy"
     source = "random weights: speed only, text would mean nothing" if dummy else "checkpoint weights"

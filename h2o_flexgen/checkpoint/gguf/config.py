@@ -58,7 +58,6 @@ def _rope(keys: GgufKeys, head_dim: int) -> Config:
 
 
 def _heads(keys: GgufKeys) -> Config:
-    """KV heads, the size of a head and its positions."""
     config = heads_of(keys)
     del config["rope_theta"]  # among its positions
     return {**config, **_rope(keys, config["head_dim"])}

@@ -118,7 +118,6 @@ def part_number(name: str) -> int | None:
 
 
 def _part_paths(path: str) -> list[str]:
-    """The files of the model of which `path` is one."""
     folder, name = os.path.split(path)
     found = _PART.fullmatch(name)
     if found is None:
@@ -208,7 +207,6 @@ class _Cursor:
         return start
 
     def number(self, layout: str) -> Any:
-        """The next number, as struct has it."""
         start = self.take(struct.calcsize(layout))
         return struct.unpack_from(layout, self._data, start)[0]
 

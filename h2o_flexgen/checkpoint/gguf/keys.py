@@ -42,7 +42,6 @@ class GgufKeys(ConfigReader):
         return super()._value(key, default)
 
     def biased(self, part: str) -> bool:
-        """Whether this part of the first layer has a bias."""
         return f"blk.0.{part}.bias" in self.header.tensors
 
     def refuse_rest(self) -> None:

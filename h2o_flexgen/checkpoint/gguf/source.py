@@ -162,7 +162,6 @@ def _row_bytes(bound: StoredTensor) -> int:
 
 
 def _destination(bound: StoredTensor, rows: range) -> slice | np.ndarray:
-    """Where `rows` of the file belong in the canonical tensor."""
     stored, (turn, turns, take) = np.arange(rows.start, rows.stop), bound.place.period
     if take > 1:
         return stored // take * turns + turn + stored % take

@@ -244,7 +244,6 @@ class Desk:
                     self._save_batch(batch)
 
     def foretell(self, batch: Entry, forecast: Entry) -> None:
-        """How long a batch takes, unless it has ended meanwhile."""
         with self.changed:
             if batch["status"] in UNFINISHED:
                 batch["forecast"] = forecast
@@ -408,7 +407,6 @@ class Desk:
 
 
 def shown(entry: Entry) -> Entry:
-    """What a client sees of a file or a batch."""
     return {name: value for name, value in entry.items() if not name.startswith("_")}
 
 

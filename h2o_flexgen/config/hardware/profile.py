@@ -106,7 +106,6 @@ def profile_names() -> tuple[str, ...]:
 
 
 def cache_folder() -> Path:
-    """Where calibrated profiles are kept."""
     return cached("hardware")
 
 

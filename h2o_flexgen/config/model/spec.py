@@ -312,7 +312,6 @@ class ModelSpec:
 
     @property
     def bridged(self) -> bool:
-        """Whether project_in and project_out are there."""
         return self.embed_dim != self.hidden_size
 
     def products(self, kind: str) -> tuple[Product, ...]:

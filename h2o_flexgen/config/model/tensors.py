@@ -32,17 +32,14 @@ def dtype_bytes(dtype: str) -> int:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
 def page_floor(value: int) -> int:
-    """The page boundary at or below `value`."""
     return value - value % PAGE
 
 
 def page_ceil(value: int) -> int:
-    """The page boundary at or above `value`."""
     return round_up(value, PAGE)
 
 

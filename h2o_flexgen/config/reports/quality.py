@@ -250,7 +250,6 @@ class StreamReport(Report):
     rows: tuple[StreamRow, ...]
 
     def starts(self) -> list[int]:
-        """Position of the first token of each window."""
         return list(range(self.prompt, self.length, self.window))
 
     def between(self, row: StreamRow, first: int, last: int) -> float | None:

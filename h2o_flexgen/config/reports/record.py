@@ -231,7 +231,6 @@ class RunRecord(Report, Throughput):
         return data
 
     def to_line(self) -> str:
-        """`to_json` as one line of text."""
         return json.dumps(self.to_json(), allow_nan=False)
 
     @classmethod
