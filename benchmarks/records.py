@@ -15,15 +15,13 @@ import sys
 import time
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 
 from h2o_flexgen.baselines.process import RunFailed, run_command
 from h2o_flexgen.baselines.settings import usable_threads
 from h2o_flexgen.baselines.store import Record, RecordFile, origin
-from h2o_flexgen.config.reports.record import utc_now
+from h2o_flexgen.config.reports.record import utc_now, version_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,20 +37,11 @@ def facts(command: Sequence[str]) -> Record:
     return {
         "date": utc_now(),
         **origin(),
-        "torch": versions("torch").get("torch", "unknown"),
+        "torch": version_of("torch") or "unknown",
         "threads": usable_threads(),
         "load_average": os.getloadavg()[0],
         "command": shlex.join(map(_word, command)),
     }
-
-
-def versions(*packages: str) -> dict[str, str]:
-    """Of those packages that are installed."""
-    found = {}
-    for package in packages:
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
 
 
 def _word(word: str) -> str:

@@ -18,11 +18,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.records import ROOT, shaped, versions
+from benchmarks.records import ROOT, shaped
 from h2o_flexgen.baselines.process import Finished, RunFailed, run_command
 from h2o_flexgen.baselines.store import Record, RecordFile
 from h2o_flexgen.config.model.known import known_config
-from h2o_flexgen.config.reports.record import host_facts, utc_now
+from h2o_flexgen.config.reports.record import host_facts, utc_now, version_of
 from h2o_flexgen.schedule.tasks import FIRST_REPLAYED
 
 SCHEMA = 1
@@ -98,7 +98,7 @@ class Section:
             "commit": self.commit,
             "command": self.command,
             "hardware": hardware(),
-            "versions": versions(*PACKAGES),
+            "versions": {name: version for name in PACKAGES if (version := version_of(name))},
         }
         self.records.add({**record, **facts})
         said = f"failed: {facts['failed']}" if facts.get("failed") else facts.get("said", "done")

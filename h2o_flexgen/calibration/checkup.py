@@ -6,7 +6,6 @@ told.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import resource
 import shutil
@@ -21,7 +20,7 @@ import torch
 
 from h2o_flexgen.calibration.links import Disk
 from h2o_flexgen.config.hardware.profile import METHOD, HardwareProfile, cache_folder
-from h2o_flexgen.config.reports.record import host_facts
+from h2o_flexgen.config.reports.record import host_facts, version_of
 from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.errors import H2OFlexGenError, UsageError
 from h2o_flexgen.folders import cached, expanded, nearest
@@ -53,17 +52,16 @@ _COPIED = 256 * MIB
 _FEW_FILES = 1024  # open files: fewer leave too little for sharded checkpoints and the streams of a run
 
 
-def checkup(offload_dir: str | None = None, home: Path | None = None) -> dict[str, Any]:
+def checkup(offload_dir: str | None = None) -> dict[str, Any]:
     """All of it, as plain JSON values; takes a second or two. Nothing raises: what cannot be had says why.
 
     Keys: versions, machine, tiers, bandwidth, limits, kernels, features (those that are off, with a reason and what to
     do), folders, switches.
     """
-    home = expanded("~") if home is None else home
     folder = devices.offload_folder(offload_dir)
     kernels, limits = _kernels(), _limits(folder)
     found = {
-        "versions": _versions(PACKAGES),
+        "versions": {name: version_of(name) for name in PACKAGES},
         "machine": {**host_facts(), "threads": torch.get_num_threads()},
         "tiers": _tiers(folder),
         "bandwidth": _bandwidth(folder),
@@ -73,18 +71,8 @@ def checkup(offload_dir: str | None = None, home: Path | None = None) -> dict[st
         "folders": _folders(folder),
         "switches": {name: os.environ[name] for name in SWITCHES if name in os.environ},
     }
-    private: dict[str, Any] = _without_home(found, str(home))
+    private: dict[str, Any] = _without_home(found, str(expanded("~")))
     return private
-
-
-def _versions(names: Iterable[str]) -> dict[str, str | None]:
-    """The versions of packages, None of those that are not installed."""
-    versions: dict[str, str | None] = {}
-    for name in names:
-        versions[name] = None
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions
 
 
 def _tiers(folder: Path) -> dict[str, Any]:

@@ -194,11 +194,11 @@ class Binding:
         known = [layer for layer in sorted(layers) if layer < self._layers + self._predicting]
         if known:
             what = "predicts more tokens at once, and is" if len(known) == 1 else "predict more tokens at once, and are"
-            log.info("%s of the checkpoint %s not read", _numbered("layer", known), what)
+            log.info("%s of the checkpoint %s not read", _numbered(known), what)
         if rest := sorted(layers.keys() - set(known)):
             log.warning(
                 "%s of the checkpoint %s not read: config.json has num_hidden_layers %d",
-                _numbered("layer", rest),
+                _numbered(rest),
                 "is" if len(rest) == 1 else "are",
                 self._layers,
             )
@@ -460,16 +460,16 @@ class MatrixParts(NamedTuple):
         return PackedTensor(self.matrix, parts, rows, packing, shape)
 
 
-def _numbered(word: str, numbers: Sequence[int]) -> str:
+def _numbered(numbers: Sequence[int]) -> str:
     """ "layers 2, 3 and 4", "layers 2 to 40"."""
     if len(numbers) == 1:
-        return f"{word} {numbers[0]}"
+        return f"layer {numbers[0]}"
     if len(numbers) > 3 and numbers[-1] - numbers[0] == len(numbers) - 1:
-        return f"{word}s {numbers[0]} to {numbers[-1]}"
+        return f"layers {numbers[0]} to {numbers[-1]}"
     shown = [str(number) for number in numbers]
     if len(shown) > 8:
         shown = [*shown[:7], f"{len(shown) - 7} more"]
-    return f"{word}s {', '.join(shown[:-1])} and {shown[-1]}"
+    return f"layers {', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def _is_zero(entry: Entry) -> bool:

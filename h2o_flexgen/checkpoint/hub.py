@@ -99,7 +99,6 @@ def resolve_model(
     path: str | os.PathLike[str] | None = None,
     revision: str | None = None,
     offline: bool | None = None,
-    token: str | None = None,
     need_weights: bool = True,
 ) -> ResolvedModel:
     """Find the model called `name`: one of SHIPPED, a folder, or a name on the hub such as opt-30b or facebook/opt-30b.
@@ -135,12 +134,10 @@ def resolve_model(
         barred = "the run is offline (--offline, HF_HUB_OFFLINE)"
     else:
         barred = ""
-    return _by_repo(name, revision, token, need_weights, searched, barred)
+    return _by_repo(name, revision, need_weights, searched, barred)
 
 
-def _by_repo(
-    name: str, revision: str | None, token: str | None, need_weights: bool, searched: list[str], barred: str
-) -> ResolvedModel:
+def _by_repo(name: str, revision: str | None, need_weights: bool, searched: list[str], barred: str) -> ResolvedModel:
     """The model from the cache, the built-in sizes, or the hub, in this order. `barred`: why the hub is not asked."""
     known, lack = known_config(name), None
     # The hub's name for the model: FlexGen's short names stand for the well-known ones.
@@ -157,7 +154,7 @@ def _by_repo(
                 return ResolvedModel(name, None, known, None, "builtin", tuple(searched))
         if barred:
             raise HubFailure(barred)
-        folder = download(repo, revision, token, need_weights)
+        folder = download(repo, revision, need_weights)
     except HubFailure as error:
         called = name if repo == name else f"{name} ({repo})"
         places = "".join(f"\n  {place}" for place in searched) + (f" ({lack})" if lack and need_weights else "")
@@ -286,7 +283,7 @@ def cached_folder(repo: str, revision: str | None) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def download(repo: str, revision: str | None, token: str | None, weights: bool) -> Path:
+def download(repo: str, revision: str | None, weights: bool) -> Path:
     """Fetch `repo` into the cache, with a progress bar, and return its snapshot.
 
     Of the weights (if `weights`) the safetensors files are taken, .bin files only where there are none of those, and of
@@ -300,7 +297,7 @@ def download(repo: str, revision: str | None, token: str | None, weights: bool) 
         raise HubFailure("huggingface_hub was imported with HF_HUB_OFFLINE set")
     _probe(constants.ENDPOINT)
     try:
-        info = HfApi().model_info(repo, revision=revision, timeout=_ANSWER_S, token=token)
+        info = HfApi().model_info(repo, revision=revision, timeout=_ANSWER_S)
         names = [file.rfilename for file in info.siblings or ()]
         side = [name for name in _SIDE_FILES if name in names]
         first = wanted_files(names) if weights else None
@@ -308,14 +305,14 @@ def download(repo: str, revision: str | None, token: str | None, weights: bool) 
             none, other = "neither model.safetensors nor pytorch_model.bin, whole or in shards", other_layout(names)
             raise HubFailure(f"{repo} has {none}" + (f": {other}" if other else ""))
         wanted = side if first is None else [first, *side]
-        folder = Path(snapshot_download(repo, revision=revision, token=token, allow_patterns=_literal(wanted)))
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=_literal(wanted)))
         if first is not None and first.endswith(".index.json"):
             shards = shards_of(folder / first)
             lacking = [name for name in shards if name not in names]
             if lacking:
                 raise HubFailure(f"{repo} has no {lacking[0]}, which its {first} names")
             wanted = [*wanted, *shards]
-            folder = Path(snapshot_download(repo, revision=revision, token=token, allow_patterns=_literal(wanted)))
+            folder = Path(snapshot_download(repo, revision=revision, allow_patterns=_literal(wanted)))
         return folder
     except (HubFailure, H2OFlexGenError):
         raise

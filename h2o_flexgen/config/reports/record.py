@@ -31,11 +31,16 @@ _LATER = {"kept", "recall", "dependency", "shared", "quantization", "experts"}
 """Keys that records of earlier versions lack."""
 
 
-def package_version() -> str:
+def version_of(package: str) -> str | None:
+    """The version that is installed; None where it is not."""
     try:
-        return importlib.metadata.version("h2o_flexgen")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+        return None
+
+
+def package_version() -> str:
+    return version_of("h2o_flexgen") or "unknown"
 
 
 def host_facts() -> dict[str, Any]:
