@@ -5,81 +5,43 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_LABELS: Mapping[str, tuple[type, ...]] = {
-    "user": (str,),
-    "metadata": (dict,),
-    "safety_identifier": (str,),
-    "prompt_cache_key": (str,),
-    "prompt_cache_retention": (str,),
-    "prompt_cache_options": (dict,),
-    "cache_salt": (str,),
-    "service_tier": (str,),
-    "request_id": (str,),
-    "priority": (int,),
+_LABELS: Mapping[str, type] = {
+    **dict.fromkeys(("user", "safety_identifier", "service_tier", "request_id", "cache_salt"), str),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention"), str),
+    **dict.fromkeys(("metadata", "prompt_cache_options"), dict),
+    "priority": int,
 }
 """Say who asks, or how a service is to go about it: any value of these kinds changes no answer."""
 
+_ALWAYS_ASKS = (
+    *("moderation", "audio", "prediction", "reasoning_effort", "web_search_options", "truncate_prompt_tokens"),
+    *("prompt_logprobs", "add_special_tokens", "allowed_token_ids", "chat_template", "kv_transfer_params", "lora_path"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "regex", "ebnf"),
+    *("json_schema", "repetition_detection", "thinking_token_budget"),
+)
+_LISTS = ("tools", "functions", "documents", "bad_words", "logits_processors")
+_OFF = (
+    *("store", "echo", "use_beam_search", "early_stopping", "include_stop_str_in_output", "no_stop_trim"),
+    *("continue_final_message", "return_tokens_as_token_ids", "return_token_ids", "return_hidden_states"),
+)
+_EITHER = ("parallel_tool_calls", "spaces_between_special_tokens", "include_reasoning", "separate_reasoning")
+_ONE = ("best_of", "num_beams", "length_penalty", "typical_p")
 _IDLE: Mapping[str, tuple[Any, ...]] = {
-    # OpenAI's
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
+    **dict.fromkeys(_ALWAYS_ASKS, ()),
+    **dict.fromkeys(_LISTS, ([],)),
+    **dict.fromkeys(_OFF, (False,)),
+    **dict.fromkeys(_EITHER, (True, False)),
+    **dict.fromkeys(("add_generation_prompt", "detokenize"), (True,)),
+    **dict.fromkeys(_ONE, (1,)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **dict.fromkeys(("mm_processor_kwargs", "vllm_xargs"), ({},)),
     "stream_options": ({}, {"include_usage": False}, {"include_usage": True}),
-    "store": (False,),
     "modalities": ([], ["text"]),
     "verbosity": ("medium",),
-    "moderation": (),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "web_search_options": (),
     "top_logprobs": (0,),
-    "echo": (False,),
-    "best_of": (1,),
     "suffix": ("",),
-    # vLLM's and SGLang's
-    "use_beam_search": (False,),
-    "num_beams": (1,),
-    "length_penalty": (1,),
-    "early_stopping": (False,),
-    "typical_p": (1,),
-    "include_stop_str_in_output": (False,),
-    "no_stop_trim": (False,),
-    "spaces_between_special_tokens": (True, False),
-    "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "add_special_tokens": (),
-    "detokenize": (True,),
-    "documents": ([],),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "logits_processors": ([],),
-    "chat_template": (),
-    "mm_processor_kwargs": ({},),
-    "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
-    "return_hidden_states": (False,),
-    "include_reasoning": (True, False),
-    "separate_reasoning": (True, False),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
-    "regex": (),
-    "ebnf": (),
-    "json_schema": (),
-    "vllm_xargs": ({},),
-    "kv_transfer_params": (),
-    "repetition_detection": (),
-    "thinking_token_budget": (),
-    "lora_path": (),
 }
-"""Not served, with the values besides null that ask for nothing."""
+"""Not served, of OpenAI's, vLLM's and SGLang's, with the values besides null that ask for nothing."""
 
 
 def known(name: str) -> bool:
