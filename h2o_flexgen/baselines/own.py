@@ -28,6 +28,7 @@ from h2o_flexgen.schedule.request import PlanRequest
 
 log = logging.getLogger(__name__)
 
+_OF_ENGINE = ("weights", "dtype", "weight_bits", "model_impl", "device", "seed", "gpu_mem")
 SPARED, LEAST_SPARED = 1 / 16, 128 << 20
 """Of a cap, and in bytes at least, what the engine does not plan with: a control group also counts pages of files."""
 
@@ -82,14 +83,8 @@ def engine_of(work: AdapterWork) -> Engine:
         work.folder or work.model,
         eviction=EvictionConfig(**work.options),
         policy=policy,
-        weights=work.weights,
-        dtype=work.dtype,
-        weight_bits=work.weight_bits,
-        model_impl=work.model_impl,
-        device=work.device,
-        seed=work.seed,
         cpu_mem=None if work.cpu_mem is None else within(work.cpu_mem),
-        gpu_mem=work.gpu_mem,
+        **{name: getattr(work, name) for name in _OF_ENGINE},
         offload_dir=str(Path(work.scratch) / "offload"),
     )
 

@@ -95,25 +95,17 @@ class Runner:
         folder, scratch = self._work / name, self._files / system.scratch
         scratch.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
-        work = AdapterWork(
-            model=settings.model,
-            folder=None if checkpoint is None else str(checkpoint.resolve()),
-            weights=settings.weights,
-            dtype=settings.dtype,
-            device=settings.device,
-            threads=settings.threads,
-            seed=settings.seed,
-            gen_len=gen_len,
-            prompts=[list(prompt) for prompt in self._prompts(batch)],
-            options=system.options(settings.hh_ratio),
-            cpu_mem=settings.cpu_mem,
-            gpu_mem=settings.gpu_mem,
-            scratch=str(scratch.resolve()),
-            plan=settings.plan if system.own else "rule",
-            room_len=settings.gen_len,
-            weight_bits=settings.weight_bits if system.own else 16,
-            model_impl=settings.model_impl,
-        )
+        asked = {
+            **{name: value for name, value in vars(settings).items() if name in AdapterWork.__dataclass_fields__},
+            "folder": None if checkpoint is None else str(checkpoint.resolve()),
+            "gen_len": gen_len,
+            "prompts": [list(prompt) for prompt in self._prompts(batch)],
+            "options": system.options(settings.hh_ratio),
+            "scratch": str(scratch.resolve()),
+            "room_len": settings.gen_len,
+        }
+        own = {"plan": settings.plan} if system.own else {"weight_bits": 16}
+        work = AdapterWork(**{**asked, **own})
         work.write(folder, self._model.config)
         return folder, scratch
 
