@@ -350,7 +350,7 @@ class Binding:
         layers = [layer for layer, absent in wanted.items() if absent]
         if layers:
             self.problems.add(
-                f"{_numbered('layer', layers)} {'is' if len(layers) == 1 else 'are'} missing: "
+                f"{_numbered(layers)} {'is' if len(layers) == 1 else 'are'} missing: "
                 f"config.json has num_hidden_layers {self._layers}",
                 download=True,
             )
