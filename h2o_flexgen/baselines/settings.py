@@ -12,7 +12,7 @@ from typing import Any
 
 from h2o_flexgen.config.checks import one_of, share, whole
 from h2o_flexgen.config.engine import BITS, MODEL_IMPLS
-from h2o_flexgen.config.flags import between_commas, option, with_commas
+from h2o_flexgen.config.flags import between_commas, flag_of, option, with_commas
 from h2o_flexgen.config.model.known import known_config, model_folder, read_config, unknown_model
 from h2o_flexgen.errors import ModelError, UsageError
 from h2o_flexgen.registry import Registry
@@ -25,7 +25,8 @@ PEERS = Path(__file__).resolve().parents[2] / ".venv-peers"
 """Where scripts/peer_env.sh makes environments."""
 DTYPES = ("bfloat16", "float32", "float16")
 DEVICES = ("auto", "cpu", "cuda")
-WEIGHTS = ("auto", "dummy", "checkpoint")
+_CHOICES: dict[str, tuple[object, ...]] = {"dtype": DTYPES, "device": DEVICES, "model_impl": MODEL_IMPLS}
+_CHOICES |= {"weights": ("auto", "dummy", "checkpoint"), "weight_bits": BITS}
 AUTO = "auto"
 _OWN = "h2o_flexgen.baselines.own"
 _PEER = "h2o_flexgen.baselines."
@@ -266,11 +267,8 @@ class BenchSettings:
             chosen = next((name for name in self.systems if SYSTEMS.get(name).own), self.systems[-1])
             object.__setattr__(self, "reference", chosen)
         one_of(self.reference, "--reference", self.systems)
-        one_of(self.dtype, "--dtype", DTYPES)
-        one_of(self.device, "--device", DEVICES)
-        one_of(self.weights, "--weights", WEIGHTS)
-        one_of(self.model_impl, "--model-impl", MODEL_IMPLS)
-        one_of(self.weight_bits, "--weight-bits", BITS)
+        for name, allowed in _CHOICES.items():
+            one_of(getattr(self, name), flag_of(name), allowed)
         if self.weights == AUTO:
             object.__setattr__(self, "weights", "checkpoint" if _has_checkpoint(self.model) else "dummy")
         for size in self.batch_sizes:
@@ -281,13 +279,12 @@ class BenchSettings:
         if self.batch_of and self.searches:
             raise UsageError("--batch-of beside several sizes in --batch-size", "needed one size, or a search for all")
         for name in ("prompt_len", "gen_len", "repetitions", "threads", "search_tokens"):
-            whole(getattr(self, name), f"--{name.replace('_', '-')}", 1)
+            whole(getattr(self, name), flag_of(name), 1)
         whole(self.seed, "--seed", 0)
         share(self.hh_ratio, "--hh-ratio")
         for name in ("timeout", "search_time"):
             if not getattr(self, name) > 0:
-                flag_name = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{flag_name} is {getattr(self, name)}", "needed seconds above 0")
+                raise UsageError(f"{flag_of(name)} is {getattr(self, name)}", "needed seconds above 0")
 
     def _one_per_type(self) -> Iterator[str]:
         """The systems, with one for each of llamacpp_types where llama.cpp is named alone."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from h2o_flexgen.baselines.work import Outcome
+from h2o_flexgen.config.flags import flag_of
 from h2o_flexgen.config.reports.record import DERIVED, Throughput, host_facts, package_version
 from h2o_flexgen.errors import StorageError, UsageError, writing
 from h2o_flexgen.folders import whole_file
@@ -277,7 +278,7 @@ def read(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
             f"{path} cannot be read: {error!r}", "needed records of bench", "name another folder"
         ) from None
     differ = [
-        f"{_FLAGS.get(name, '--' + name.replace('_', '-'))}: {_said(there[name])} there, {_said(value)} now"
+        f"{_FLAGS.get(name, flag_of(name))}: {_said(there[name])} there, {_said(value)} now"
         for name, value in settings.items()
         if name in there and name not in FREE and there[name] != value
     ]

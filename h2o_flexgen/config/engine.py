@@ -31,6 +31,9 @@ Queries look at what is near most of all; a small budget cannot afford many."""
 FEW = (4, 3)
 """Bits of its keys and values, unless asked for, where heads allow that: values bear more rounding than keys do."""
 VERIFY = ("first", "always", "never")
+_CHOICES: dict[str, tuple[object, ...]] = {"weights": WEIGHTS, "model_impl": MODEL_IMPLS, "dtype": ("auto", *DTYPES)}
+_CHOICES |= {"device": DEVICES, "weight_bits": BITS, "verify": VERIFY}
+"""The values that a setting may have, where they are few."""
 POLICY_FIELDS = frozenset(item.name for item in dataclasses.fields(OffloadPolicy))
 PLANNED_FIELDS = frozenset(
     {"gpu_batch_size", "num_gpu_batches", "weights", "cache", "hidden", "cpu_cache_compute", "lookahead"}
@@ -165,13 +168,10 @@ class EngineConfig:
             raise UsageError("a store of prefixes is asked for, and share_prefixes is off", "needed one or the other")
         object.__setattr__(self, "num_gpus", whole(self.num_gpus, "--num-gpus", 1))
         object.__setattr__(self, "seed", whole(self.seed, "seed", 0))
-        one_of(self.weights, "weights", WEIGHTS)
-        one_of(self.model_impl, "model_impl", MODEL_IMPLS)
-        one_of(self.dtype, "dtype", ("auto", *DTYPES))
-        one_of(self.device, "device", DEVICES)
+        for name, allowed in _CHOICES.items():
+            one_of(getattr(self, name), name, allowed)
         if self.cache_rotation is not None:
             one_of(self.cache_rotation, "cache_rotation", CACHE_ROTATIONS)
-        one_of(self.weight_bits, "weight_bits", BITS)
         if isinstance(self.cache_bits, list):  # as JSON has pairs
             object.__setattr__(self, "cache_bits", tuple(self.cache_bits))
         if self.cache_newest is not None:
@@ -187,7 +187,6 @@ class EngineConfig:
                 f"weight_bits={self.weight_bits} is given with allow_compress=True, which would choose them",
                 "needed one of them",
             )
-        one_of(self.verify, "verify", VERIFY)
         if isinstance(self.policy, str):
             one_of(self.policy, "policy", ("auto",))
         elif not isinstance(self.policy, OffloadPolicy):

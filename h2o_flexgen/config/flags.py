@@ -41,8 +41,13 @@ def option(
     return dataclasses.field(**given, metadata=kept)
 
 
+def flag_of(name: str) -> str:
+    """The flag of a field of this name, where it has no other."""
+    return f"--{name.replace('_', '-')}"
+
+
 def flags_of(item: dataclasses.Field[Any]) -> Sequence[str]:
-    return item.metadata["names"] or (f"--{item.name.replace('_', '-')}",)
+    return item.metadata["names"] or (flag_of(item.name),)
 
 
 def between_commas(text: str) -> tuple[str, ...]:

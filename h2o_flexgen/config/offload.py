@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from h2o_flexgen.config.checks import KeptAsJson, made_of, refuses_unknown, truth, whole
-from h2o_flexgen.config.flags import option
+from h2o_flexgen.config.flags import flag_of, option
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
 
@@ -158,11 +158,11 @@ class OffloadPolicy(KeptAsJson):
 
     def __post_init__(self) -> None:
         for name in ("gpu_batch_size", "num_gpu_batches", "lookahead"):
-            object.__setattr__(self, name, whole(getattr(self, name), "--" + name.replace("_", "-"), 1))
+            object.__setattr__(self, name, whole(getattr(self, name), flag_of(name), 1))
         if self.prefill_chunk is not None:
             object.__setattr__(self, "prefill_chunk", whole(self.prefill_chunk, "--prefill-chunk", 16))
         for name in ("cpu_cache_compute", "overlap"):
-            truth(getattr(self, name), "--" + name.replace("_", "-"))
+            truth(getattr(self, name), flag_of(name))
         for name in ("weights", "cache", "hidden"):
             value = getattr(self, name)
             if not isinstance(value, Shares):

@@ -10,12 +10,11 @@ from importlib import resources
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from h2o_flexgen.config.checks import share, whole
+from h2o_flexgen.config.checks import one_of, share, whole
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import between_commas, option
 from h2o_flexgen.config.reports.quality import POSITIONS, Positions
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.registry import suggestion
 
 T = TypeVar("T")
 RECALL_FILE, TEXT_FILE, SUMS_FILE = "recall_prompts.jsonl", "heldout.txt", "problems.jsonl"
@@ -103,10 +102,7 @@ class StreamSettings:
         if not self.positions:
             raise UsageError("--positions is empty", f"needed some of {', '.join(POSITIONS)}")
         for kind in self.positions:
-            if kind not in POSITIONS:
-                raise UsageError(
-                    f"--positions names {kind!r}", f"needed some of {', '.join(POSITIONS)}", suggestion(kind, POSITIONS)
-                )
+            one_of(kind, "one of --positions", POSITIONS)
 
     def cells(self, policies: Sequence[str], context: int) -> Iterator[tuple[Positions, EvictionConfig]]:
         """Every policy with every kind of positions, for a model of `context` tokens.

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from h2o_flexgen.config.checks import KeptAsJson, known_keys, number, plain, truth, whole
+from h2o_flexgen.config.checks import KeptAsJson, known_keys, number, one_of, plain, truth, whole
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.errors import UsageError
 
@@ -210,8 +210,7 @@ class RunRecord(Report, Throughput):
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             object.__setattr__(self, item.name, plain(getattr(self, item.name), item.name, "RunRecord"))
-        if self.weights not in ("checkpoint", "dummy"):
-            raise UsageError(f"weights is {self.weights!r}", "needed checkpoint or dummy")
+        one_of(self.weights, "weights", ("checkpoint", "dummy"))
         counts = ("prompt_len", "gen_len", "sequences", "prompt_tokens", "generated_tokens", "flops")
         for name in (*counts, "kv_bytes", "state_bytes"):
             whole(getattr(self, name), name, 0)

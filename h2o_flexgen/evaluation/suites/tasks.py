@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from h2o_flexgen.cache.eviction import EVICTION_POLICIES
 from h2o_flexgen.cache.eviction.ceiling import CEILING, CeilingPolicy, Foresight
-from h2o_flexgen.config.checks import KeptAsJson, whole
+from h2o_flexgen.config.checks import KeptAsJson, one_of, whole
 from h2o_flexgen.config.prompt import Prompt, Span, token_spans
 from h2o_flexgen.config.reports.quality import FigureKind
 from h2o_flexgen.config.sampling import SamplingParams
@@ -33,7 +33,6 @@ from h2o_flexgen.evaluation.settings import (
     spread,
 )
 from h2o_flexgen.planning.llm import LLM
-from h2o_flexgen.registry import suggestion
 
 TaskKind = Literal["perplexity", "recall", "keys", "instructions", "reasoning", "agreement"]
 KINDS: tuple[TaskKind, ...] = ("perplexity", "recall", "keys", "instructions", "reasoning", "agreement")
@@ -77,15 +76,11 @@ class SuiteTask(KeptAsJson):
     """Of the facts of `keys`: four digits, or the last four of five common words, which are easier to copy."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise UsageError(
-                f"a task of kind {self.kind!r}", f"needed one of {', '.join(KINDS)}", suggestion(str(self.kind), KINDS)
-            )
+        one_of(self.kind, "the kind of a task", KINDS)
         whole(self.cases, "cases", 1)
         if len(self.part) != 2 or not 0 <= self.part[0] < self.part[1] <= 1:
             raise UsageError(f"part is {self.part}", "needed two shares of the text, from and to: [0, 0.5]")
-        if self.asked not in ("after", "before"):
-            raise UsageError(f"asked is {self.asked!r}", 'needed "after" or "before" eviction')
+        one_of(self.asked, "asked", ("after", "before"))
         if self.kind in ("keys", "instructions"):
             if not self.lengths or not self.depths:
                 raise UsageError("keys without lengths or depths", "needed at least one of each")
