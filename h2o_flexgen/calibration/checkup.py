@@ -6,6 +6,7 @@ told.
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -71,7 +72,8 @@ def checkup(offload_dir: str | None = None) -> dict[str, Any]:
         "folders": _folders(folder),
         "switches": {name: os.environ[name] for name in SWITCHES if name in os.environ},
     }
-    private: dict[str, Any] = _without_home(found, str(expanded("~")))
+    home = json.dumps(str(expanded("~")))[1:-1]
+    private: dict[str, Any] = json.loads(json.dumps(found).replace(home, "~") if len(home) > 1 else json.dumps(found))
     return private
 
 
@@ -212,12 +214,3 @@ def _size(folder: Path) -> int | None:
             with suppress(OSError):
                 total += os.lstat(os.path.join(place, name)).st_blocks * 512
     return total
-
-
-def _without_home(value: Any, home: str) -> Any:
-    """`value` with ~ for the home folder in every text."""
-    if isinstance(value, dict):
-        return {key: _without_home(item, home) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_home(item, home) for item in value]
-    return value.replace(home, "~") if isinstance(value, str) and len(home) > 1 else value

@@ -102,7 +102,8 @@ def test_a_stream_tells_the_whole_answer(tmp_path: Path, name: str, case: int, m
     prompt = codec.encode(prompt) if isinstance(prompt, str) else list(prompt.content)
     row, told = row_of(prompt, asked.params), list[LiveEvent]()
     opening: Any = SimpleNamespace(asked=asked, rows=[[row]])
-    request = LiveRequest(url, body, True, told.append, record=record, form=form, open=opening)
+    request = LiveRequest(url, body, True, told.append, record=record)
+    request.form, request.open = form, opening
     new = ids_of(codec, 5, 400)
     if special:
         new[200:200] = codec.encode_bare(special[0])

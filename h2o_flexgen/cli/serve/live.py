@@ -51,7 +51,7 @@ class LiveEvent(NamedTuple):
 @dataclass(eq=False)
 class LiveRequest:
     """One request. `tell` is called by the engine's thread; `streams`: pieces of text are told as they come; `gone`:
-    nobody waits for it any more."""
+    nobody waits for it any more. It has a `form` once it has a number, and is `open` once it was read."""
 
     url: str
     body: dict[str, Any]
@@ -59,15 +59,14 @@ class LiveRequest:
     tell: Callable[[LiveEvent], None]
     gone: bool = False
     record: Record = _NONE
-    form: OpenAIFormat | None = None
+    form: OpenAIFormat = field(init=False)
     asked: BatchRequest | Exception | None = None
-    open: OpenRequest | None = None
+    open: OpenRequest = field(init=False)
     over: bool = False
 
     @property
     def head(self) -> dict[str, Any]:
         """What all events of a stream begin with; of a request that was read."""
-        assert self.form is not None, "the request was read"
         return self.form.head(self.record, self.url, self.body.get("model"))
 
 
@@ -123,7 +122,7 @@ class LiveRequests:
             self._stopped = True
         begun = [request for _, request in (*self._rows, *self._running.values())]
         for request in {id(each): each for each in (*self._new, *self._elsewhere, *begun)}.values():
-            if request.form is None:
+            if request.record is _NONE:
                 self._number(request)
             self._refuse(request, Refused(_STOPS, "service_stopping", status=503))
 
@@ -167,7 +166,7 @@ class LiveRequests:
         if row.row_id < _FIRST_LINE << SAMPLE_BITS + PROMPT_BITS:
             return False
         _, request = self._running.pop(row.row_id, (row, None))
-        if request is not None and request.open is not None:
+        if request is not None:
             request.open.outputs[row.row_id] = output
             if not request.open.waiting:
                 self._answer(request)
@@ -228,7 +227,6 @@ class LiveRequests:
             if len(request.record.data or b"") > _LONG:
                 self._beside(request)
                 return
-        assert request.form is not None, "it has got one with its number"
         try:
             if isinstance(request.asked, Exception):
                 raise request.asked
@@ -249,16 +247,13 @@ class LiveRequests:
             self._answer(request)
 
     def _answer(self, request: LiveRequest) -> None:
-        task, form = request.open, request.form
-        assert task is not None, "what is answered was opened"
-        assert form is not None, "what is answered was read"
+        task = request.open
         outputs = [[task.outputs[row.row_id] for row in each] for each in task.rows]
-        response = form.answer(task.record, task.asked, outputs)["response"]
+        response = request.form.answer(task.record, task.asked, outputs)["response"]
         request.tell(LiveEvent(status=response["status_code"], body=response["body"]))
         self._end(request)
 
     def _refuse(self, request: LiveRequest, why: Refused) -> None:
-        assert request.form is not None, "what is refused was read"
         response = request.form.refusal(request.record, why)["response"]
         request.tell(LiveEvent(status=response["status_code"], body=response["body"]))
         self._end(request)
@@ -272,7 +267,6 @@ class LiveRequests:
 def _tokenise(request: LiveRequest) -> None:
     """Notes what a request asks for, with token ids in the place of texts where its answer has no need of these."""
     form = request.form
-    assert form is not None, "it has got one with its number"
     try:
         asked = request.asked = form.asked(request.record)
         if form.codec is not None and not asked.body.get("echo"):
@@ -325,7 +319,7 @@ class _Listener:
         request, row = self.request, self.row
         if request.gone:  # it ends with this token
             row.params = replace(row.params, max_new_tokens=len(row.token_ids), min_new_tokens=0)
-        elif request.streams and request.form is not None and request.open is not None:
+        elif request.streams:
             form, asked, likely = request.form, request.open.asked, row.params.logprobs
             prompt, new = row.given_ids, row.token_ids
             # An eos after a text with a form may have a text of its own.
@@ -350,7 +344,6 @@ class _Listener:
     def _indices(self) -> Iterator[int]:
         """The choices that are this row: greedy samples are all the same, and computed once."""
         task = self.request.open
-        assert task is not None, "what runs was opened"
         samples, asked = len(task.rows[self.place]), int(task.asked.body["n"])
         first = self.place * asked
         yield from [first + self.row.sample] if samples > 1 else range(first, first + asked)
