@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from h2o_flexgen.checkpoint.files import CheckpointFile, Problems
+from h2o_flexgen.checkpoint.files import CheckpointFile, Fault, Problems, refuse_foreign
 from h2o_flexgen.checkpoint.quantized import (
     PACKED_DTYPES,
     PART_NAMES,
@@ -374,12 +374,14 @@ def bind_files(root: str, shards: Shards, binding: Binding, files: list[Checkpoi
             problems.add(f"{name} cannot be opened: {error.strerror}", download=True)
             continue
         files.append(file)
-        if shards.kind == "safetensors":
-            table = safetensors_table(file, problems)
-        else:
-            table = bin_table(file, problems, binding.least_bytes(shards, name))
-        if table is not None:
-            tables[name] = table
+        try:
+            refuse_foreign(file)
+            if shards.kind == "safetensors":
+                tables[name] = safetensors_table(file, problems)
+            else:
+                tables[name] = bin_table(file, problems, binding.least_bytes(shards, name))
+        except Fault as fault:
+            problems.add(fault.of(name), download=fault.download)
     return binding.bind(shards, tables)
 
 

@@ -47,6 +47,17 @@ class CheckpointFile(DirectFile):
         return buffer.tobytes()
 
 
+class Fault(Exception):
+    """Why a whole file cannot be used; the message goes on after its name. `download`: as of Problems."""
+
+    def __init__(self, text: str, *, download: bool = True) -> None:
+        super().__init__(text)
+        self.download = download
+
+    def of(self, name: str) -> str:
+        return f"{name}{'' if str(self).startswith(':') else ' '}{self}"
+
+
 class Problems:
     """The faults found so far, in the order in which they were found."""
 
@@ -125,18 +136,17 @@ def generation_settings(path: Path) -> dict[str, Any]:
     return said
 
 
-def foreign_content(head: bytes, size: int) -> str | None:
-    """The kind of a file of `size` bytes that starts with `head`, if it is something that gets saved instead of
-    weights."""
-    if size == 0:
-        return "is empty"
+def refuse_foreign(file: CheckpointFile) -> None:
+    """Fault where a file is something that gets saved instead of weights."""
+    head = file.head(200)
+    if file.size == 0:
+        raise Fault("is empty")
     if head.startswith(b"version https://git-lfs"):
         expected = re.search(rb"\nsize (\d{1,18})", head)
-        sizes = f": expected {int(expected.group(1))} bytes, found {size}" if expected else f" of {size} bytes"
-        return f"is a Git LFS pointer, not the file it stands for{sizes}"
+        sizes = f": expected {int(expected[1])} bytes, found {file.size}" if expected else f" of {file.size} bytes"
+        raise Fault(f"is a Git LFS pointer, not the file it stands for{sizes}")
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")[:9].lower()
     if start.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
-        return f"is a web page of {size} bytes, not weights"
+        raise Fault(f"is a web page of {file.size} bytes, not weights")
     if start.startswith((b"entry not", b"invalid u", b"not found", b"access to")):
-        return f"is an error message of a download of {size} bytes, not weights"
-    return None
+        raise Fault(f"is an error message of a download of {file.size} bytes, not weights")

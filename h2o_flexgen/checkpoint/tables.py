@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from h2o_flexgen.checkpoint.files import CheckpointFile, Problems, foreign_content, name_fault, strict_json
+from h2o_flexgen.checkpoint.files import CheckpointFile, Fault, Problems, name_fault, strict_json
 from h2o_flexgen.errors import H2OFlexGenError
 
 if TYPE_CHECKING:
@@ -41,35 +41,24 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
 
 
-def safetensors_table(file: CheckpointFile, problems: Problems) -> dict[str, Entry] | None:
-    """The tensors of a safetensors file by name; None where nothing in it can be used.
+def safetensors_table(file: CheckpointFile, problems: Problems) -> dict[str, Entry]:
+    """The tensors of a safetensors file by name. Fault for a header that is too long, torn or not as the format has it.
 
-    Every fault goes into `problems`: something else than a safetensors file, a header that is too long, torn or not as
-    the format has it, unsafe names, offsets that overlap, leave holes or lie outside, and a size that does not fit.
+    Other faults go into `problems`: unsafe names, offsets that overlap, leave holes or lie outside, and a size that
+    does not fit.
     """
-    foreign = foreign_content(file.head(200), file.size)
-    if foreign:
-        problems.add(f"{file.name} {foreign}", download=True)
-        return None
     length = int.from_bytes(file.head(_PREFIX), "little")
     if length > MAX_HEADER or file.head(1, _PREFIX) not in (b"{", b""):
-        found = f"{file.name} ({file.size} bytes) is not a safetensors file: header length {length}"
-        problems.add(found, download=True)
-        return None
+        raise Fault(f"({file.size} bytes) is not a safetensors file: header length {length}")
     data_start = _PREFIX + length
     if file.size < data_start or length < 2:
-        problems.add(
-            f"{file.name} is truncated: expected at least {max(data_start, 10)} bytes, found {file.size}", download=True
-        )
-        return None
+        raise Fault(f"is truncated: expected at least {max(data_start, 10)} bytes, found {file.size}")
     try:
         header = strict_json(file.head(length, _PREFIX))
     except ValueError as error:
-        problems.add(f"{file.name}: the header is not valid JSON ({error})", download=True)
-        return None
+        raise Fault(f": the header is not valid JSON ({error})") from None
     if not isinstance(header, dict):
-        problems.add(f"{file.name}: the header is not a JSON object", download=True)
-        return None
+        raise Fault(": the header is not a JSON object")
     header.pop("__metadata__", None)
     table = {}
     for name, info in header.items():
@@ -116,37 +105,26 @@ def _check_extents(file: CheckpointFile, data_start: int, table: dict[str, Entry
         problems.add(f"{file.name} {word}: expected {cursor} bytes, found {file.size}", download=True)
 
 
-def bin_table(file: CheckpointFile, problems: Problems, at_least: int) -> dict[str, Entry] | None:
-    """The tensors of a torch.save archive by name; None where nothing in it can be used. Faults go into `problems`.
+def bin_table(file: CheckpointFile, problems: Problems, at_least: int) -> dict[str, Entry]:
+    """The tensors of a torch.save archive by name; unusable ones go into `problems`. Fault for any other file.
 
     `at_least`: the bytes that its tensors take in 16 bits, for the message about a truncated file.
     """
-    head = file.head(200)
-    foreign = foreign_content(head, file.size)
-    if foreign:
-        problems.add(f"{file.name} {foreign}", download=True)
-        return None
-    if not head.startswith(b"PK\x03\x04"):
-        problems.add(f"{file.name} ({file.size} bytes) is not an archive of torch 1.6 or later: {_CONVERT}")
-        return None
+    if not file.head(4).startswith(b"PK\x03\x04"):
+        raise Fault(f"({file.size} bytes) is not an archive of torch 1.6 or later: {_CONVERT}", download=False)
     try:
         places = _data_places(file)
     except H2OFlexGenError:
         raise
     except Exception as error:  # zipfile, too, raises nearly anything for a damaged archive
-        problems.add(
-            f"{file.name} is truncated or damaged ({error}): expected more than {at_least} bytes with a zip directory "
-            f"at their end, found {file.size}",
-            download=True,
-        )
-        return None
-    tensors = _load(file, problems)
-    if tensors is None:
-        return None
+        raise Fault(
+            f"is truncated or damaged ({error}): expected more than {at_least} bytes with a zip directory at their "
+            f"end, found {file.size}"
+        ) from None
+    tensors = _load(file)
     base = _mapping_base(tensors.values(), places)
     if base is None:
-        problems.add(f"{file.name}: its tensors do not match the archive's entries: {_CONVERT}", download=True)
-        return None
+        raise Fault(f": its tensors do not match the archive's entries: {_CONVERT}")
     table = {}
     for name, tensor in tensors.items():
         fault = name_fault(name)
@@ -161,28 +139,23 @@ def bin_table(file: CheckpointFile, problems: Problems, at_least: int) -> dict[s
     return table
 
 
-def _load(file: CheckpointFile, problems: Problems) -> dict[str, torch.Tensor] | None:
-    """The state dict with its tensors mapped, not read."""
+def _load(file: CheckpointFile) -> dict[str, torch.Tensor]:
+    """The state dict with its tensors mapped, not read. Fault for what is none."""
     import torch  # here: the tables of safetensors are read without it
 
     try:
         state = torch.load(file.path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "class" in line), "")
-        problems.add(
-            f"{file.name} holds more than tensors and could run code when loaded, so it is refused"
-            + (f" ({reason[:200]})" if reason else "")
-            + ": use a safetensors version of the model"
-        )
-        return None
+        why = f" ({reason[:200]})" if reason else ""
+        refused = f"holds more than tensors and could run code when loaded, so it is refused{why}"
+        raise Fault(f"{refused}: use a safetensors version of the model", download=False) from None
     except Exception as error:  # for a damaged archive torch.load raises nearly anything
         said = (str(error).strip() or type(error).__name__).splitlines()[0]  # some have no message
-        problems.add(f"{file.name} cannot be read: {said[:200]}", download=True)
-        return None
+        raise Fault(f"cannot be read: {said[:200]}") from None
     plain = isinstance(state, Mapping) and all(isinstance(value, torch.Tensor) for value in state.values())
     if not plain or any(value.device.type != "cpu" or value.layout != torch.strided for value in state.values()):
-        problems.add(f"{file.name} is not a flat dictionary of dense tensors: {_CONVERT}")
-        return None
+        raise Fault(f"is not a flat dictionary of dense tensors: {_CONVERT}", download=False)
     return dict(state)
 
 

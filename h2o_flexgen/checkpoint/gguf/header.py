@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from h2o_flexgen.checkpoint.files import CheckpointFile, Problems, foreign_content, name_fault
+from h2o_flexgen.checkpoint.files import CheckpointFile, Fault, Problems, name_fault, refuse_foreign
 from h2o_flexgen.checkpoint.gguf.blocks import FORMATS, TYPE_NAMES
 from h2o_flexgen.errors import ModelError
 
@@ -70,14 +70,6 @@ class GgufHeader(NamedTuple):
     tensors: dict[str, GgufTensor]
 
 
-class Fault(Exception):
-    """A fault of a header; the message goes on after the name of the file."""
-
-    def __init__(self, text: str, *, download: bool = True) -> None:
-        super().__init__(text)
-        self.download = download
-
-
 def read_header(path: str | os.PathLike[str]) -> GgufHeader:
     """The header of the GGUF file at `path`, with those of all parts where it is one of a split model.
 
@@ -103,7 +95,7 @@ def read_header(path: str | os.PathLike[str]) -> GgufHeader:
                 problems.add(f"tensor {tensor!r} is in {file.name} and in a part before it")
             tensors.update(table)
         except Fault as fault:
-            problems.add(f"{file.name} {fault}", download=fault.download)
+            problems.add(fault.of(file.name), download=fault.download)
         finally:
             file.close()
     problems.raise_any(root, NEEDED)
@@ -173,12 +165,10 @@ def _read_one(file: CheckpointFile, number: int) -> tuple[dict[str, Any], dict[s
 def _read_start(cursor: _Cursor) -> tuple[int, int]:
     """How many tensors and keys there are."""
     file = cursor.file
-    head = file.head(200)
-    foreign = foreign_content(head, file.size)
-    if foreign:
-        raise Fault(foreign)
-    if head[:4] != _MAGIC:
-        raise Fault(f"({file.size} bytes) is not a GGUF file: it starts with {head[:4]!r}")
+    refuse_foreign(file)
+    head = file.head(4)
+    if head != _MAGIC:
+        raise Fault(f"({file.size} bytes) is not a GGUF file: it starts with {head!r}")
     cursor.take(4)
     version = cursor.number("<I")
     if version == 1:

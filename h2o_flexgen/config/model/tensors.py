@@ -92,10 +92,7 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        product = 1
-        for size in self.shape:
-            product *= size
-        return product
+        return prod(self.shape)
 
     def nbytes(self, dtype: str) -> int:
         """Its bytes in `dtype`, or packed."""
@@ -135,4 +132,4 @@ class WeightGroup:
 @cache  # a search asks for the sizes of the same few shapes many thousand times
 def _buffer_bytes(numels: tuple[int, ...], size: int, fixed: tuple[int, ...]) -> int:
     sizes = (*(numel * size for numel in numels), *fixed)
-    return round_up(sum(round_up(nbytes, TENSOR_ALIGN) for nbytes in sizes), PAGE)
+    return page_ceil(sum(round_up(nbytes, TENSOR_ALIGN) for nbytes in sizes))
