@@ -12,9 +12,9 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Self
+from typing import BinaryIO, Self
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +83,16 @@ def whole_file(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # it is not there once it was renamed
             temporary.unlink()
+
+
+@contextmanager
+def synced_file(path: Path) -> Iterator[BinaryIO]:
+    """As `whole_file`, opened for this user alone; at the end all of it is on the disk, and its name."""
+    with whole_file(path) as temporary, open(temporary, "xb", opener=partial(os.open, mode=0o600)) as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -24,7 +24,7 @@ from h2o_flexgen.checkpoint.files import CheckpointFile, strict_json
 from h2o_flexgen.checkpoint.source import WeightSource
 from h2o_flexgen.config.model.tensors import WeightGroup
 from h2o_flexgen.errors import StorageError, storage_error
-from h2o_flexgen.folders import sync_folder
+from h2o_flexgen.folders import synced_file, whole_file
 from h2o_flexgen.memory.copies import checksum
 from h2o_flexgen.memory.disk import DirectFile, host_view
 from h2o_flexgen.memory.handle import Extent, UnitLayout, packed_layout, views
@@ -38,7 +38,7 @@ _MANIFEST = "manifest.json"
 _STEP = 16 << 20  # bytes between calls of progress
 _SLACK = 1 << 20  # bytes for the manifest and the file system's own needs
 _UNIT = re.compile(r"unit-\d{4,}\.bin")
-_OURS = re.compile(r"unit-\d{4,}\.bin(\.tmp)?|manifest\.json\.tmp")
+_OURS = re.compile(r"unit-\d{4,}\.bin|\.?(unit-\d{4,}\.bin|manifest\.json)(\.\d+)?\.tmp")
 _FILE_OF = re.compile(r"(?<=\.experts)\.\d+$")
 """The part of a weight group's key that the name of its packed file leaves out."""
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -184,13 +184,8 @@ class _Folder:
         """
         self._counter += 1
         path = self._path / f"unit-{self._counter:04d}.bin"
-        temporary = path.with_suffix(".bin.tmp")
-        try:
+        with whole_file(path) as temporary:
             digests = _write(temporary, layouts, filled, progress)
-            os.rename(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
         replaced = {self._units[layout.key]["file"] for layout in layouts if layout.key in self._units}
         found, offset = {}, 0
         for layout, digest in zip(layouts, digests, strict=True):
@@ -224,20 +219,8 @@ class _Folder:
         return dict(units)
 
     def _write_manifest(self) -> None:
-        text = json.dumps({**self._identity, "units": self._units}).encode()
-        temporary = self._path / f"{_MANIFEST}.tmp"
-        temporary.unlink(missing_ok=True)
-        fd = os.open(temporary, _CREATE, 0o600)
-        try:
-            with os.fdopen(fd, "wb") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(fd)
-            os.rename(temporary, self._path / _MANIFEST)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_folder(self._path)
+        with synced_file(self._path / _MANIFEST) as file:
+            file.write(json.dumps({**self._identity, "units": self._units}).encode())
 
 
 def _is_record(record: Any) -> bool:

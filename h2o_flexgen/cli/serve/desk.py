@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.errors import LockedError, StorageError
-from h2o_flexgen.folders import sync_folder, whole_file
+from h2o_flexgen.folders import synced_file
 from h2o_flexgen.jobs.files import locked, storage_failure
 from h2o_flexgen.jobs.openai import CHAT, COMPLETIONS
 from h2o_flexgen.jobs.source import BadLine, Source, load_json
@@ -371,11 +371,8 @@ class Desk:
         self._save(self._batch_folder / f"{batch['id']}.json", batch)
 
     def _save(self, path: Path, value: Entry) -> None:
-        with whole_file(path) as part, part.open("w", encoding="utf-8") as file:
-            json.dump(value, file)
-            file.flush()
-            os.fsync(file.fileno())
-        sync_folder(path.parent)
+        with synced_file(path) as file:
+            file.write(json.dumps(value).encode())
 
     def _locked(self) -> int:
         fd = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
