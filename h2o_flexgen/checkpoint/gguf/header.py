@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -197,18 +196,11 @@ class _Cursor:
         return start
 
     def number(self, layout: str) -> Any:
-        start = self.take(struct.calcsize(layout))
-        return struct.unpack_from(layout, self._data, start)[0]
+        return self.numbers(layout, 1)[0].item()
 
     def text(self, what: str) -> str:
         """The next string. `what` names it in faults."""
-        start = self.take(8)
-        length = int.from_bytes(self._data[start : start + 8], "little")
-        start = self.take(length)
-        try:
-            return self._data[start : start + length].decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise Fault(f"has {what} that is not UTF-8: {error.reason}") from error
+        return self.texts(1, what)[0]
 
     def numbers(self, layout: str, count: int) -> np.ndarray:
         """The next `count` numbers, as an array of its own."""
@@ -217,11 +209,9 @@ class _Cursor:
         return np.frombuffer(bytes(self._data[start : self.at]), dtype)
 
     def texts(self, count: int, what: str) -> list[str]:
-        if count > (self.file.size - self.at) // 8:
-            raise Fault(f"of {self.file.size} bytes claims {count} strings in {what}")
         found, data = [], self._data
         try:
-            for _ in range(count):  # as `text` does; there may be hundreds of thousands
+            for _ in range(count):  # there may be hundreds of thousands: without `take`
                 start = self.at + 8
                 if start > len(data):
                     self._load(start)
@@ -255,31 +245,29 @@ def _value(cursor: _Cursor, key: str) -> Any:
     if kind == _STRING:
         return cursor.text(what)
     if kind != _ARRAY:
-        return _scalar(cursor, kind, what)
+        value = _numbers(cursor, kind, 1, what)[0].item()
+        if isinstance(value, float) and not math.isfinite(value):
+            raise Fault(f"has {what} that is not finite")
+        return value
     kind, count = cursor.number("<I"), cursor.number("<Q")
-    if kind == _STRING:
-        return cursor.texts(count, what)
-    if kind not in _SCALARS:
-        raise Fault(f"has an array of arrays as {what}" if kind == _ARRAY else f"has {what} of the unknown type {kind}")
-    values = cursor.numbers(_SCALARS[kind], count)
-    if kind == _BOOL:
-        if values.size and values.max() > 1:
-            raise Fault(f"has {what} that is neither true nor false")
-        return values.astype(bool)
-    return values
+    if kind == _ARRAY:
+        raise Fault(f"has an array of arrays as {what}")
+    if kind != _STRING:
+        return _numbers(cursor, kind, count, what)
+    if count > (cursor.file.size - cursor.at) // 8:
+        raise Fault(f"of {cursor.file.size} bytes claims {count} strings in {what}")
+    return cursor.texts(count, what)
 
 
-def _scalar(cursor: _Cursor, kind: int, what: str) -> Any:
+def _numbers(cursor: _Cursor, kind: int, count: int, what: str) -> np.ndarray:
     if kind not in _SCALARS:
         raise Fault(f"has {what} of the unknown type {kind}")
-    value = cursor.number(_SCALARS[kind])
-    if kind == _BOOL:
-        if value > 1:
-            raise Fault(f"has {what} that is neither true nor false")
-        return bool(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise Fault(f"has {what} that is not finite")
-    return value
+    values = cursor.numbers(_SCALARS[kind], count)
+    if kind != _BOOL:
+        return values
+    if (values > 1).any():
+        raise Fault(f"has {what} that is neither true nor false")
+    return values.astype(bool)
 
 
 def _tensor(cursor: _Cursor, part: int) -> tuple[str, GgufTensor]:
