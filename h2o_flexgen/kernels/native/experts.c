@@ -10,7 +10,7 @@
 enum {
     ALONE = 1 << 14,  /* numbers that one thread moves sooner than two can agree on it */
     ENOUGH = 2,       /* experts of a thread, from which on each is computed by one, */
-    SPREAD = 1 << 22, /* as long as their results are no more numbers */
+    SPREAD = 1 << 22, /* as long as their results are no more numbers: malloc gives more than 32 MiB back each time */
 };
 
 typedef struct {
