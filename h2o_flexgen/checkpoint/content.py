@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from h2o_flexgen.checkpoint.binding import FileTensor
+from h2o_flexgen.checkpoint.files import json_of_model
 from h2o_flexgen.checkpoint.hub import TOKENIZER_SIDE_FILES, ResolvedModel
 from h2o_flexgen.checkpoint.source import WeightSource
 from h2o_flexgen.checkpoint.wanted import Range
@@ -110,12 +111,9 @@ def _of_json(value: Any) -> str:
 
 def _of_generation(path: Path) -> str:
     """Of a file that need not be there."""
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
+    if not path.exists():
         return ""
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read: {error}", "needed JSON", "download it again") from error
+    settings = json_of_model(path)
     if isinstance(settings, dict):
         settings = {key: value for key, value in settings.items() if key not in _ABOUT_FILES}
     return _of_json(settings)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,14 @@ def strict_json(text: bytes) -> Any:
         raise ValueError("nested too deeply") from error
 
 
+def json_of_model(path: Path, parse_float: Callable[[str], float] | None = None) -> Any:
+    """What a file of JSON holds, which may begin with a byte order mark. ModelError where it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8-sig"), parse_float=parse_float)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {error}", "needed JSON", "download it again") from error
+
+
 def generation_settings(path: Path) -> dict[str, Any]:
     """The object of generation settings in a JSON file, empty without one, as transformers reads it: token ids and
     counts may be written as floats (2.0). ModelError where it cannot be read."""
@@ -127,10 +136,7 @@ def generation_settings(path: Path) -> dict[str, Any]:
         value = float(text)
         return int(value) if value.is_integer() else value
 
-    try:
-        said = json.loads(path.read_text(encoding="utf-8-sig"), parse_float=number) if path.exists() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} cannot be read: {error}", "needed JSON", "download it again") from error
+    said = json_of_model(path, number) if path.exists() else {}
     if not isinstance(said, dict):
         raise ModelError(f"{path} is not a JSON object", "needed generation settings", "download it again")
     return said
