@@ -36,11 +36,11 @@ class AppendedFile:
         try:
             while done < len(view):
                 done += os.pwrite(self.fd, view[done:], self.size + done)
+            self.size += done
         except BaseException:
             with suppress(OSError):
                 self.cut(self.size)
             raise
-        self.size += done
 
     def cut(self, size: int) -> None:
         """Forgets all after the first `size` bytes."""

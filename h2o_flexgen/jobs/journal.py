@@ -103,9 +103,16 @@ class JobResults(Closing):
     def add(self, line: int, text: str, failed: bool) -> None:
         """The result of a request, a line that ends in \\n; from now on a kill does not lose it."""
         data, state = text.encode(), FAILED if failed else OK
-        with _failing(f"cannot write {self.paths[self._place(state)]}"):
-            self._outputs[self._place(state)].append(data)
-            self._log.append(_entry(line, state, data))
+        output = self._outputs[self._place(state)]
+        end, entries = output.size, self._log.size
+        with _failing(f"cannot write {output.path}"):
+            try:
+                output.append(data)
+                self._log.append(_entry(line, state, data))
+            except BaseException:  # full, or told to stop between the two
+                if self._log.size == entries:
+                    output.cut(end)
+                raise
         self.state[line] = state
         self._unsynced += 1
         if time.monotonic() - self._synced_at >= SYNC_EVERY:

@@ -7,8 +7,10 @@ import errno
 import functools
 import os
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -157,6 +159,51 @@ def test_a_loss_of_power_takes_what_was_not_synced(tmp_path: Path) -> None:
             done = [line for line in range(1, LINES + 1) if again.state[line]]
             assert done[:3] == [1, 2, 3]
             assert whole(folder) == [text_of(line) for line in done]
+
+
+def interrupted_add(results: JobResults, nth: int) -> bool:
+    """Adds line 2, and is told to stop before the `nth` instruction of that; False where it has fewer."""
+    left = nth
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.endswith(("/jobs/journal.py", "/jobs/files.py")):
+            return None
+        frame.f_trace_opcodes = True
+        left -= event == "opcode"
+        if left == 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        results.add(2, text_of(2), failed=False)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_told_to_stop_in_the_middle_of_a_result(tmp_path: Path) -> None:
+    """It is finished, and the next run counts it, or nothing of it is in the file."""
+    for nth in range(1, 1000):
+        folder = tmp_path / str(nth)
+        folder.mkdir()
+        with JobResults(folder / "out") as results:
+            results.begin(JOB, LINES)
+            results.add(1, text_of(1), failed=False)
+            more = interrupted_add(results, nth)
+        written = whole(folder)
+        with JobResults(folder / "out") as again:
+            again.begin(JOB, LINES)
+            assert written == [text_of(line) for line in range(1, LINES + 1) if again.state[line]], nth
+        if not more:
+            assert nth > 50
+            return
+    pytest.fail("there was always another instruction")
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
