@@ -195,6 +195,11 @@ class CopyEngine(Closing):
                 file.close()
             self._files.clear()
 
+    def __del__(self) -> None:
+        """The threads of an engine that was let go of without `close` end."""
+        if hasattr(self, "_workers"):
+            self._workers.abandon()
+
     def _file(self, path: str, ours: bool = False) -> DirectFile:
         with self._files_lock:
             if path not in self._files:

@@ -8,7 +8,6 @@ Layout, all names our own:
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import hashlib
 import logging
@@ -18,6 +17,7 @@ import secrets
 import shutil
 import socket
 import stat
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,12 +39,12 @@ class OffloadDir(Closing):
 
     UsageError for a path that is not a folder, a symbolic link, another user's, or writable by all; StorageError where
     the file system refuses. Everything is done relative to open descriptors, so that a folder or link swapped in behind
-    our back is never followed. `close` removes the run folder and releases its lock; it also runs at interpreter exit.
+    our back is never followed. `close` removes the run folder and releases its lock; so do letting go of it without,
+    and the interpreter's exit.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.abspath(path))
-        self._owner_pid = os.getpid()
         self._files = 0
         self._fd = _open_root(self.path)
         self._run_fd = self._lock_fd = -1
@@ -53,12 +53,12 @@ class OffloadDir(Closing):
                 self._remove_stale_runs()
                 self._make_run_folder()
         except OSError as error:
-            self._close_descriptors()
+            _close(self._lock_fd, self._run_fd, self._fd)
             if isinstance(error, StorageError):
                 raise
             raise storage_error(f"cannot make a run folder in {self.path}", error) from error
-        self.closed = False
-        atexit.register(self.close)
+        fds = (self._lock_fd, self._run_fd, self._fd)
+        self._leave = weakref.finalize(self, _leave, os.getpid(), self.path, self._run_name, *fds)
 
     @property
     def run_path(self) -> Path:
@@ -124,12 +124,8 @@ class OffloadDir(Closing):
 
     def close(self) -> None:
         """Remove the run folder and release its lock; a second call does nothing. What will not go is logged."""
-        if self.closed or os.getpid() != self._owner_pid:  # a forked child must not remove its parent's files
-            return
-        _remove_tree(self._run_name, self._fd, self.path)
-        self.closed = True
-        self._close_descriptors()
-        atexit.unregister(self.close)
+        self._leave()
+        self._lock_fd = self._run_fd = self._fd = -1
 
     def _make_run_folder(self) -> None:
         self._run_name = f"run-{os.getpid()}-{secrets.token_hex(8)}"
@@ -155,12 +151,6 @@ class OffloadDir(Closing):
                     _remove_tree(name, self._fd, self.path)
             finally:
                 os.close(folder)
-
-    def _close_descriptors(self) -> None:
-        for fd in (self._lock_fd, self._run_fd, self._fd):
-            if fd >= 0:
-                os.close(fd)
-        self._lock_fd = self._run_fd = self._fd = -1
 
 
 def packed_name(fingerprint: str) -> str:
@@ -230,6 +220,19 @@ def _left_by(folder: int) -> str | None:
         return _holder(fd) if _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, "run folder") else None
     finally:
         os.close(fd)
+
+
+def _leave(owner: int, path: Path, run_name: str, lock_fd: int, run_fd: int, fd: int) -> None:
+    """Remove a run folder of the process `owner`: a forked child must not remove its parent's files."""
+    if os.getpid() == owner:
+        _remove_tree(run_name, fd, path)
+        _close(lock_fd, run_fd, fd)
+
+
+def _close(*fds: int) -> None:
+    for fd in fds:
+        if fd >= 0:
+            os.close(fd)
 
 
 def _remove_tree(name: str, folder: int, path: Path) -> None:

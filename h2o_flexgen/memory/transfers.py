@@ -178,6 +178,11 @@ class Workers:
             if thread.ident is not None:
                 thread.join()
 
+    def abandon(self) -> None:
+        """Nobody will `submit` any more: idle threads end on their own. Without the lock, which a thread may hold while
+        it collects garbage."""
+        self._closing = True
+
     def _work(self, queue: WorkQueue) -> None:
         while (claim := self._claim(queue)) is not None:
             (ticket, operation), error = claim, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,24 @@ def test_an_engine_that_is_let_go_of_leaves_no_open_files(model: Path) -> None:
     assert there()
     del llm
     assert not there()
+
+
+def test_an_engine_that_is_let_go_of_leaves_neither_threads_nor_a_folder(model: Path, tmp_path: Path) -> None:
+    def threads() -> list[threading.Thread]:
+        return [each for each in threading.enumerate() if each not in before]
+
+    before = threading.enumerate()
+    llm = Engine(str(model), offload_dir=str(tmp_path), policy={"weights": {"disk": 1.0}, "cache": {"disk": 1.0}})
+    llm.generate(PROMPTS, **SETTINGS)
+    assert threads()
+    assert list(tmp_path.glob("run-*"))
+    del llm
+    gc.collect()
+    for thread in threads():
+        thread.join(20)
+    assert not threads()
+    gc.collect()
+    assert not list(tmp_path.glob("run-*"))
 
 
 def readlink(path: Path) -> str:
