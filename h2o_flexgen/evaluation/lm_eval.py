@@ -5,7 +5,6 @@ The harness finds it under the name h2o_flexgen, by the entry point `lm_eval.mod
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,7 +61,6 @@ class H2OFlexGenLM(TemplateLM):
         if batch_size not in (None, 1, "1") and not str(batch_size).startswith("auto"):
             settings["policy"] = {"gpu_batch_size": int(str(batch_size))}
         self.llm, self._max_gen_toks = LLM(pretrained, eviction=self._eviction, **settings), max_gen_toks
-        atexit.register(self.llm.close)
         if self.llm.model.codec is None:
             raise UsageError(f"{pretrained} has no tokenizer", "needed one beside its config.json")
         self._codec, self._spec = self.llm.model.codec, self.llm.model.spec

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,16 @@ def evaluated() -> Any:
         )
     yield lm, results
     lm.llm.close()
+
+
+def test_a_model_that_is_let_go_of_leaves_its_memory() -> None:
+    """Of a loop over policies, each with a model of its own."""
+    pytest.importorskip("lm_eval", reason="needs the extra lm-eval")
+    from h2o_flexgen.evaluation.lm_eval import H2OFlexGenLM
+
+    there = weakref.ref(H2OFlexGenLM("demo").llm)
+    gc.collect()
+    assert there() is None
 
 
 def _samples(evaluated: Any, task: str) -> list[tuple[dict[str, Any], Any]]:
