@@ -102,6 +102,7 @@ class Engine(Closing):
     @devices.plain_torch()
     def __init__(self, model: str | PathLike[str] = "demo", *, planner: Planner = by_rule, **settings: Any) -> None:
         devices.require_threads()
+        self._peak_before = devices.peak_rss()
         self.config = EngineConfig.of(model, **settings)
         self.offload_folder = devices.offload_folder(self.config.offload_dir).absolute()
         """The folder of packed weights and the disk tier, wherever the process goes."""
@@ -319,7 +320,8 @@ class Engine(Closing):
             self._retry.begin()
             if self.score_log is not None:
                 self.score_log.begin()
-            meter, sampler = RunMetrics(self._trace), Sampler(self.model.codec.decode if self.model.codec else None)
+            meter = RunMetrics(self._trace, self._peak_before)
+            sampler = Sampler(self.model.codec.decode if self.model.codec else None)
             waiting, plans = {row.row_id: row for row in rows}, list[Plan]()
             every, newcomers = _work_of(rows), Newcomers(late, waiting)
             del rows  # those that are finished are no longer held

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -234,15 +236,31 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(
 
 
 def test_a_peak_above_the_cap_is_told_with_both(checkpoint, monkeypatch) -> None:
-    """A warning of the record names what was measured and the cap; there is none at the cap."""
-    with Engine(checkpoint("opt")[1], dtype="float32", cpu_mem="16GiB") as llm:
-        for peak, told in ((16 << 30, []), (17 << 30, ["peak resident memory of 17 GiB is above the cap of 16 GiB"])):
-            monkeypatch.setattr(devices, "peak_rss", lambda peak=peak: peak)
+    """A warning of the record names what was measured and the cap; there is none at the cap, nor of what the process
+    had used before there was the engine."""
+    peak = 16 << 30
+    monkeypatch.setattr(devices, "peak_rss", lambda: peak)
+    for before, after, told in (
+        (1, 16, []),
+        (1, 17, ["peak resident memory of 17 GiB is above the cap of 16 GiB"]),
+        (17, 17, []),
+        (17, 18, ["peak resident memory of 18 GiB is above the cap of 16 GiB"]),
+    ):
+        peak = before << 30
+        with Engine(checkpoint("opt")[1], dtype="float32", cpu_mem="16GiB") as llm:
+            peak = after << 30
             llm.generate(prompts_of([5]), max_new_tokens=2)
             record = llm.last_record
             assert [text.partition(":")[0] for text in record.warnings if "resident" in text] == told
             assert record.peak_bytes["rss"] == peak
             assert all(text in run_report(record) for text in told)
+
+
+def test_the_peak_is_not_that_of_who_started_the_process() -> None:
+    child = "from h2o_flexgen.engine.limits.devices import peak_rss; print(peak_rss())"
+    parent = f"import subprocess, sys; held = bytearray(1 << 30); subprocess.run([sys.executable, '-c', {child!r}])"
+    peak = int(subprocess.run([sys.executable, "-c", parent], stdout=subprocess.PIPE, check=True).stdout)
+    assert 10 << 20 < peak < 1 << 30
 
 
 def test_weights_stay_where_they_are_while_caches_fit_beside_them(checkpoint) -> None:

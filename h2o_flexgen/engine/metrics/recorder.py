@@ -88,9 +88,11 @@ class RowLengths(NamedTuple):
 
 
 class RunMetrics:
-    """The counters of one call, over all placements it runs on."""
+    """The counters of one call, over all placements it runs on. peak_before: the most bytes of the process that were
+    resident before there was the engine."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, peak_before: int) -> None:
+        self.peak_before = peak_before
         self.totals = BlockTotals()
         self.lengths = Counter[RowLengths]()
         """Finished rows by their lengths."""
@@ -153,7 +155,7 @@ def make_record(
     achieved, peaks = plan.placement.achieved(model.spec, model.dtype), metrics.peak_bytes
     said = [
         *(*spec_warnings(model.spec, config.eviction), *warnings, *_unrealised(config, plan, achieved)),
-        _above_cap(plan, peaks["rss"]),
+        _above_cap(plan, peaks["rss"]) if peaks["rss"] > metrics.peak_before else None,
         _because(_BY_TORCH, triton_available.why_not("cuda") if _device(plan, config) == "cuda" else None),
         _because(_NOT_RECORDED, totals.not_recorded),
         sharing_warning(metrics.cores.shared),
