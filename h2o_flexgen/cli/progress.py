@@ -18,6 +18,7 @@ PREFILL, GENERATING, PACKING, COMPILING = "prefill", "generating", "packing weig
 _LABELS = {PREFILL: "prefill", GENERATING: "decode"}
 _LINE_EVERY, _SAY_EVERY, _DRAW_EVERY = 30.0, 2.0, 0.1  # seconds
 _TOKENS = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} tokens{postfix}"
+_REQUESTS = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}, {elapsed}{postfix}"
 
 
 def bar(total: float, **options: Any) -> tqdm[Any]:
@@ -56,11 +57,33 @@ class ProgressBar:
     def __init__(self, quiet: bool) -> None:
         self._quiet, self._terminal = quiet, sys.stderr.isatty()
         self._bar: tqdm[Any] | None = None
+        self._kind = ""
+        self._said = time.monotonic()
 
     def close(self) -> None:
         bar, self._bar = self._bar, None
         if bar is not None:
             bar.close()
+
+    def _of(self, kind: str, total: float, **options: Any) -> tqdm[Any]:
+        """The bar of this `kind`, which takes the place of another's."""
+        if self._bar is None or self._kind != kind:
+            self.close()
+            self._bar, self._kind = bar(total, **options), kind
+        return self._bar
+
+    def _bytes(self, what: str, done: int, total: int) -> None:
+        if self._terminal:
+            shown = self._of(what, total, desc=what, unit="B", unit_scale=True)
+            shown.update(done - shown.n)
+        else:
+            self._now_and_then(lambda: f"{what}: {format_bytes(done)} of {format_bytes(total)}")
+
+    def _now_and_then(self, line: Callable[[], str]) -> None:
+        now = time.monotonic()
+        if now - self._said >= _LINE_EVERY:
+            self._said = now
+            print_error(line())
 
     def _told(self, what: str) -> bool:
         """Whether `what` is compiling, which is told at once."""
@@ -82,8 +105,9 @@ class RunProgress(ProgressBar):
         super().__init__(quiet)
         self._sequences, self._finished = sequences, 0
         self._phases = {PREFILL: _Phase(), GENERATING: _Phase()}
-        self._what = self._kind = ""
-        self._then = self._said = self._drawn = time.monotonic()
+        self._what = ""
+        self._then = time.monotonic()
+        self._drawn = 0.0
         self.packed = 0
         """Bytes of weights that were packed for the disk."""
 
@@ -101,11 +125,12 @@ class RunProgress(ProgressBar):
         self._what, self._then = what, now
         if compiling or self._quiet or (what == GENERATING and not self._phases[PREFILL].total):
             return
-        if self._terminal:
+        if what not in self._phases:
+            self._bytes(what, done, total)
+        elif self._terminal:
             self._draw(what, done, total, now)
-        elif now - self._said >= _LINE_EVERY:
-            self._said = now
-            print_error(self._line(what, done, total))
+        else:
+            self._now_and_then(lambda: f"{_LABELS[what]}: {done} of {total} tokens, {self._state(what)}")
 
     def finished(self) -> None:
         self._finished += 1
@@ -123,23 +148,11 @@ class RunProgress(ProgressBar):
             phase.timed += max(0, more)
 
     def _draw(self, what: str, done: int, total: int, now: float) -> None:
-        kind = "tokens" if what in self._phases else what
-        if self._bar is None or self._kind != kind:
-            self.close()
-            options: dict[str, Any] = {"bar_format": _TOKENS} if kind == "tokens" else {"unit": "B", "unit_scale": True}
-            self._bar = bar(total, desc=_LABELS.get(what, what), **options)
-            self._kind, self._drawn = kind, 0.0
-        if kind != "tokens":
-            self._bar.update(done - self._bar.n)
-        elif now - self._drawn >= _DRAW_EVERY:
-            self._drawn, self._bar.n, self._bar.total = now, done, total
-            self._bar.set_description_str(_LABELS[what], refresh=False)
-            self._bar.set_postfix_str(self._state(what))
-
-    def _line(self, what: str, done: int, total: int) -> str:
-        if what in self._phases:
-            return f"{_LABELS[what]}: {done} of {total} tokens, {self._state(what)}"
-        return f"{what}: {format_bytes(done)} of {format_bytes(total)}"
+        shown = self._of("tokens", total, desc=_LABELS[what], bar_format=_TOKENS)
+        if now - self._drawn >= _DRAW_EVERY:
+            self._drawn, shown.n, shown.total = now, done, total
+            shown.set_description_str(_LABELS[what], refresh=False)
+            shown.set_postfix_str(self._state(what))
 
     def _state(self, what: str) -> str:
         """Rate, finished sequences, and the time that is left of the whole call, as far as it is known."""
@@ -158,33 +171,48 @@ class JobProgress(ProgressBar):
     `LLM.on_progress`."""
 
     def __init__(
-        self, quiet: bool, requests: int, meter: Callable[[str, int, int], None], left: Callable[[float], str]
+        self,
+        quiet: bool,
+        requests: int,
+        before: int = 0,
+        meter: Callable[[str, int, int], None] = lambda *_: None,
+        left: Callable[[float], str] = lambda _: "",
+        what: str = "requests",
     ) -> None:
-        """`meter`: hears of tokens, too; `left`: how long it will take, so many seconds after its begin."""
+        """`before`: requests that earlier runs finished; `meter`: hears of tokens, too; `left`: how long it will take,
+        so many seconds after its begin."""
         super().__init__(quiet)
-        self._requests, self._meter, self._left = requests, meter, left
-        self._started = self._said = time.monotonic()
+        self._requests, self._before, self._meter, self._left, self._what = requests, before, meter, left, what
+        self._now = self._failed = 0
+        self._started = self._said
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        self._told(what)
+        compiling = self._told(what)
         self._meter(what, done, total)
+        if what in _LABELS:
+            self._show()
+        elif not (compiling or self._quiet):
+            self._bytes(what, done, total)
 
-    def finished(self, before: int, now: int, failed: int) -> None:
-        """So many requests were done by earlier runs, and by this one; `failed`: of these."""
+    def finished(self, now: int, failed: int) -> None:
+        """So many requests were done by this run; `failed`: of these."""
+        self._now, self._failed = now, failed
+        self._show()
+
+    def _show(self) -> None:
         if self._quiet:
             return
-        if self._terminal:
-            if self._bar is None:
-                self._bar = bar(self._requests, desc="requests", unit="", initial=before)
-            if time.monotonic() - self._said >= _SAY_EVERY:
-                self._said = time.monotonic()
-                self._bar.set_postfix_str(self._left(self._said - self._started), refresh=False)
-            self._bar.update(before + now - self._bar.n)
-        elif time.monotonic() - self._said >= _LINE_EVERY:
-            self._said = time.monotonic()
-            seconds = self._said - self._started
-            left = (
-                self._left(seconds) or f"{tqdm.format_interval((self._requests - before - now) * seconds / now)} left"
-            )
-            trouble = f", {failed} failed" if failed else ""
-            print_error(f"{before + now:,} of {self._requests:,} requests{trouble}, {left}")
+        if not self._terminal:
+            self._now_and_then(self._line)
+            return
+        done, now = self._before + self._now, time.monotonic()
+        shown = self._of(self._what, self._requests, desc=self._what, initial=done, bar_format=_REQUESTS)
+        shown.update(done - shown.n)
+        if now - self._said >= _SAY_EVERY:
+            self._said = now
+            shown.set_postfix_str(self._left(now - self._started))
+
+    def _line(self) -> str:
+        trouble = f", {self._failed} failed" if self._failed else ""
+        left = self._left(self._said - self._started)
+        return f"{self._before + self._now:,} of {self._requests:,} {self._what}{trouble}{left and ', '}{left}"

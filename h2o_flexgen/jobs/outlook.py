@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.jobs.forecast import OF_SAMPLE, Forecast, Pace, Percentiles, ToCome, seconds_text
-from h2o_flexgen.jobs.job import GivenRequests, Job, bounded, opened, under_way
+from h2o_flexgen.jobs.job import GivenRequests, Job, Summary, bounded, opened, under_way, unheard
 from h2o_flexgen.jobs.requests import Refused, RequestFormat
 from h2o_flexgen.jobs.source import Record, Source
 from h2o_flexgen.planning.llm import LLM
@@ -83,6 +83,7 @@ def expected(
     state: bytearray,
     at_risk: float | None,
     sample: int,
+    told: Callable[[Summary], None] = unheard,
 ) -> Outlook:
     """What is known of a job before it goes on, of which `state` has what is done: nothing without a sample."""
     left = requests - (len(state) - state.count(0))
@@ -90,7 +91,7 @@ def expected(
     if not sample or not left:
         return nothing
     try:
-        found = outlook(llm, source, form, requests, at_risk, sample)
+        found = outlook(llm, source, form, requests, at_risk, sample, told)
     except PlanError:  # not all fit together: those that do not are refused one by one
         return nothing
     # The weights are loaded by now, and requests are read again.
@@ -102,9 +103,16 @@ def expected(
 
 
 def outlook(
-    llm: LLM, source: Source, form: RequestFormat, requests: int, at_risk: float | None, sample: int
+    llm: LLM,
+    source: Source,
+    form: RequestFormat,
+    requests: int,
+    at_risk: float | None,
+    sample: int,
+    told: Callable[[Summary], None] = unheard,
 ) -> Outlook:
-    """Reads all requests, has `sample` of them answered, and says what the job takes. `llm` is as the job has it."""
+    """Reads all requests, has `sample` of them answered, and says what the job takes. `llm` is as the job has it;
+    `told`: called after each request of the sample."""
     forecast, seen, started = Forecast(requests, 1), 0, time.monotonic()
     records = list[Record]()
     random = np.random.default_rng(0)
@@ -132,7 +140,7 @@ def outlook(
         forecast.block(middle.policy.block_size)
         if middle.predicted is not None:
             forecast.pace = Pace.of_plan(middle.predicted, int(usual[1]), forecast.slots)
-        moved = _run_sample(llm, form, forecast, records) if records else 0.0
+        moved = _run_sample(llm, form, forecast, records, told) if records else 0.0
     finally:
         llm.planner = planner
     if forecast.pace is not None:
@@ -155,7 +163,9 @@ def glimpse(llm: LLM, source: Source, form: RequestFormat, like: Forecast, done:
     return job.left(0.0)
 
 
-def _run_sample(llm: LLM, form: RequestFormat, forecast: Forecast, records: list[Record]) -> float:
+def _run_sample(
+    llm: LLM, form: RequestFormat, forecast: Forecast, records: list[Record], told: Callable[[Summary], None]
+) -> float:
     """Has `records` answered, for the lengths of the answers and the pace. Bytes that moved, a second."""
     part = Forecast(len(records), forecast.slots)
     kept = GivenRequests(records)
@@ -167,7 +177,7 @@ def _run_sample(llm: LLM, form: RequestFormat, forecast: Forecast, records: list
 
     llm.on_progress, started = meter, time.monotonic()
     try:
-        Job(llm, kept, form, kept, len(records), forecast=part).run()
+        Job(llm, kept, form, kept, len(records), told=told, forecast=part).run()
     finally:
         llm.on_progress = shown
     elapsed, record = time.monotonic() - started, llm.last_record

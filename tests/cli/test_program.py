@@ -349,16 +349,24 @@ def test_progress_that_is_closed_twice(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_job_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of what this run has done in so many seconds, not of what earlier ones did."""
+    """From its begin on, and no time where there is nothing to tell it from."""
     clock = Clock(monkeypatch)
-    told, quiet = (JobProgress(each, 2000, lambda *_: None, lambda _: "") for each in (False, True))
-    foreseen = JobProgress(False, 2000, lambda *_: None, lambda seconds: f"between {seconds:.0f} s and a day left")
-    told.finished(500, 10, 0)
+    told, quiet = (JobProgress(each, 2000, 500) for each in (False, True))
+    foreseen = JobProgress(False, 2000, 500, left=lambda seconds: f"between {seconds:.0f} s and a day left")
+    told.finished(10, 0)
     assert capsys.readouterr().err == "", "a short job needs no line"
+    for words, line in (
+        (("packing weights", 1 << 20, 1 << 30), "packing weights: 1 MiB of 1 GiB\n"),
+        (("prefill", 5, 10), "510 of 2,000 requests\n"),
+    ):
+        clock.now += 50
+        for each in (told, quiet):
+            each(*words)
+        assert capsys.readouterr().err == line
     clock.now += 50
     for each in (told, quiet):
-        each.finished(500, 100, 3)
+        each.finished(100, 3)
         each.close()
-    assert capsys.readouterr().err == "600 of 2,000 requests, 3 failed, 11:40 left\n"
-    foreseen.finished(500, 100, 0)
-    assert capsys.readouterr().err == "600 of 2,000 requests, between 50 s and a day left\n"
+    assert capsys.readouterr().err == "600 of 2,000 requests, 3 failed\n"
+    foreseen.finished(100, 0)
+    assert capsys.readouterr().err == "600 of 2,000 requests, between 150 s and a day left\n"

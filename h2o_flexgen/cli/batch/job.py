@@ -15,7 +15,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
@@ -78,11 +78,13 @@ def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
                 raise UsageError(f"--strict: {faults}", "needed requests that can all be run", "leave --strict out")
         _begin(arguments, results, identity, scan)
         form = request_format(arguments, llm.model, source.format, scan.doubled, results.header or {})
-        sample = arguments.sample if arguments.ray is None else 0
-        forecast = expected(llm, source, form, scan.requests, results.state, arguments.at_risk, sample).forecast
+        sample, done = arguments.sample if arguments.ray is None else 0, len(results.state) - results.state.count(0)
+        with _sampling(arguments, llm, scan.requests) as told:
+            found = expected(llm, source, form, scan.requests, results.state, arguments.at_risk, sample, told)
+        forecast = found.forecast
         if forecast.first is not None and not arguments.quiet:
             print_error(f"expected: {seconds_text(forecast.first)}")
-        progress = JobProgress(arguments.quiet, scan.requests, forecast.meter, forecast.left_text)
+        progress = JobProgress(arguments.quiet, scan.requests, done, forecast.meter, forecast.left_text)
         stack.callback(progress.close)
         job = _job(arguments, llm, source, scan, results, progress, form, forecast)
         outcome.stopped = EXIT_RESUMABLE
@@ -111,11 +113,21 @@ def _plan_only(arguments: BatchArguments) -> int:
     with LLM(**vars(arguments.engine), hardware=arguments.hardware) as llm:
         let_calibrate(llm, arguments.calibrate, arguments.quiet)
         form = request_format(arguments, llm.model, source.format, scan.doubled, {})
-        found = outlook(llm, source, form, scan.requests, arguments.at_risk, arguments.sample).to_json()
+        with _sampling(arguments, llm, scan.requests) as told:
+            found = outlook(llm, source, form, scan.requests, arguments.at_risk, arguments.sample, told).to_json()
     if not arguments.quiet:
         write_result(outlook_text(found))
     write_json(json.dumps({"plan": {**found, "sample": arguments.sample}}), arguments.json)
     return 0
+
+
+@contextmanager
+def _sampling(arguments: BatchArguments, llm: LLM, requests: int) -> Iterator[Callable[[Summary], None]]:
+    """Shows how far a sample of the requests is."""
+    some = min(arguments.sample, requests)
+    with closing(JobProgress(arguments.quiet, some, what="requests of the sample")) as progress:
+        llm.on_progress = progress
+        yield lambda summary: progress.finished(summary.ok + summary.failed, summary.failed)
 
 
 def _begin(arguments: BatchArguments, results: JobResults, identity: dict[str, Any], scan: Scan) -> None:
@@ -144,7 +156,7 @@ def _job(
 
     def told(summary: Summary) -> None:
         forecast.note(time.monotonic() - begun)
-        progress.finished(summary.before, summary.ok + summary.failed, summary.failed)
+        progress.finished(summary.ok + summary.failed, summary.failed)
 
     header = results.header or {}
     if arguments.ray is not None:
