@@ -225,7 +225,14 @@ _USUAL = frozenset(
 """The settings that the engine samples by itself, for all rows with equal settings at once."""
 
 _DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(SamplingParams)}
+_IDLE = {**_DEFAULTS, "num_beams": 1}
 _UNUSUAL = frozenset(_DEFAULTS).difference(_USUAL, _ELSEWHERE)
+
+
+def shapes_greedy(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a model's `stored` generation settings that change its greedy tokens."""
+    names = set(_IDLE).difference(_ELSEWHERE, SAMPLING_ONLY)
+    return {name: stored[name] for name in sorted(names) if stored.get(name) not in (None, [], _IDLE.get(name))}
 
 
 def warn_idle(names: list[str], stacklevel: int) -> None:

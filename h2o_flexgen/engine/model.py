@@ -20,12 +20,14 @@ from h2o_flexgen.checkpoint.hub import ResolvedModel, resolve_model
 from h2o_flexgen.checkpoint.opening import open_stored
 from h2o_flexgen.checkpoint.quantising import QuantisingSource, kept_importance
 from h2o_flexgen.checkpoint.source import DummySource, WeightSource
+from h2o_flexgen.config.checks import shown
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import elsewhere
 from h2o_flexgen.config.recall import with_caches_near
+from h2o_flexgen.config.sampling import shapes_greedy
 from h2o_flexgen.config.workload import check_eviction, counted_in_bytes
 from h2o_flexgen.engine.limits.devices import resolve_dtype
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
@@ -269,7 +271,11 @@ def _with_generation_eos(spec: ModelSpec, folder: Path | None) -> ModelSpec:
     if folder is None:
         return spec
     path = Path(folder) / "generation_config.json"
-    eos = generation_settings(path).get("eos_token_id")
+    stored = generation_settings(path)
+    if shaping := shapes_greedy(stored):
+        asked = ", ".join(f"{name}={shown(value)}" for name, value in shaping.items())
+        log.warning("%s asks for %s: only generate_ids looks there, other calls do what they are told", path, asked)
+    eos = stored.get("eos_token_id")
     said = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(type(token) is int for token in said):
         raise ModelError(f"eos_token_id is {eos!r} in {path}", "needed a token id or a list of them")

@@ -260,6 +260,18 @@ def test_generation_config_says_what_ends_a_turn(tmp_path: Path, said: Any, eos:
         assert engine.model.spec.eos_token_ids == eos
 
 
+def test_stored_settings_that_answers_do_not_have_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """transformers' generate would penalise repetitions; what is sampled by is no surprise in greedy answers."""
+    folder = write_model(tmp_path / "model")
+    said: dict[str, Any] = {"repetition_penalty": 1.1, "suppress_tokens": [], "no_repeat_ngram_size": 0, "num_beams": 1}
+    for penalty, warned in ((1.1, True), (1.0, False)):
+        said |= {"repetition_penalty": penalty, "do_sample": True, "temperature": 0.7}
+        (folder / "generation_config.json").write_text(json.dumps(said))
+        caplog.clear()
+        Engine(str(folder)).close()
+        assert ("asks for repetition_penalty=1.1: only generate_ids" in caplog.text) == warned
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [true]}'])
 def test_a_generation_config_that_cannot_be_used(tmp_path: Path, text: str) -> None:
     folder = write_model(tmp_path / "model")
