@@ -253,13 +253,13 @@ def _frozen(params: SamplingParams) -> dict[str, Any]:
     made["thinking"] = Thinking.read(params.thinking)
     try:
         for name in ("suppress_tokens", "begin_suppress_tokens"):
-            made[name] = tuple(getattr(params, name) or ())
-        for name in _NUMBERS:
-            value = _plain(getattr(params, name))
-            made[name] = tuple(map(_plain, value)) if isinstance(value, (list, tuple, set, frozenset)) else value
-        made["bad_words_ids"] = tuple(tuple(word) for word in params.bad_words_ids or ())
+            made[name] = tuple(map(plain, getattr(params, name) or ()))
+        for name in (*_NUMBERS, *_COUNTS):
+            value = plain(getattr(params, name))
+            made[name] = tuple(map(plain, value)) if isinstance(value, (list, tuple, set, frozenset)) else value
+        made["bad_words_ids"] = tuple(tuple(map(plain, word)) for word in params.bad_words_ids or ())
         made["sequence_bias"] = tuple(
-            (tuple(word), value) for word, value in (bias.items() if isinstance(bias, dict) else bias)
+            (tuple(map(plain, word)), value) for word, value in (bias.items() if isinstance(bias, dict) else bias)
         )
     except (TypeError, ValueError) as error:
         raise UsageError(
@@ -269,9 +269,10 @@ def _frozen(params: SamplingParams) -> dict[str, Any]:
     return made
 
 
-def _plain(value: Any) -> Any:
-    """`value`; of numpy and torch Python's own numbers, or a list of them."""
-    return value.tolist() if hasattr(value, "tolist") else value
+def plain(value: Any) -> Any:
+    """`value`; of numpy and torch Python's own numbers, or a list of them. A whole number may be written 3.0."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _tokens(value: int | tuple[int, ...] | None) -> tuple[int, ...]:

@@ -56,6 +56,7 @@ DETERMINISTIC: list[dict[str, Any]] = [
     {"eos_token_id": 89, "pad_token_id": 50},
     {"eos_token_id": 89, "pad_token_id": None},
     {"eos_token_id": None},
+    {"max_new_tokens": 7.0, "suppress_tokens": [8.0], "eos_token_id": [89.0, 8], "pad_token_id": 50.0},
     {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "suppress_tokens": [5], "min_new_tokens": 4},
     {"do_sample": True, "top_k": 1},
     {"do_sample": True, "top_k": 0, "top_p": 0.0, "temperature": 0.7},
@@ -70,7 +71,7 @@ def test_options(model, llm, settings: dict[str, Any]) -> None:
     # What depends on the first token sees a prompt of one token, too.
     single = any("bos" in name or "begin" in name for name in settings)
     for lengths in (RAGGED, [1]) if single else (RAGGED,):
-        same(model, llm, padded(lengths), max_new_tokens=NEW, **settings)
+        same(model, llm, padded(lengths), **{"max_new_tokens": NEW, **settings})
 
 
 DEFAULT_LENGTH = pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
@@ -151,6 +152,16 @@ class TestWhereSettingsComeFrom:
             assert same(model, llm, inputs, generation_config=config).shape[1] == 7
             assert same(model, llm, inputs, generation_config=config, max_new_tokens=3).shape[1] == 3
             same(model, llm, inputs, repetition_penalty=None, suppress_tokens=None)
+
+    @pytest.mark.parametrize("said", [{"pad_token_id": None}, {"pad_token_id": None, "eos_token_id": None}], ids=str)
+    def test_tokens_that_the_file_leaves_out_are_none(self, folder, said: dict[str, Any]) -> None:
+        """Though config.json has them: rows end with an eos again, or never, and no pad token is padding."""
+        model = self.stored(folder, **said)
+        ids, _ = inputs = padded(RAGGED)
+        with Engine(str(folder), dtype="float32") as llm:
+            same(model, llm, inputs, max_new_tokens=NEW)
+            expected = model.generate(ids, max_new_tokens=NEW)
+            assert torch.equal(llm.generate_ids(ids, max_new_tokens=NEW), expected)
 
     def test_sampling_settings_of_the_file_are_no_reason_to_warn(self, folder, recwarn) -> None:
         self.stored(folder, temperature=0.6, top_p=0.9, do_sample=True)

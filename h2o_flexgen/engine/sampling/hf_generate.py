@@ -14,7 +14,7 @@ from torch import Tensor
 
 from h2o_flexgen.checkpoint.files import generation_settings
 from h2o_flexgen.config.checks import iterable, shown
-from h2o_flexgen.config.sampling import SAMPLING_ONLY, SamplingParams, warn_idle
+from h2o_flexgen.config.sampling import SAMPLING_ONLY, SamplingParams, plain, warn_idle
 from h2o_flexgen.engine.model import Model
 from h2o_flexgen.engine.requests.sequence import Hooks, Processor, Sequence
 from h2o_flexgen.engine.sampling.processors import NOTHING
@@ -103,8 +103,7 @@ class Settings:
 
     def whole(self, name: str) -> int | None:
         """The value of a setting that is a whole number; UsageError for anything else."""
-        value = self.get(name)
-        value = value.tolist() if hasattr(value, "tolist") else value
+        value = plain(self.get(name))
         if isinstance(value, bool) or not isinstance(value, int | None):
             raise UsageError(f"{name} is {shown(value)}", "needed a whole number")
         return value
@@ -176,8 +175,9 @@ def token_ids(value: Any) -> tuple[int, ...]:
     """One id, a list, a tensor or None as a tuple."""
     if value is None:
         return ()
-    value = value.tolist() if hasattr(value, "tolist") else value
-    return (value,) if isinstance(value, int) else tuple(iterable(value, "eos_token_id", "needed token ids"))
+    value = plain(value)
+    many = [value] if isinstance(value, int) else iterable(value, "eos_token_id", "needed token ids")
+    return tuple(map(plain, many))
 
 
 _OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
@@ -210,7 +210,9 @@ def _stored(folder: Path | None) -> tuple[dict[str, Any], str]:
         said = generation_settings(path)
         # Old conversions wrote -1 for no token.
         absent = {key for key in SPECIAL_TOKENS if isinstance(said.get(key), int) and said[key] < 0}
-        return {key: value for key, value in _of_object(said).items() if key not in absent}, name
+        # A token that this file leaves out is none, whatever config.json says of it.
+        unsaid = dict.fromkeys(SPECIAL_TOKENS if name.startswith("generation") else ())
+        return {**unsaid, **{key: value for key, value in _of_object(said).items() if key not in absent}}, name
     return {}, ""
 
 
