@@ -176,8 +176,7 @@ class JobResults(Closing):
             if not locked(self._journal.fd):
                 raise LockedError(f"{self.paths[0]} has just been begun by another process")
         if self._overwrite:
-            for path in (*self.paths, *self._aside()):
-                path.unlink(missing_ok=True)
+            _remove(*self.paths, *self._aside())
         header = {**_NAMED, "version": VERSION, "created": int(time.time()), "job": job}
         self._log.cut(0)
         self._log.append(json.dumps(header).encode() + b"\n")
@@ -254,12 +253,12 @@ class JobResults(Closing):
 
     def _rewrite(self, ordered: bool, keep_failed: bool) -> None:
         *aside, whole, part = self._aside()
-        for path in (*aside, part):
-            path.unlink(missing_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        outputs = [AppendedFile(path, flags) for path in aside]
-        journal = AppendedFile(part, flags)
+        _remove(*aside, part)
+        made = list[AppendedFile]()
         try:
+            for path in (*aside, part):
+                made.append(AppendedFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+            *outputs, journal = made
             locked(journal.fd)
             journal.append(json.dumps(self.header).encode() + b"\n" + _signature())
             for entry, data in self._finished(ordered):
@@ -275,8 +274,11 @@ class JobResults(Closing):
             os.replace(part, whole)
             sync_folder(self._beside.parent)
         except BaseException:
-            for file in (*outputs, journal):
+            for file in made:
                 file.close()
+            if not whole.exists():
+                with suppress(OSError):
+                    _remove(*aside, part)
             raise
         for file in (*self._outputs, self._log):
             file.close()
@@ -300,9 +302,7 @@ class JobResults(Closing):
             self._log.path, self._log.size = self._beside, os.fstat(self._log.fd).st_size
             for file, path in zip(self._outputs, self.paths, strict=False):
                 file.path = path
-        for path in (*aside, part):
-            if path.exists():
-                path.unlink(missing_ok=True)
+        _remove(*aside, part)
 
     def _finished(self, ordered: bool) -> Iterator[tuple[FinishedEntry, bytes]]:
         """All entries with their results, as they were written or in the order of the input, in 25 bytes each."""
@@ -331,6 +331,11 @@ class JobResults(Closing):
         if self._journal is None:
             raise RuntimeError("these results are not begun, or closed")
         return self._journal
+
+
+def _remove(*paths: Path) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def _entry(line: int, state: int, data: bytes) -> bytes:
