@@ -272,6 +272,7 @@ def test_a_line_now_and_then_where_stderr_is_no_terminal(
     ran = run("--model", model, "--prompt-len", 9, "--num-prompts", 4, "-n", 3, "--gbs", 2)
     assert "\nprefill:" not in ran.err, "a short run needs none"
     monkeypatch.setattr(progress, "_LINE_EVERY", 0.0)
+    monkeypatch.setattr(progress, "_SHARE", 1.0)
     ran = run("--model", model, "--prompt-len", 9, "--num-prompts", 4, "-n", 3, "--gbs", 2)
     lines = [line for line in ran.err.splitlines() if line.startswith(("prefill:", "decode:"))]
     assert lines[0] == "prefill: 0 of 36 tokens, 0 of 4 sequences"
@@ -370,3 +371,19 @@ def test_a_job_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert capsys.readouterr().err == "600 of 2,000 requests, 3 failed\n"
     foreseen.finished(100, 0)
     assert capsys.readouterr().err == "600 of 2,000 requests, between 150 s and a day left\n"
+
+
+def test_a_job_does_not_spend_its_time_on_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock(monkeypatch)
+
+    def left(_: float) -> str:
+        clock.now += 3
+        return "an hour left"
+
+    told = JobProgress(False, 10**6, left=left)
+    for second in range(400):
+        clock.now += 1
+        told.finished(second, 0)
+    assert capsys.readouterr().err.count("an hour left") == 3
