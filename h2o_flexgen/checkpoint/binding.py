@@ -221,7 +221,8 @@ class Binding:
             module = stored.removesuffix(".weight")
             held = {part: f"{module}.{part}" for part in PART_NAMES if f"{module}.{part}" in where}
             entries = {part: self._entry(name) for part, name in held.items()}
-            shape = self._wanted.shape(stored)
+            turned = all(option.transposed for option in users.values())  # which no quantiser keeps
+            shape = self._wanted.shape(stored)[:: -1 if turned else 1]
             if module == stored or len(shape) != 2 or not _is_packed(entries):
                 continue
             packed.update(held.values())
@@ -243,7 +244,8 @@ class Binding:
             else:
                 matrix = stored_matrix(scheme, (shape[0], shape[1]), list(held))
                 excused = {part for part in PART_NAMES if f"{module}.{part}" in lost}
-                self._give(stored, MatrixParts(module, matrix, entries).bound(excused, self.problems))
+                bound = MatrixParts(module, matrix, entries).bound(excused, self.problems)
+                self._give(stored, partial(_rows_of, bound, shape[1], shape[0]) if turned and bound else bound)
         return packed
 
     def _claim_mxfp4(self, stored: str) -> None:
@@ -263,7 +265,7 @@ class Binding:
         if scheme is not None:
             matrix = stored_matrix(scheme, (count * outs, ins), _MXFP4)
             bound = MatrixParts(stored, matrix, entries).bound((), self.problems)
-        self._give(stored, None if bound is None else partial(_expert_of, bound, ins, outs))
+        self._give(stored, None if bound is None else partial(_rows_of, bound, ins, outs))
 
     def _give(self, stored: str, part_of: Callable[[Stored, tuple[int, ...]], FoundTensor] | None) -> None:
         """Give `part_of` tensor `stored` to each canonical tensor that is a part of it; None: it is faulty."""
@@ -385,10 +387,10 @@ def bind_files(root: str, shards: Shards, binding: Binding, files: list[Checkpoi
     return binding.bind(shards, tables)
 
 
-def _expert_of(
+def _rows_of(
     bound: Callable[[Stored, tuple[int, ...]], FoundTensor], ins: int, outs: int, option: Stored, shape: tuple[int, ...]
 ) -> FoundTensor:
-    """The `outs` rows of an expert, of which `option` says where they are where inputs are rows."""
+    """The `outs` rows of a matrix, or of one of several, of which `option` says where it is where inputs are rows."""
     number = (option.spans or ((0, 0),))[0][0] // ins
     return bound(replace(option, spans=((number * outs, (number + 1) * outs),)), shape)
 

@@ -44,8 +44,10 @@ NAMES = ("gptq act-order", "awq", "packed 4 zeros", "fp8 128")
 PAIRS = [([5, 9, 30, 7, 12], [3, 8, 21]), ([4], [17, 33])]
 LAYERS = {"gemma2": 3, "gpt_oss": 3}
 KEPT = ("lm_head", "embed_tokens", "mlp.gate.", "in_proj_a", "in_proj_b", "router", "shared_expert_gate")
-KEPT = (*KEPT, "dt_proj", "x_proj")
+KEPT = (*KEPT, "dt_proj", "x_proj", "wte", "wpe", "word_embeddings")
 """Matrices that quantisers leave as they are."""
+OWN = {"gpt2": "gptq act-order", "falcon": "gptq act-order", "jamba": "fp8 channel"}
+"""Types whose modules multiply in ways of their own, Jamba's by `dt_proj`."""
 
 
 def scored(folder: Path) -> list[float]:
@@ -60,19 +62,20 @@ def scored(folder: Path) -> list[float]:
 
 
 def made(kind: str, **changes: bool) -> PreTrainedModel:
-    if kind in STATES:
+    if kind in (*STATES, *OWN):
         return random_model(shrunk({"model_type": kind, **changes}))
     return tiny(kind, **{**SIZES, "num_hidden_layers": LAYERS.get(kind, 2), **changes})
 
 
-def store(kind: str, form: Format, dense: Path, quantised: Path) -> None:
+def store(kind: str, form: Format, dense: Path, quantised: Path, kept: Sequence[str] = KEPT) -> None:
     """The same tiny model twice: matrices of its layers in a stored format, and what they stand for."""
     made(kind).save_pretrained(dense)
+    turned = kind == "gpt2"
     generator, meant, stored = torch_generator(5), dict[str, Tensor](), dict[str, Tensor]()
     for name, tensor in load_file(dense / "model.safetensors").items():
-        if tensor.dim() == 2 and name.endswith(".weight") and not any(each in name for each in KEPT):
-            matrix = form.write(generator, *tensor.shape)
-            meant[name] = matrix.dense
+        if tensor.dim() == 2 and name.endswith(".weight") and not any(each in name for each in kept):
+            matrix = form.write(generator, *(tensor.T if turned else tensor).shape)
+            meant[name] = matrix.dense.T.contiguous() if turned else matrix.dense
             stored |= {f"{name.removesuffix('weight')}{part}": each for part, each in matrix.parts.items()}
         else:
             meant[name] = stored[name] = tensor
@@ -93,6 +96,16 @@ def cases(ways: Sequence[Any], quick: tuple[str, Any]) -> list[Any]:
     return [
         pytest.param(*case, marks=() if case[0] in PLAIN[:-1] or case == quick else pytest.mark.slow) for case in every
     ]
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_matrices_that_are_multiplied_otherwise(kind: str, tmp_path: Path) -> None:
+    dense, quantised = tmp_path / "dense", tmp_path / "quantised"
+    dense.mkdir()
+    quantised.mkdir()
+    store(kind, FORMATS[OWN[kind]], dense, quantised, [each for each in KEPT if each != "dt_proj"])
+    with Engine(str(quantised), dtype="float32", model_impl="transformers") as llm:
+        assert [score.logprob for score in llm.score(PAIRS)] == pytest.approx(scored(dense), abs=2e-3)
 
 
 @pytest.mark.turns

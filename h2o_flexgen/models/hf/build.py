@@ -138,7 +138,8 @@ class Packed:
             return _rows(args[1].packed, args[0])
         if function is torch.nn.functional.linear:
             return multiply(args[1], args[0], *args[2:], **(kwargs or {}))
-        raise TypeError(f"{function} of a packed matrix")
+        # A module that takes it for something else: as Jamba's steps, which are small.
+        return function(*(x.packed.expanded() if isinstance(x, Packed) else x for x in args), **(kwargs or {}))
 
     def is_floating_point(self) -> bool:
         """Of what it stands for: a model's dtype is that of the first of its parameters that is."""
@@ -178,7 +179,7 @@ def product(module: nn.Module, x: Tensor, wide: bool = False) -> Tensor:
 
 def is_product(module: nn.Module) -> bool:
     """Whether all that a module does is a product with its weight."""
-    return type(module) in (nn.Linear, Conv1D)
+    return type(module) in (nn.Linear, Conv1D) or type(module).__name__ == "FalconLinear"
 
 
 def take_products(model: nn.Module, head: nn.Module | None) -> None:
