@@ -37,15 +37,11 @@ _KEPT = ("policy", "experts", "load_s", "bandwidth", "bytes_moved", "roofline", 
 
 def made(model: str, folder: Path) -> Path:
     """The file of random weights of a model of configs/models, written once."""
-    from h2o_flexgen.baselines.random_gguf import GgufShape, write_random
+    from h2o_flexgen.baselines.random_gguf import GgufShape, random_file
 
-    path, config = folder / f"{model}-q4_0.gguf", known_config(model)
-    if config is None:
+    if (config := known_config(model)) is None:
         raise SystemExit(f"--model is {model}: needed a name of configs/models")
-    if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_random(path, GgufShape.from_config(config), "q4_0", 0)
-    return path
+    return random_file(folder / model, GgufShape.from_config(config), "q4_0")
 
 
 def ours(point: Record) -> list[str]:

@@ -117,17 +117,13 @@ def _model(point: Record) -> Path:
 
 def _file(point: Record) -> Path:
     """What llama.cpp reads: the same file, or one of random weights, made once."""
-    from h2o_flexgen.baselines.random_gguf import GgufShape, write_random  # gguf is not there everywhere
+    from h2o_flexgen.baselines.random_gguf import GgufShape, random_file  # gguf is not there everywhere
 
     model = _model(point)
     if point["bits"] is None:
         return model
-    kind = TYPES[point["bits"]]
     shape = GgufShape.from_config(json.loads((model / "config.json").read_text(encoding="utf-8")))
-    path = SCRATCH / f"random-{shape.fingerprint}-{kind}.gguf"
-    if not path.is_file():
-        write_random(path, shape, kind, 0)
-    return path
+    return random_file(SCRATCH, shape, TYPES[point["bits"]])
 
 
 def table(records: list[Record]) -> Iterator[str]:

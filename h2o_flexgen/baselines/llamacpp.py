@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from h2o_flexgen.baselines.random_gguf import TYPES, GgufShape, write_random
+from h2o_flexgen.baselines.random_gguf import TYPES, GgufShape, random_file
 from h2o_flexgen.baselines.work import PASSIVE, AdapterWork, CannotRun, Outcome, batched_bench, bench_row, run
 from h2o_flexgen.cores import CoreCount, CoreTimes, core_times
 
@@ -62,16 +62,14 @@ def prepare(folder: str) -> None:
 
 def made(work: AdapterWork, shape: GgufShape, kind: str) -> Path:
     """The file of random weights of a type in the scratch folder, made there once."""
-    path = Path(work.scratch) / f"random-{shape.fingerprint}-{work.seed}-{kind}.gguf"
+    source = random_file(Path(work.scratch), shape, kind if kind in TYPES else "f16", work.seed)
+    if kind in TYPES:
+        return source
+    path = source.with_name(source.name.replace("-f16.", f"-{kind}."))
     if not path.is_file():
-        if kind in TYPES:
-            write_random(path, shape, kind, work.seed)
-        else:
-            partial = path.with_name(f".{path.name}.partial")
-            source = made(work, shape, "f16")
-            program, threads = _program("llama-quantize"), str(work.threads)
-            _output([program, str(source), str(partial), QUANTISED[kind], threads], work.threads)
-            partial.replace(path)
+        partial, threads = path.with_name(f".{path.name}.partial"), str(work.threads)
+        _output([_program("llama-quantize"), str(source), str(partial), QUANTISED[kind], threads], work.threads)
+        partial.replace(path)
     return path
 
 

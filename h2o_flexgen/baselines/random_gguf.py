@@ -126,8 +126,17 @@ class GgufShape:
             yield Tensor("output.weight", (self.vocab, self.hidden))
 
 
+def random_file(folder: Path, shape: GgufShape, kind: str, seed: int = 0) -> Path:
+    """The file of a model of `shape` in a type of TYPES, written there once."""
+    path = folder / f"random-{shape.fingerprint}-{seed}-{kind}.gguf"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_random(path, shape, kind, seed)
+    return path
+
+
 def write_random(path: Path, shape: GgufShape, kind: str, seed: int) -> None:
-    """Writes a model of `shape` in a type of TYPES, a tensor at a time, whole or not at all."""
+    """Writes it, a tensor at a time, whole or not at all."""
     wanted = TYPES[kind]
     tensors = {tensor.name: (tensor, _type_of(tensor, wanted)) for tensor in shape.tensors()}
     partial = path.with_name(f".{path.name}.partial")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.config.checks import one_of, share, whole
-from h2o_flexgen.config.engine import BITS, MODEL_IMPLS
+from h2o_flexgen.config.engine import BITS, DEVICES, MODEL_IMPLS
 from h2o_flexgen.config.flags import between_commas, flag_of, option, with_commas
 from h2o_flexgen.config.model.known import known_config, model_folder, read_config, unknown_model
 from h2o_flexgen.errors import ModelError, UsageError
@@ -24,7 +24,6 @@ Options = Callable[[float], dict[str, Any]]
 PEERS = Path(__file__).resolve().parents[2] / ".venv-peers"
 """Where scripts/peer_env.sh makes environments."""
 DTYPES = ("bfloat16", "float32", "float16")
-DEVICES = ("auto", "cpu", "cuda")
 _CHOICES: dict[str, tuple[object, ...]] = {"dtype": DTYPES, "device": DEVICES, "model_impl": MODEL_IMPLS}
 _CHOICES |= {"weights": ("auto", "dummy", "checkpoint"), "weight_bits": BITS}
 AUTO = "auto"
@@ -145,7 +144,7 @@ def usable_threads() -> int:
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > 0:
         return int(asked)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.reader import RequestReader
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.sampling.sampler import Sampler
+from h2o_flexgen.errors import required
 from h2o_flexgen.kernels import ACTIVATIONS, gated, layer_norm, linear, rms_norm
 from h2o_flexgen.kernels.experts import Choices
 from h2o_flexgen.kernels.packed import PackedWeight
@@ -131,9 +132,7 @@ def expert_curves(bench: Bench, packed: ModelSpec, seconds: float) -> dict[str, 
 def _experts(bench: Bench, group: WeightGroup) -> list[Mapping[str, Any]]:
     """The experts of one layer, side by side in the arena as they are in the engine."""
     layout = packed_layout(group, str(bench.dtype).removeprefix("torch."))
-    experts = bench.spec.arch.experts
-    if experts is None:
-        raise ValueError(f"{bench.spec.name} has no experts")
+    experts = required(bench.spec.arch.experts, f"{bench.spec.name} has no experts")
     found: list[Mapping[str, Any]] = []
     for place in bench.places(layout.nbytes, experts.count):
         tensors = views(layout, place)

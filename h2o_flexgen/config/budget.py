@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from h2o_flexgen.errors import UsageError
+from h2o_flexgen.errors import UsageError, required
 
 Range = tuple[int, int]
 """Positions of a prompt, from the first to before the second."""
@@ -165,9 +165,8 @@ def shares_of(budget: Budget, length: int, window: int | None) -> list[tuple[Ran
     window: of the layer; tokens that the next query does not see get no share. Each share has the whole budget's
     proportion of recent tokens, and as many sinks.
     """
-    inside, first = budget.inside, 0 if window is None else max(0, length + 1 - window)
-    if inside is None:
-        raise ValueError(f"{budget} is not fair")
+    inside = required(budget.inside, "the budget is not fair")
+    first = 0 if window is None else max(0, length + 1 - window)
     ranges = [(max(start, first), stop) for start, stop in budget.spans if stop > first]
     lengths = [stop - start for start, stop in ranges]
     if budget.after_prompt >= sum(lengths):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from h2o_flexgen.config.budget import Range
-from h2o_flexgen.config.checks import iterable, known_keys, truth, whole
+from h2o_flexgen.config.checks import iterable, known_keys, one_of, truth, whole
 from h2o_flexgen.errors import UsageError
 
 _UNITS = ("token", "char")
@@ -38,8 +38,7 @@ class Span:
         if end <= start:
             raise UsageError(f"{self} is empty", "needed an end after its start")
         truth(self.keep, f"keep of {self}")
-        if self.unit not in _UNITS:
-            raise UsageError(f"the unit of {self} is {self.unit!r}", f"needed one of {', '.join(_UNITS)}")
+        one_of(self.unit, f"the unit of {self}", _UNITS)
 
     def __str__(self) -> str:
         return f"span {self.name!r} [{self.start}, {self.end})"

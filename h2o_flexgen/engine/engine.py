@@ -26,7 +26,6 @@ from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine.batching.scheduler import LateRows, Newcomers, WaitingQueue, in_order, note_returns
 from h2o_flexgen.engine.execution.block import BlockRunner
 from h2o_flexgen.engine.limits import devices
-from h2o_flexgen.engine.limits.devices import held_bytes
 from h2o_flexgen.engine.limits.oom_retry import OomRetry, forget
 from h2o_flexgen.engine.limits.plan import Plan, Planner, by_rule, keeping
 from h2o_flexgen.engine.metrics.recorder import RunMetrics, make_record
@@ -141,7 +140,7 @@ class Engine(Closing):
         self.prefixes = self._open_prefixes()
         """Stored keys and values of prefixes, with prefix_mem or prefix_dir."""
         # Memory of other engines is counted when a plan is made, since it changes.
-        self._baseline = max(0, devices.before_placement() - held_bytes())
+        self._baseline = max(0, devices.before_placement() - devices.held_bytes())
 
     def generate(
         self,
@@ -254,7 +253,7 @@ class Engine(Closing):
         """How this engine would run `workload`; nothing is allocated. PlanError if it cannot. Loaded weights stay where
         they are if that is as good."""
         config, spec = self.config, self.model.spec
-        tier, baseline = self._compute_tier(), self._baseline + held_bytes(self._loaded)
+        tier, baseline = self._compute_tier(), self._baseline + devices.held_bytes(self._loaded)
         dtype, caps = self.model.dtype, self._caps()
         triton = by_triton(self.device, spec.head_dim)
         request = PlanRequest(
@@ -469,7 +468,7 @@ class Engine(Closing):
     def _caps(self) -> Caps:
         model, folder = self.model, self.offload_folder
         there = partial(bytes_on_disk, model.spec, model.source, model.dtype, folder)
-        return devices.caps_of(self.config, self._pins, folder, there, partial(held_bytes, self._loaded))
+        return devices.caps_of(self.config, self._pins, folder, there, partial(devices.held_bytes, self._loaded))
 
     def _reader(self) -> RequestReader:
         model, config = self.model, self.config

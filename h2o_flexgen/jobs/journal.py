@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from h2o_flexgen.errors import H2OFlexGenError, LockedError, StorageError, UsageError
+from h2o_flexgen.errors import H2OFlexGenError, LockedError, StorageError, UsageError, required
 from h2o_flexgen.folders import Closing, sync_folder
 from h2o_flexgen.jobs.files import AppendedFile, locked, storage_failure
 
@@ -328,9 +328,7 @@ class JobResults(Closing):
 
     @property
     def _log(self) -> AppendedFile:
-        if self._journal is None:
-            raise RuntimeError("these results are not begun, or closed")
-        return self._journal
+        return required(self._journal, "these results are not begun, or closed")
 
 
 def _remove(*paths: Path) -> None:

@@ -7,11 +7,13 @@ JSON, an object of no known kind, or a value of the wrong type is a UsageError t
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from h2o_flexgen.config.checks import no_number, number
 from h2o_flexgen.config.reports.quality import QualityReport, StreamReport
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.pages.traces import TraceFile, trace_of
@@ -126,28 +128,21 @@ def _objects(path: Path) -> Iterator[tuple[str, Any]]:
         why = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
         raise UsageError(f"{path}: cannot be read: {why}", KINDS) from None
     try:
-        yield str(path), _parsed(text)
+        yield str(path), json.loads(text, parse_constant=no_number)
         return
     except ValueError as error:
         whole = str(error)
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    lines = [(place, line) for place, line in enumerate(text.splitlines(), start=1) if line.strip()]
     if len(lines) < 2:
         raise UsageError(f"{path}: not JSON: {whole}", KINDS) from None
-    for number, line in lines:
+    for place, line in lines:
         try:
-            data = _parsed(line)
+            data = json.loads(line, parse_constant=no_number)
         except ValueError as error:
             # A file that is one object over many lines fails on its own terms.
-            why = whole if number == lines[0][0] else str(error)
-            raise UsageError(f"{path}, line {number}: not JSON: {why}", KINDS) from None
-        yield f"{path}, line {number}", data
-
-
-def _parsed(text: str) -> Any:
-    def refuse(word: str) -> None:
-        raise ValueError(f"{word} is not a number of JSON")
-
-    return json.loads(text, parse_constant=refuse)
+            why = whole if place == lines[0][0] else str(error)
+            raise UsageError(f"{path}, line {place}: not JSON: {why}", KINDS) from None
+        yield f"{path}, line {place}", data
 
 
 def number_in(data: Mapping[str, Any], name: str, source: str) -> float | None:
@@ -155,8 +150,7 @@ def number_in(data: Mapping[str, Any], name: str, source: str) -> float | None:
     value = data.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise UsageError(f"{source}: {name} is {value!r}", "needed a number, at least 0")
+    number(value, f"{source}: {name}", 0, needed="needed a number, at least 0")
     return float(value)
 
 
@@ -246,9 +240,7 @@ def _of_a_suite(material: Material, source: str, data: Json) -> None:
         if not isinstance(data.get(name), str):
             raise UsageError(f"{source}: {name} is {data.get(name)!r}", "needed a text")
     for name in ("budget", "value", "low", "high"):
-        value = data.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UsageError(f"{source}: {name} is {value!r}", "needed a number")
+        number(data.get(name), f"{source}: {name}", -math.inf, needed="needed a number")
     material.suites.append(Sourced(source, data))
 
 

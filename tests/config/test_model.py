@@ -10,6 +10,7 @@ from h2o_flexgen.config.model.arch import ArchSpec, ExpertSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import PAGE, TENSOR_ALIGN, TensorSpec, WeightGroup
 from h2o_flexgen.errors import ModelError, UsageError
+from tests.oracles.parameters import parameters_of
 
 SPEC = ModelSpec(
     name="tiny",
@@ -65,7 +66,7 @@ def test_an_untied_model_has_an_embedding_and_a_head_group() -> None:
 def test_every_unit_finds_its_group(tied: bool) -> None:
     spec = dataclasses.replace(SPEC, arch=ArchSpec("opt", tied_head=tied))
     assert {unit.weights for unit in spec.units} == set(spec.groups_by_key)
-    assert spec.num_parameters * 4 == sum(group.nbytes("float32") for group in spec.weight_groups)
+    assert parameters_of(spec) * 4 == sum(group.nbytes("float32") for group in spec.weight_groups)
 
 
 def test_tensors_of_a_layer_are_in_the_order_of_the_buffer() -> None:

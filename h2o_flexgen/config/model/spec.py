@@ -224,12 +224,6 @@ class ModelSpec:
     def groups_by_key(self) -> dict[str, WeightGroup]:
         return {group.key: group for group in self.weight_groups}
 
-    @cached_property
-    def num_parameters(self) -> int:
-        """Numbers in all weights, shared ones counted once."""
-        copies = self.num_layers * self.hidden_size if self.arch.one_norm else 0
-        return sum(tensor.numel for group in self.weight_groups for tensor in group.tensors) - copies
-
     def with_bits(self, bits: int, group: int) -> ModelSpec:
         """This model with its matrices in 4 or 8 bits, `group` inputs sharing a scale.
 

@@ -53,7 +53,7 @@ def host_facts() -> dict[str, Any]:
         pass
     return {
         "cpu": cpu or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": platform.platform(),
         "python": platform.python_version(),

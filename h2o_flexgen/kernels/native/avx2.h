@@ -29,8 +29,6 @@ typedef uint32_t m32;
     INLINE f512 name(f512 x, f512 y) { return F2(op(x.a, y.a), op(x.b, y.b)); }
 #define BOTH_I(name, op) \
     INLINE i512 name(i512 x, i512 y) { return I2(op(x.a, y.a), op(x.b, y.b)); }
-#define CAST(name, from, to, op) \
-    INLINE to name(from x) { return (to){op(x.a), op(x.b)}; }
 
 /* ---- between kinds */
 INLINE __m256 as_f(__m256i x) { return _mm256_castsi256_ps(x); }
@@ -90,9 +88,7 @@ INLINE void store_some(void *at, const void *from, size_t bytes, size_t whole) {
 #define _mm512_loadu_si512(at) v_as_i(v_loadu(at))
 #define _mm512_storeu_si512(at, x) v_storeu(at, v_as_f(x))
 #define _mm512_store_si512(at, x) v_storeu(at, v_as_f(x))
-#define _mm256_maskz_loadu_epi8(mask, at) load_half(at, first_bytes((m32)(mask), 1))
 #define _mm_maskz_loadu_epi8(mask, at) load_quarter(at, first_bytes((m16)(mask), 1))
-#define _mm_maskz_loadu_epi16(mask, at) load_quarter(at, first_bytes((uint8_t)(mask), 2))
 #define _mm512_maskz_loadu_epi32(mask, at) load_some(at, first_bytes((m16)(mask), 4))
 #define _mm512_maskz_loadu_ps(mask, at) v_as_f(load_some(at, first_bytes((m16)(mask), 4)))
 #define _mm512_maskz_loadu_epi8(mask, at) load_some(at, first_bytes(mask, 1))
@@ -220,8 +216,6 @@ INLINE m16 v_eq(i512 x, i512 y) { return bits16(I2(_mm256_cmpeq_epi32(x.a, y.a),
 #define _mm512_mask_cmpge_epi32_mask(mask, x, y) ((m16)((mask) & ~v_gt(y, x)))
 
 /* ---- bytes, and whole numbers from and to them */
-typedef uint64_t m64;
-#define __mmask64 m64
 BOTH_I(_v_xor, _mm256_xor_si256) BOTH_I(_v_shuffle8, _mm256_shuffle_epi8)
 INLINE i512 v_set1_8(char x) { return I2(_mm256_set1_epi8(x), _mm256_set1_epi8(x)); }
 INLINE i512 v_four_lanes(__m128i x) { return I2(_mm256_broadcastsi128_si256(x), _mm256_broadcastsi128_si256(x)); }
@@ -231,7 +225,6 @@ INLINE __m128i upper_8(__m128i x) { return _mm_unpackhi_epi64(x, x); }
 #define _mm512_set1_epi8 v_set1_8
 #define _mm512_broadcast_i32x4 v_four_lanes
 #define _mm512_srli_epi16(x, n) I2(_mm256_srli_epi16((x).a, n), _mm256_srli_epi16((x).b, n))
-#define _mm512_andnot_ps(x, y) F2(_mm256_andnot_ps((x).a, (y).a), _mm256_andnot_ps((x).b, (y).b))
 #define _mm512_cvtps_epi32(x) I2(_mm256_cvtps_epi32((x).a), _mm256_cvtps_epi32((x).b))
 INLINE i512 v_unsigned_8(__m128i x) { return I2(_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(upper_8(x))); }
 INLINE i512 v_signed_8(__m128i x) { return I2(_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(upper_8(x))); }
