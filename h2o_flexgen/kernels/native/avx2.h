@@ -137,8 +137,14 @@ BOTH_I(_v_subi, _mm256_sub_epi32) BOTH_I(_v_maxi, _mm256_max_epi32)
 #define _mm512_or_si512 _v_or
 #define _mm512_srli_epi32(x, n) I2(_mm256_srli_epi32((x).a, n), _mm256_srli_epi32((x).b, n))
 #define _mm512_cvttps_epi32(x) I2(_mm256_cvttps_epi32((x).a), _mm256_cvttps_epi32((x).b))
+INLINE __m256i low_words(__m512i x) {
+    const __m256i low = _mm256_set1_epi32(0xFFFF);
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low)), 0xD8);
+}
+#define _mm512_cvtepi32_epi16 low_words
 #define _mm512_cvtph_ps(x) F2(_mm256_cvtph_ps(_mm256_castsi256_si128(x)), _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1)))
 #define _mm512_cvtepi32_ps(x) F2(_mm256_cvtepi32_ps((x).a), _mm256_cvtepi32_ps((x).b))
+#define _mm512_srai_epi32(x, n) I2(_mm256_srai_epi32((x).a, n), _mm256_srai_epi32((x).b, n))
 #define _mm512_slli_epi32(x, n) I2(_mm256_slli_epi32((x).a, n), _mm256_slli_epi32((x).b, n))
 INLINE f512 v_fmadd(f512 x, f512 y, f512 z) {
     return F2(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b));

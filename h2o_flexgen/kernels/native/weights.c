@@ -47,8 +47,6 @@ static void numbers_of(int64_t kind, const void *at, int64_t n, float *to) {
     for (int64_t i = 0; i < n; i += LANES) _mm512_storeu_ps(to + i, sixteen(kind, at, i, first_lanes(n - i)));
 }
 
-static int64_t size_of(int64_t kind) { return kind == FLOAT32 ? 4 : kind == E8M0 || kind == SUPER ? 1 : 2; }
-
 /* Times the number of each super-block of 256 inputs, `per` groups. There is room for whole vectors. */
 static void times_super(const uint16_t *super, int64_t per, int64_t n, float *to) {
     const int shift = __builtin_ctzll((unsigned long long)per);
@@ -79,7 +77,7 @@ int64_t groups_of(const Packed *w) {
 }
 
 void ask_scales(const Packed *w, int64_t out) {
-    const int64_t groups = groups_of(w), blocks = (w->ins + 255) / 256;
+    const int64_t groups = groups_of(w), blocks = blocks_of(w);
     ask(w->scale, out, groups * size_of(w->scale_kind));
     if (w->scale_kind == SUPER) ask(w->super_scale, out, blocks * 2);
     if (w->low) ask(w->low, out, groups * size_of(w->low_kind));
@@ -87,7 +85,7 @@ void ask_scales(const Packed *w, int64_t out) {
 }
 
 int group_scales(const Packed *w, int64_t out, float *scale, float *low) {
-    const int64_t groups = groups_of(w), blocks = (w->ins + 255) / 256, per = w->group ? 256 / w->group : 1;
+    const int64_t groups = groups_of(w), blocks = blocks_of(w), per = w->group ? 256 / w->group : 1;
     numbers_of(w->scale_kind, (const char *)w->scale + out * groups * size_of(w->scale_kind), groups, scale);
     if (w->scale_kind == SUPER) times_super((const uint16_t *)w->super_scale + out * blocks, per, groups, scale);
     if (w->low_kind == NONE || !low) return 0;

@@ -33,7 +33,11 @@ INLINE int64_t unit_of(const Packed *w) { return has_nibbles(w) && w->group != 1
 /* Room for the scales, or the lows, of a row. */
 INLINE int64_t units_room(int64_t ins) { return up(ins, 16 * LANES) / 16 + LANES; }
 
-/* Groups of a row. */
+/* Bytes of a number of a kind. */
+INLINE int64_t size_of(int64_t kind) { return kind == FLOAT32 ? 4 : kind == E8M0 || kind == SUPER ? 1 : 2; }
+
+/* Super-blocks of a row, and groups. */
+INLINE int64_t blocks_of(const Packed *w) { return (w->ins + 255) / 256; }
 int64_t groups_of(const Packed *w);
 
 /* The scale and low of each group of row `out`, float32; whether lows are not all 0. Both have room for whole vectors;

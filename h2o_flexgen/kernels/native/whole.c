@@ -134,72 +134,90 @@ static void round_rows(void *task, int64_t row, int64_t end, void *room) {
 typedef struct {
     uint8_t *codes;       /* (DEPTH / 4, COLS, 4): unit by unit, of 4 bits the even inputs first */
     float *scale, *low;   /* (spans, COLS) */
-    float *groups, *sums; /* room: (LANES, 2, groups) and (MOST_ROWS, COLS) */
+    float *super, *sums;  /* room: (blocks, COLS) and (MOST_ROWS, COLS) */
     int offset;           /* what sums start at is times this */
 } Panel;
 
-/* Numbers of a group to all its spans, `each` of a group. */
-INLINE void put(int64_t each, int64_t spans, int64_t group, __m512 numbers, float *to) {
-    const int64_t end = least((group + 1) * each, spans);
-    for (int64_t s = group * each; s < end; s++) _mm512_store_ps(to + s * COLS, numbers);
-}
+/* Numbers of 16 outputs: `count` each, written to `each` places, to no more than `end`. They are multiplied by one number,
+   or by those of each output that lie at (count >> shift, COLS). */
+typedef struct {
+    int64_t count, each, end;
+    const float *by;
+    int shift; /* negative: one number */
+} Turn;
 
-/* bfloat16 numbers of 16 outputs from `out` on, `groups` each, times `step`, two groups a lane. */
-static void turn_pairs(const Whole *all, const bf16 *from, int64_t out, int64_t groups, __m512 step, float *to) {
-    const int64_t each = all->each, spans = all->spans, most_groups = 2 * LANES, count = least(most_groups, groups);
-    const int64_t left = all->p.outs - out;
-    for (int64_t group = 0; group < groups; group += count) {
-        __m512i r[LANES];
-        group = least(group, groups - count); /* some twice, so that none are left over */
-        if (left >= LANES && count == most_groups) {
-            load_columns(from + out * groups + group, groups * (int64_t)sizeof *from, r);
-        } else {
-            const __mmask32 mask = count < most_groups ? (1u << count) - 1 : ~0u;
-            for (int64_t i = 0; i < LANES; i++)
-                r[i] = _mm512_maskz_loadu_epi16(mask, from + (out + least(i, left - 1)) * groups + group);
-            transpose(r);
-        }
-        for (int64_t i = 0; 2 * i < count; i++) {
-            put(each, spans, group + 2 * i, _mm512_mul_ps(step, even_halves(r[i])), to);
-            if (2 * i + 1 < count) put(each, spans, group + 2 * i + 1, _mm512_mul_ps(step, odd_halves(r[i])), to);
-        }
+/* Of numbers that share a lane of 32 bits one. */
+INLINE __m512 number_in(__m512i lanes, const int kind, const int bits, const int from) {
+    const __m512i later = _mm512_srli_epi32(lanes, from);
+    switch (kind) {
+    case BFLOAT16: return from ? odd_halves(lanes) : even_halves(lanes);
+    case FLOAT16: return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(later));
+    case FLOAT32: return _mm512_castsi512_ps(lanes);
+    case E8M0: return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_and_si512(later, _mm512_set1_epi32(255)), 23));
+    default: return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(lanes, 32 - bits - from), 32 - bits));
     }
 }
 
-/* The same of numbers of any kind, and of their lows if there are any. */
-static void turn_any(const Whole *all, int64_t out, int64_t groups, __m512 step, float *room, float *scale, float *low) {
-    const int64_t pitch = up(groups, LANES);
-    for (int64_t i = 0; i < LANES; i++) {
-        float *to = room + 2 * i * pitch;
-        group_scales(all->p.packed, least(out + i, all->p.outs - 1), to, all->lows ? to + pitch : NULL);
-    }
-    for (int lows = 0; lows <= all->lows; lows++)
-        for (int64_t group = 0; group < groups; group += LANES) {
-            __m512i r[LANES];
-            for (int i = 0; i < LANES; i++) r[i] = _mm512_loadu_si512(room + (2 * i + lows) * pitch + group);
-            transpose(r);
-            for (int64_t i = 0; i < least(LANES, groups - group); i++) {
-                const __m512 v = _mm512_castsi512_ps(r[i]);
-                put(all->each, all->spans, group + i, lows ? v : _mm512_mul_ps(v, step), lows ? low : scale);
+INLINE void turn_kind(const void *numbers, int64_t out, int64_t outs, Turn t, float *to, const int kind) {
+    const int size = (int)size_of(kind), shares = 4 / size;
+    const int64_t row = t.count * size;
+    for (int64_t at = 0; at < row; at += LINE) {
+        const uint8_t *from = (const uint8_t *)numbers + out * row + at;
+        const int near_end = (out + LANES - 1) * row + at + LINE > outs * row;
+        uint8_t some[LANES * LINE];
+        for (int64_t i = 0; near_end && i < LANES; i++) /* the last row stands in for those beyond it */
+            memcpy(some + i * LINE, from + least(i, outs - 1 - out) * row, (size_t)least(LINE, row - at));
+        __m512i lanes[LANES];
+        load_columns(near_end ? some : from, near_end ? LINE : row, lanes);
+        const int64_t first = at / size, here = least(LINE / size, t.count - first);
+        for (int64_t i = 0; i * shares < here; i++)
+            UNROLL for (int share = 0; share < shares; share++) {
+                const int64_t n = first + i * shares + share;
+                if (n >= t.count) continue;
+                const __m512 by = t.shift < 0 ? _mm512_set1_ps(*t.by) : _mm512_load_ps(t.by + (n >> t.shift) * COLS);
+                const __m512 number = _mm512_mul_ps(number_in(lanes[i], kind, 8 * size, 8 * size * share), by);
+                const int64_t last = least((n + 1) * t.each, t.end);
+                for (int64_t s = n * t.each; s < last; s++) _mm512_store_ps(to + s * COLS, number);
             }
-        }
+    }
 }
 
-/* The scales and lows of outputs from `out` on, by span. */
-static void take_scales(const Whole *all, int64_t out, const Panel *panel) {
+static void turn(int64_t kind, const void *numbers, int64_t out, int64_t outs, Turn t, float *to) {
+    switch (kind) {
+    case BFLOAT16: turn_kind(numbers, out, outs, t, to, BFLOAT16); return;
+    case FLOAT16: turn_kind(numbers, out, outs, t, to, FLOAT16); return;
+    case FLOAT32: turn_kind(numbers, out, outs, t, to, FLOAT32); return;
+    case E8M0: turn_kind(numbers, out, outs, t, to, E8M0); return;
+    case SUPER: turn_kind(numbers, out, outs, t, to, SUPER); return;
+    default: turn_kind(numbers, out, outs, t, to, ZERO);
+    }
+}
+
+/* The scales, or the lows, of 16 outputs by span. */
+static void take_numbers(const Whole *all, int64_t out, int lows, const Panel *panel, float *to) {
     const Packed *w = all->p.packed;
-    const int64_t groups = groups_of(w);
-    const __m512 one = _mm512_set1_ps(1), step = _mm512_set1_ps(whole_step(w));
+    const int64_t blocks = blocks_of(w), kind = lows ? w->low_kind : w->scale_kind, groups = groups_of(w);
+    const float factor = !lows ? whole_step(w) : kind == SUPER ? -1 : kind == ZERO ? -1 / whole_step(w) : 1;
+    Turn t = {groups, all->each, all->spans, &factor, -1}, super = {blocks, 1, blocks, &factor, -1};
+    if (kind == SUPER) {
+        turn(FLOAT16, lows ? w->super_low : w->super_scale, out, all->p.outs, super, panel->super);
+        t.by = panel->super, t.shift = __builtin_ctzll(256 / (uint64_t)w->group);
+    }
+    turn(kind, lows ? w->low : w->scale, out, all->p.outs, t, to);
+    const __m512 none = _mm512_setzero_ps();
+    for (int64_t s = groups * all->each; s < all->spans; s++) _mm512_store_ps(to + s * COLS, none); /* no inputs */
+}
+
+/* The scales and lows of outputs from `out` on. */
+static void take_scales(const Whole *all, int64_t out, const Panel *panel) {
     for (int64_t col = 0; col < COLS; col += LANES) {
-        if (w->scale_kind == BFLOAT16 && (!all->lows || w->low_kind == BFLOAT16)) {
-            turn_pairs(all, w->scale, out + col, groups, step, panel->scale + col);
-            if (all->lows) turn_pairs(all, w->low, out + col, groups, one, panel->low + col);
-        } else {
-            turn_any(all, out + col, groups, step, panel->groups, panel->scale + col, panel->low + col);
-        }
-        for (int64_t s = groups * all->each; s < all->spans; s++) /* beyond the last input */
-            for (int low = 0; low <= all->lows; low++)
-                _mm512_store_ps((low ? panel->low : panel->scale) + s * COLS + col, _mm512_setzero_ps());
+        const int64_t first = least(out + col, all->p.outs - 1);
+        float *scale = panel->scale + col, *low = panel->low + col;
+        take_numbers(all, first, 0, panel, scale);
+        if (all->lows) take_numbers(all, first, 1, panel, low);
+        const int64_t times = all->lows && all->p.packed->low_kind == ZERO ? all->spans * COLS : 0; /* so many scales */
+        for (int64_t s = 0; s < times; s += COLS)
+            _mm512_store_ps(low + s, _mm512_mul_ps(_mm512_load_ps(low + s), _mm512_load_ps(scale + s)));
     }
 }
 
@@ -368,8 +386,8 @@ static void take_panel(const Whole *all, int64_t out, int64_t following, Panel *
         const Cut c = cut(rows);
         for (int64_t in = 0; in < all->padded; in += DEPTH) {
             const uint8_t *next = ahead + in / (1 + nibbles) * COLS;
-            for (int64_t i = COLS * in / all->padded; !from && i < COLS * (in + DEPTH) / all->padded; i++)
-                ask_scales(w, following + i);
+            const int64_t asked = from ? 0 : COLS * (in + DEPTH) / all->padded;
+            for (int64_t i = COLS * in / all->padded; i < asked; i++) ask_scales(w, following + i);
             take_inputs(all, out, in, panel->codes, next);
 #if !IS_WIDE
             if (all->fits) kind = smaller_codes(panel->codes, COLS * least(DEPTH, all->padded - in), &panel->offset);
@@ -385,20 +403,29 @@ static void take_panel(const Whole *all, int64_t out, int64_t following, Panel *
     }
 }
 
+/* The panel after that at `out`, by runs that `end` there: each claim of one waits for what this thread has stored. */
+static int64_t next_panel(Whole *all, int64_t out, int64_t *end) {
+    if (out + COLS < *end) return out + COLS;
+    const int64_t left = all->p.outs - __atomic_load_n(&all->next, __ATOMIC_RELAXED);
+    const int64_t run = most(1, left / all->runs / COLS) * COLS, first = claim(&all->next, run);
+    *end = first + run;
+    return first;
+}
+
 static void take_panels(void *task, int member) {
     Whole *all = task;
     (void)member;
-    int64_t out = claim(&all->next, COLS);
+    int64_t end = 0, out = next_panel(all, 0, &end);
     if (out >= all->p.outs) return;
-    const int64_t groups = 2 * LANES * up(groups_of(all->p.packed), LANES), scales = all->spans * COLS;
-    const int64_t floats = groups + (1 + all->lows) * scales + least(MOST_ROWS, all->p.rows) * COLS;
+    const int64_t supers = blocks_of(all->p.packed) * COLS, scales = all->spans * COLS;
+    const int64_t floats = supers + (1 + all->lows) * scales + least(MOST_ROWS, all->p.rows) * COLS;
     uint8_t *room = aligned_alloc(LINE, (size_t)(DEPTH * COLS + floats * (int64_t)sizeof(float)));
     if (!room) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
     float *behind = (float *)(room + DEPTH * COLS);
     Panel panel = {room, behind, behind + all->lows * scales, behind + (1 + all->lows) * scales,
-                   behind + (1 + all->lows) * scales + groups, 1};
+                   behind + (1 + all->lows) * scales + supers, 1};
     while (room && out < all->p.outs) {
-        const int64_t following = claim(&all->next, COLS);
+        const int64_t following = next_panel(all, out, &end);
         take_panel(all, out, least(following, all->p.outs), &panel);
         out = following;
     }
@@ -420,7 +447,7 @@ static void describe(Whole *all) {
 }
 
 int whole(const Product *p, int threads) {
-    Whole all = {.p = *p};
+    Whole all = {.p = *p, .runs = 8 * threads};
     describe(&all);
     const int64_t spans = up(p->rows * all.spans, LANES), bytes = up(p->rows * all.padded, LINE);
     uint8_t *room = aligned_alloc(LINE, (size_t)(bytes + 3 * spans * (int64_t)sizeof(float)));
