@@ -135,7 +135,7 @@ INLINE void sum_outputs(const Few *f, int64_t first, int64_t last, Room room, co
             Numbers scale, low;
             numbers_of(f, out, room, &scale, &low);
             take_scales(f, scale, low, room.by + o * rows * f->spans, sum[o], rows);
-            ask_scales(packed, out + SCALES_AHEAD);
+            ask_scales(packed, out + SCALES_AHEAD, 1);
             codes[o] = packed->codes + out * row_bytes;
         }
         for (int64_t b = 0; b < f->blocks; b++) {

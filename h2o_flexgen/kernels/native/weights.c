@@ -67,8 +67,8 @@ static void repeat(const float *from, int64_t times, int64_t units, float *to) {
         _mm512_storeu_ps(to + i, shift ? spread_eight(_mm256_loadu_ps(from + (i >> shift)), which) : _mm512_loadu_ps(from + i));
 }
 
-static void ask(const void *from, int64_t row, int64_t bytes) {
-    const char *at = (const char *)from + row * bytes;
+static void ask(const void *from, int64_t first, int64_t bytes) {
+    const char *at = (const char *)from + first;
     for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(at + i, _MM_HINT_T0);
 }
 
@@ -76,12 +76,13 @@ int64_t groups_of(const Packed *w) {
     return w->group ? (w->ins + w->group - 1) >> __builtin_ctzll((uint64_t)w->group) : 1;
 }
 
-void ask_scales(const Packed *w, int64_t out) {
-    const int64_t groups = groups_of(w), blocks = blocks_of(w);
-    ask(w->scale, out, groups * size_of(w->scale_kind));
-    if (w->scale_kind == SUPER) ask(w->super_scale, out, blocks * 2);
-    if (w->low) ask(w->low, out, groups * size_of(w->low_kind));
-    if (w->low_kind == SUPER) ask(w->super_low, out, blocks * 2);
+void ask_scales(const Packed *w, int64_t out, int64_t count) {
+    const int64_t groups = groups_of(w), scale = groups * size_of(w->scale_kind), low = groups * size_of(w->low_kind);
+    const int64_t super = 2 * blocks_of(w);
+    ask(w->scale, out * scale, count * scale);
+    if (w->scale_kind == SUPER) ask(w->super_scale, out * super, count * super);
+    if (w->low) ask(w->low, out * low, count * low);
+    if (w->low_kind == SUPER) ask(w->super_low, out * super, count * super);
 }
 
 int group_scales(const Packed *w, int64_t out, float *scale, float *low) {

@@ -48,8 +48,8 @@ int group_scales(const Packed *w, int64_t out, float *scale, float *low);
    `low` is NULL where it is not wanted. */
 int unit_scales(const Packed *w, int64_t out, float *scale, float *low);
 
-/* Asks for the scales and lows of a row that is wanted later. */
-void ask_scales(const Packed *w, int64_t out);
+/* Asks for the scales and lows of rows that are wanted later. */
+void ask_scales(const Packed *w, int64_t out, int64_t count);
 
 /* Row `out` in bfloat16 or float32; `scale` and `low` are room for its units. */
 void expand_row(const Packed *w, int64_t out, bf16 *to, float *scale, float *low);

@@ -386,8 +386,8 @@ static void take_panel(const Whole *all, int64_t out, int64_t following, Panel *
         const Cut c = cut(rows);
         for (int64_t in = 0; in < all->padded; in += DEPTH) {
             const uint8_t *next = ahead + in / (1 + nibbles) * COLS;
-            const int64_t asked = from ? 0 : COLS * (in + DEPTH) / all->padded;
-            for (int64_t i = COLS * in / all->padded; i < asked; i++) ask_scales(w, following + i);
+            const int64_t asked = COLS * in / all->padded;
+            if (!from) ask_scales(w, following + asked, COLS * (in + DEPTH) / all->padded - asked);
             take_inputs(all, out, in, panel->codes, next);
 #if !IS_WIDE
             if (all->fits) kind = smaller_codes(panel->codes, COLS * least(DEPTH, all->padded - in), &panel->offset);
