@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.models.hf.shrink import random_model, shrunk
@@ -46,13 +46,15 @@ LAYERS = {"gemma2": 3, "gpt_oss": 3}
 KEPT = ("lm_head", "embed_tokens", "mlp.gate.", "in_proj_a", "in_proj_b", "router", "shared_expert_gate")
 KEPT = (*KEPT, "dt_proj", "x_proj", "wte", "wpe", "word_embeddings")
 """Matrices that quantisers leave as they are."""
-OWN = {"gpt2": "gptq act-order", "falcon": "gptq act-order", "jamba": "fp8 channel"}
-"""Types whose modules multiply in ways of their own, Jamba's by `dt_proj`."""
+OWN = {"gpt2": "gptq act-order", "falcon": "gptq act-order", "jamba": "fp8 channel", "qwen2_5_vl": "fp8 channel"}
+"""Types whose modules multiply in ways of their own, Jamba's by `dt_proj`, or are not read: those of images."""
 
 
 def scored(folder: Path) -> list[float]:
     """By transformers, from dense weights in float32."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    seeing = hasattr(AutoConfig.from_pretrained(folder), "vision_config")
+    kind: Any = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     found = []
     with torch.no_grad():
         for context, rest in PAIRS:

@@ -117,7 +117,8 @@ def ignored_names(spec: ModuleSpec) -> tuple[str, ...]:
         *IGNORED,
         *((_TOWERS,) if alone else ()),
         *(model._keys_to_ignore_on_load_unexpected or ()),
-        *(f"^{re.escape(name)}$" for name in dict.fromkeys(called)),
+        # Of what is not used matrices may be quantised, too.
+        *(rf"^{re.escape(name.removesuffix('.weight'))}(\.|$)" for name in dict.fromkeys(called)),
         *_spare(spec, model, converters),
     )
 
