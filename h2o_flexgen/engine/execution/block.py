@@ -22,7 +22,7 @@ from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.batching.scheduler import BatchScheduler, BlockRoom, StoredPrefixes, WaitingQueue
 from h2o_flexgen.engine.execution.executor import Executor, FiniteCheck
 from h2o_flexgen.engine.execution.stages import Stage, open_stages
-from h2o_flexgen.engine.limits.devices import return_free_pages
+from h2o_flexgen.engine.limits.devices import return_free_pages, rss
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.metrics.recorder import BlockTotals
 from h2o_flexgen.engine.metrics.trace import ScoreLog, Trace
@@ -39,6 +39,8 @@ from h2o_flexgen.schedule.request import BlockShape
 from h2o_flexgen.schedule.tasks import ScheduleShape, Tick, groups_of
 from h2o_flexgen.schedule.workspace import prompt_bytes
 from h2o_flexgen.schedule.zigzag import zigzag
+
+_NEAR = 0.95  # of the memory that a plan has for the process
 
 
 @dataclass
@@ -100,7 +102,7 @@ class BlockRunner:
                 self.sampler,
                 self.trace,
                 totals,
-                partial(self._prompts_through, totals, stages),
+                partial(self._prompts_through, totals, stages, _NEAR * plan.footprint.total("cpu")),
                 overlap=plan.policy.overlap,
                 finite=FiniteCheck() if self.check_finite else None,
             )
@@ -251,13 +253,16 @@ class BlockRunner:
                 slots[where] = tuple(map(min, slots.get(where, own), own))
         return slots
 
-    def _prompts_through(self, totals: BlockTotals, stages: list[Stage], gpu_batch: GpuBatch, unit: UnitSpec) -> None:
-        """After a unit of a GPU batch with prompts: progress, and after the last one counts and free memory."""
+    def _prompts_through(
+        self, totals: BlockTotals, stages: list[Stage], near: float, gpu_batch: GpuBatch, unit: UnitSpec
+    ) -> None:
+        """After a unit of a GPU batch with prompts: progress, and after the last one counts and free memory. near:
+        bytes of the process from which on freed memory goes back after each layer, too."""
         if unit.layer is not None:
             self.prompt_halves += sum(len(row.prompt_ids) for row in gpu_batch.fresh)
         self._tell_prompts()
-        if unit.kind == "mlp" and gpu_batch.index == 1 and gpu_batch.device.type == "cpu":
-            return_free_pages(large=False)  # with several GPU batches the heap grows in every layer
+        if unit.kind == "mlp" and gpu_batch.device.type == "cpu" and rss() > near:
+            return_free_pages(large=False)  # with several GPU batches, or prompts of many lengths, the heap grows
         if unit.kind != "head":
             return
         for row in gpu_batch.fresh:
