@@ -118,14 +118,28 @@ INLINE void round_span(const Whole *all, int64_t row, Fours to, int64_t span, co
     all->start[at] = -all->offset * whole;
 }
 
+static void round_row(const Whole *all, int64_t row) {
+    const Fours to = fours_of(all, row);
+    for (int64_t span = 0; span < all->spans; span++)
+        if (all->unit == 32) round_span(all, row, to, span, 1);
+        else round_span(all, row, to, span, 0);
+}
+
 static void round_rows(void *task, int64_t row, int64_t end, void *room) {
-    const Whole here = *(const Whole *)task, *all = &here; /* bytes that are stored might be any other's fields */
+    const Whole here = *(const Whole *)task; /* bytes that are stored might be any other's fields */
     (void)room;
-    for (; row < end; row++) {
-        const Fours to = fours_of(all, row);
-        for (int64_t span = 0; span < all->spans; span++)
-            if (all->unit == 32) round_span(all, row, to, span, 1);
-            else round_span(all, row, to, span, 0);
+    for (; row < end; row++) round_row(&here, row);
+}
+
+/* Rows of a tile share lines of memory: two threads would take these from each other. */
+static void round_tiles(void *task, int64_t tile, int64_t end, void *room) {
+    const Whole here = *(const Whole *)task;
+    (void)room;
+    for (const int64_t each = (MOST_ROWS + HEIGHT - 1) / HEIGHT; tile < end; tile++) {
+        const int64_t from = tile / each * MOST_ROWS, turn = tile % each;
+        const Cut c = cut(least(MOST_ROWS, here.p.rows - from));
+        const int64_t first = from + turn * c.height + least(turn, c.taller), rows = c.height + (turn < c.taller);
+        for (int64_t row = first; row < first + rows; row++) round_row(&here, row);
     }
 }
 
@@ -454,11 +468,14 @@ int whole(const Product *p, int threads) {
     if (!room) return 1;
     all.x = (int8_t *)room;
     all.scale = (float *)(room + bytes), all.sum = all.scale + spans, all.start = (int32_t *)(all.sum + spans);
-    team_share(round_rows, &all, p->rows, 1, 0, p->rows == 1 ? 1 : threads);
-    if (p->rows <= FEW_ROWS)
+    if (p->rows <= FEW_ROWS) {
+        team_share(round_rows, &all, p->rows, 1, 0, p->rows == 1 ? 1 : threads);
         all.failed |= few(&all, threads);
-    else
+    } else {
+        const int64_t each = (MOST_ROWS + HEIGHT - 1) / HEIGHT, left = p->rows % MOST_ROWS;
+        team_share(round_tiles, &all, p->rows / MOST_ROWS * each + (left + HEIGHT - 1) / HEIGHT, 1, 0, threads);
         team_run(take_panels, &all, threads);
+    }
     free(room);
     return all.failed;
 }
