@@ -53,7 +53,7 @@ def test_output_of_a_program_piped_into_a_file_is_lines(tmp_path: Path) -> None:
         ("", "not JSON"),
         ("{", "not JSON"),
         (json.dumps(RUN) + "\n{", "line 2: not JSON"),
-        ('{"eviction": {}, "decode_s": NaN}', "NaN is not a number"),
+        ('{"eviction": {}, "decode_s": NaN}', "NaN is not a JSON number"),
         ("[]", "it is a list"),
         ("3", "it is a int"),
         ('{"model": 1}', "it is the keys model"),

@@ -111,6 +111,8 @@ EMULATED __m512 e_of_halves(__m256i x) {
 #define _mm512_cvtepi16_epi32(x) ((__m512i)CONVERT(x, e_i16, e_i32))
 #undef _mm512_cvtepu16_epi32
 #define _mm512_cvtepu16_epi32(x) ((__m512i)CONVERT(x, e_u16, e_i32))
+#undef _mm512_srai_epi32 /* simde 0.7.4 calls the compiler's */
+#define _mm512_srai_epi32(x, count) ((__m512i)((e_i32)(x) >> (count)))
 #undef _mm512_cvtepi32_epi16
 #define _mm512_cvtepi32_epi16(x) ((__m256i)CONVERT(x, e_i32, e_i16))
 #define _mm512_cvtepi8_epi32(x) ((__m512i)CONVERT(x, e_i8, e_i32))
