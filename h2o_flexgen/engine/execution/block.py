@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
@@ -40,7 +41,7 @@ from h2o_flexgen.schedule.tasks import ScheduleShape, Tick, groups_of
 from h2o_flexgen.schedule.workspace import prompt_bytes
 from h2o_flexgen.schedule.zigzag import zigzag
 
-_NEAR = 0.95  # of the memory that a plan has for the process
+_NEAR = 0.95  # of the memory that a process has
 
 
 @dataclass
@@ -102,7 +103,7 @@ class BlockRunner:
                 self.sampler,
                 self.trace,
                 totals,
-                partial(self._prompts_through, totals, stages, _NEAR * plan.footprint.total("cpu")),
+                partial(self._prompts_through, totals, stages, _NEAR * _memory_of(plan)),
                 overlap=plan.policy.overlap,
                 finite=FiniteCheck() if self.check_finite else None,
             )
@@ -281,6 +282,11 @@ class BlockRunner:
         if not row.paused:
             totals.sequences += 1
             totals.prompt_tokens += row.prompt_tokens
+
+
+def _memory_of(plan: Plan) -> float:
+    """Bytes that a process has: its cap, of several GPU batches, whose prompts have the heap grow, what is planned."""
+    return plan.footprint.total("cpu") if plan.policy.num_gpu_batches > 1 else plan.request.capped.get("cpu", math.inf)
 
 
 def _count_spans(row: Sequence, when: str, stages: list[Stage]) -> None:
