@@ -111,7 +111,8 @@ class JobResults(Closing):
                 self._log.append(_entry(line, state, data))
             except BaseException:  # full, or told to stop between the two
                 if self._log.size == entries:
-                    output.cut(end)
+                    with suppress(OSError):
+                        output.cut(end)
                 raise
         self.state[line] = state
         self._unsynced += 1

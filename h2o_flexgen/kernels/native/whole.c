@@ -38,30 +38,20 @@ enum { BYTES, UP_TO_15, UP_TO_30, SIGNED, UP_TO_32, UP_TO_64 };
 
 /* ---- x */
 
+static int64_t tiles_in(int64_t rows) { return (rows + HEIGHT - 1) / HEIGHT; }
+
 /* How rows are cut into tiles, as evenly as can be: `taller` of them, the first ones, have a row more than `height`. */
 typedef struct {
     int64_t height, taller;
 } Cut;
 
-static Cut cut(int64_t rows) {
-    const int64_t turns = (rows + HEIGHT - 1) / HEIGHT;
-    return (Cut){rows / turns, rows % turns};
-}
+static Cut cut(int64_t rows) { return (Cut){rows / tiles_in(rows), rows % tiles_in(rows)}; }
 
 /* Where the numbers of a row are: the first four, and how far those that follow lie behind. */
 typedef struct {
     int8_t *at;
     int64_t step;
 } Fours;
-
-static Fours fours_of(const Whole *all, int64_t row) {
-    if (all->p.rows <= FEW_ROWS) return (Fours){all->x + row * all->padded, 4};
-    const int64_t from = row / MOST_ROWS * MOST_ROWS, within = row - from;
-    const Cut c = cut(least(MOST_ROWS, all->p.rows - from));
-    const int64_t behind = within - c.taller * (c.height + 1), height = c.height + (behind < 0);
-    const int64_t place = (behind < 0 ? within : behind) % height;
-    return (Fours){all->x + (row - place) * all->padded + 4 * place, 4 * height};
-}
 
 /* 16 numbers of a row, rounded to steps, from the `first` one on. Returns them. */
 INLINE __m512i put_numbers(__m512 numbers, __m512 steps, Fours row, int64_t first) {
@@ -118,28 +108,23 @@ INLINE void round_span(const Whole *all, int64_t row, Fours to, int64_t span, co
     all->start[at] = -all->offset * whole;
 }
 
-static void round_row(const Whole *all, int64_t row) {
-    const Fours to = fours_of(all, row);
+static void round_row(const Whole *all, int64_t row, Fours to) {
     for (int64_t span = 0; span < all->spans; span++)
         if (all->unit == 32) round_span(all, row, to, span, 1);
         else round_span(all, row, to, span, 0);
 }
 
-static void round_rows(void *task, int64_t row, int64_t end, void *room) {
-    const Whole here = *(const Whole *)task; /* bytes that are stored might be any other's fields */
-    (void)room;
-    for (; row < end; row++) round_row(&here, row);
-}
-
-/* Rows of a tile share lines of memory: two threads would take these from each other. */
+/* Tiles, or of few rows each by itself. Rows of a tile share lines of memory: two threads would take these from each other. */
 static void round_tiles(void *task, int64_t tile, int64_t end, void *room) {
-    const Whole here = *(const Whole *)task;
+    const Whole here = *(const Whole *)task; /* bytes that are stored might be any other's fields */
+    const int64_t all_rows = here.p.rows, each = tiles_in(MOST_ROWS);
     (void)room;
-    for (const int64_t each = (MOST_ROWS + HEIGHT - 1) / HEIGHT; tile < end; tile++) {
+    for (; tile < end; tile++) {
         const int64_t from = tile / each * MOST_ROWS, turn = tile % each;
-        const Cut c = cut(least(MOST_ROWS, here.p.rows - from));
+        const Cut c = all_rows <= FEW_ROWS ? (Cut){1, 0} : cut(least(MOST_ROWS, all_rows - from));
         const int64_t first = from + turn * c.height + least(turn, c.taller), rows = c.height + (turn < c.taller);
-        for (int64_t row = first; row < first + rows; row++) round_row(&here, row);
+        for (int64_t i = 0; i < rows; i++)
+            round_row(&here, first + i, (Fours){here.x + first * here.padded + 4 * i, 4 * rows});
     }
 }
 
@@ -468,14 +453,14 @@ int whole(const Product *p, int threads) {
     if (!room) return 1;
     all.x = (int8_t *)room;
     all.scale = (float *)(room + bytes), all.sum = all.scale + spans, all.start = (int32_t *)(all.sum + spans);
-    if (p->rows <= FEW_ROWS) {
-        team_share(round_rows, &all, p->rows, 1, 0, p->rows == 1 ? 1 : threads);
+    const int are_few = p->rows <= FEW_ROWS;
+    const int64_t blocks = p->rows / MOST_ROWS, left = p->rows % MOST_ROWS;
+    const int64_t tiles = are_few ? p->rows : blocks * tiles_in(MOST_ROWS) + tiles_in(left);
+    team_share(round_tiles, &all, tiles, 1, 0, tiles == 1 ? 1 : threads);
+    if (are_few)
         all.failed |= few(&all, threads);
-    } else {
-        const int64_t each = (MOST_ROWS + HEIGHT - 1) / HEIGHT, left = p->rows % MOST_ROWS;
-        team_share(round_tiles, &all, p->rows / MOST_ROWS * each + (left + HEIGHT - 1) / HEIGHT, 1, 0, threads);
+    else
         team_run(take_panels, &all, threads);
-    }
     free(room);
     return all.failed;
 }
