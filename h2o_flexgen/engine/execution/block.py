@@ -285,7 +285,7 @@ class BlockRunner:
 
 
 def _memory_of(plan: Plan) -> float:
-    """Bytes that the process may take: its cap, or what is planned with several GPU batches, where the heap grows most."""
+    """Bytes that the process may take: its cap, or with several GPU batches, where the heap grows, what is planned."""
     return plan.footprint.total("cpu") if plan.policy.num_gpu_batches > 1 else plan.request.capped.get("cpu", math.inf)
 
 
