@@ -15,14 +15,13 @@ import ctypes
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from threading import Thread
 
-from benchmarks.products import rate
 from benchmarks.records import arguments, in_process, provenance, run_all, spread
 from h2o_flexgen.baselines.store import Record
 from h2o_flexgen.kernels import native
@@ -30,6 +29,7 @@ from h2o_flexgen.kernels import native
 SHAPES = ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192))
 """Outputs and inputs of the products of a layer."""
 _COLD = 256 << 20
+_SECONDS = 0.02  # of a product in a turn, at least
 _TIMES = 20_000_000
 _LOOPS = r"""
 #include <stdint.h>
@@ -88,6 +88,16 @@ def by_all(work: Callable[[int], object], threads: int) -> float:
     for each in team:
         each.join()
     return time.perf_counter() - begun
+
+
+def rate(product: Callable[..., object], weights: Sequence[object], flops: int) -> float:
+    """FLOP/s of a product with one weight after the other."""
+    product(weights[0])
+    begun, done = time.perf_counter(), 0
+    while not done or time.perf_counter() - begun < _SECONDS:
+        product(weights[done % len(weights)])
+        done += 1
+    return done * flops / (time.perf_counter() - begun)
 
 
 def run(point: Record) -> Record:

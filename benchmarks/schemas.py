@@ -9,19 +9,23 @@ schema had.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
+import random
 import sys
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import jsonschema
 
-from benchmarks.jobs import questions
 from benchmarks.records import facts, print_record
 from h2o_flexgen import LLM, EvictionConfig, SamplingParams
 from h2o_flexgen.errors import required
 
+MODULES = "argparse bisect collections functools heapq json os pathlib random re shutil statistics string tempfile"
+"""Of the standard library, for what is asked about their documentation."""
 _TEXT, _SHARE = {"type": "string", "maxLength": 60}, {"type": "number", "minimum": 0, "maximum": 1}
 
 
@@ -55,6 +59,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="append the record here")
     args = parser.parse_args()
     print_record({**facts(["python", "-m", "benchmarks.schemas", *sys.argv[1:]]), **measured(args)}, args.output)
+
+
+def questions(count: int) -> list[str]:
+    """Questions about functions and classes of Python's library, with what is documented: 20 to some 1,000 tokens."""
+    members = [each for name in MODULES.split() for each in inspect.getmembers(import_module(name), callable)]
+    told = {name: (inspect.getdoc(thing) or "")[:4000] for name, thing in members if not name.startswith("_")}
+    texts = [f"{text}\n\nWhat is {name} for?" for name, text in told.items() if len(text) > 40]
+    return random.Random(0).sample(texts, count)
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
