@@ -20,6 +20,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -41,6 +42,7 @@ class Recipe:
     short_steps: int = 800
     short_rows: int = 16
     long_rows: int = 8
+    long_length: int = CONTEXT
     hidden: int = 256
     layers: int = 6
     heads: int = 8
@@ -50,10 +52,10 @@ class Recipe:
     decay_share: float = 0.45
 
     def row_length(self, step: int) -> int:
-        return 256 if step < self.short_steps else CONTEXT
+        return 256 if step < self.short_steps else self.long_length
 
     def rows(self, step: int) -> int:
-        return self.short_rows if self.row_length(step) < CONTEXT else self.long_rows
+        return self.short_rows if step < self.short_steps else self.long_rows
 
     def tokens(self, steps: int) -> int:
         return sum(self.rows(step) * self.row_length(step) for step in range(steps))
@@ -136,13 +138,23 @@ def plant_copying(model: OPTForCausalLM, recipe: Recipe) -> None:
         second.out_proj.weight[:, rows] = 0.2 * copied
 
 
+Batch = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+"""Ids, positions (None: from 0 on) and weights, as `Trainer.plain_loss` takes them."""
+
+
 @dataclass
 class Trainer:
-    """Owns the bfloat16 model, its float32 masters and the optimizers; `work` holds checkpoint and log."""
+    """Owns the bfloat16 model, its float32 masters and the optimizers; `work` holds checkpoint and log.
+
+    draw   the next batch, of a generator of its own, at a step
+    look   figures of the model so far
+    """
 
     recipe: Recipe
     model: PreTrainedModel
     work: Path
+    draw: Callable[[Random, int], Batch]
+    look: Callable[[PreTrainedModel], dict]
     step: int = 0
     seconds: float = 0.0
     history: list[dict] = field(default_factory=list)
@@ -162,27 +174,15 @@ class Trainer:
         self.base_rates = [self.recipe.lr_matrix, self.recipe.lr_other]
         self.loss = torch.compile(self.plain_loss, dynamic=False)
 
-    def plain_loss(self, ids: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def plain_loss(self, ids: torch.Tensor, positions: torch.Tensor | None, weights: torch.Tensor) -> torch.Tensor:
         """Weighted mean cross entropy; `ids` and `weights` are (rows, length + 1), `positions` (rows, length)."""
         hidden = self.model.model(input_ids=ids[:, :-1], position_ids=positions, use_cache=False).last_hidden_state
         logits = self.model.lm_head(hidden).flatten(0, 1).float()
         each = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
         return (each * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
 
-    def draw(self, corpus: Corpus, rng: Random) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The next batch as `plain_loss` takes it; every row starts at a random position."""
-        length = self.recipe.row_length(self.step)
-        ids, weights = corpus.batch(rng, self.recipe.rows(self.step), length, self.step)
-        starts = [rng.randrange(CONTEXT - length + 1) for _ in range(len(ids))]
-        return ids, torch.tensor(starts)[:, None] + torch.arange(length), weights
-
-    def look(self, corpus: Corpus) -> dict[str, float]:
-        from training.evaluate import recall_accuracy
-
-        return {f"recall_{far}": recall_accuracy(self.model, corpus, Random(far), far, 24) for far in (100, 300, 800)}
-
-    def train_step(self, corpus: Corpus) -> float:
-        loss = self.loss(*self.draw(corpus, Random(self.recipe.seed * 1_000_003 + self.step)))
+    def train_step(self) -> float:
+        loss = self.loss(*self.draw(Random(self.recipe.seed * 1_000_003 + self.step), self.step))
         loss.backward()
         with torch.no_grad():
             for master, param in zip(self.masters, self.params, strict=True):
@@ -218,12 +218,12 @@ class Trainer:
             optimizer.load_state_dict(saved)
         self.step, self.seconds, self.history = state["step"], state["seconds"], state["history"]
 
-    def run(self, corpus: Corpus, out: Path, tokenizer: PreTrainedTokenizerFast, every: int) -> None:
+    def run(self, out: Path, tokenizer: PreTrainedTokenizerFast, every: int) -> None:
         """Train to the last step; a log line each 20 steps, a checkpoint, an export and an early look each `every`."""
         losses: list[float] = []
         while self.step < self.recipe.steps:
             begin = time.perf_counter()
-            losses.append(self.train_step(corpus))
+            losses.append(self.train_step())
             self.seconds += time.perf_counter() - begin
             if self.step % 20 == 0:
                 row = {
@@ -235,7 +235,7 @@ class Trainer:
                 losses.clear()
                 self.history.append(row)
                 if self.step % every == 0:
-                    row |= self.look(corpus)
+                    row |= self.look(self.model)
                     self.save()
                     export(self.model, tokenizer, out)
                 print(json.dumps(row), flush=True)
@@ -282,12 +282,12 @@ def prepare(args: argparse.Namespace) -> None:
     args.work.mkdir(parents=True, exist_ok=True)
 
 
-def train(trainer: Trainer, corpus: Corpus, args: argparse.Namespace, every: int = 200) -> None:
+def train(trainer: Trainer, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace, every: int = 200) -> None:
     """From the first step, or with --resume from the checkpoint, to the exported model."""
     if args.resume:
         trainer.load()
-    trainer.run(corpus, args.work / "export", corpus.tokenizer, every)
-    export(trainer.model, corpus.tokenizer, args.out)
+    trainer.run(args.work / "export", tokenizer, every)
+    export(trainer.model, tokenizer, args.out)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -299,10 +299,20 @@ def main(argv: list[str] | None = None) -> int:
     recipe = Recipe(seed=args.seed, steps=args.steps)
     tokenizer = load_tokenizer(args.out if args.evaluate else args.work, args)
     corpus = Corpus(tokenizer, args.text)
-    if not args.evaluate:
-        train(Trainer(recipe, new_model(recipe, len(tokenizer)), args.work), corpus, args)
-    from training.evaluate import evaluate
+    from training.evaluate import evaluate, recall_accuracy
 
+    def draw(rng: Random, step: int) -> Batch:
+        """Every row starts at a random position."""
+        length = recipe.row_length(step)
+        ids, weights = corpus.batch(rng, recipe.rows(step), length, step)
+        starts = [rng.randrange(CONTEXT - length + 1) for _ in range(len(ids))]
+        return ids, torch.tensor(starts)[:, None] + torch.arange(length), weights
+
+    def look(model: PreTrainedModel) -> dict[str, float]:
+        return {f"recall_{far}": recall_accuracy(model, corpus, Random(far), far, 24) for far in (100, 300, 800)}
+
+    if not args.evaluate:
+        train(Trainer(recipe, new_model(recipe, len(tokenizer)), args.work, draw, look), tokenizer, args)
     evaluate(args, recipe, corpus)
     return 0
 

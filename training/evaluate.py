@@ -85,22 +85,17 @@ def write_samples(corpus: Corpus, out: Path) -> None:
     (out / "recall_prompts.jsonl").write_text(text, encoding="utf-8")
 
 
-def processor() -> str:
-    host = host_facts()
-    return f"{host['cpu']}, {host['cores']} logical cores"
-
-
 def past_training(args: argparse.Namespace, recipe: Recipe) -> dict:
     """What is known of the training: from this run's checkpoint, else from the training.json written last time."""
     checkpoint, written = args.work / "checkpoint.pt", args.docs / "training.json"
     if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
+        state, host = torch.load(checkpoint, weights_only=True), host_facts()
         return {
             "recipe": asdict(recipe) | {"steps": state["step"]},
             "seconds": round(state["seconds"]),
             "tokens": recipe.tokens(state["step"]),
             "history": state["history"],
-            "hardware": processor(),
+            "hardware": f"{host['cpu']}, {host['cores']} logical cores",
             "threads": args.threads,
             "torch": torch.__version__,
         }

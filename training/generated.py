@@ -76,48 +76,15 @@ class Fact(NamedTuple):
     answer: str
 
 
-def number_fact(rng: Random, key: str) -> Fact:
-    """A fact with a four-digit value about `key`, such as 'red door'."""
-    code = "".join(rng.choice("0123456789") for _ in range(4))
-    lead = f"The code of the {key} is"
-    tells = (f"the code of the {key} is {code}.", f"the {key} has the code {code}.", f"the {key} opens with {code}.")
-    asks = (f"What is the code of the {key}?", f"Which code does the {key} have?", f"How do you open the {key}?")
-    return Fact(tells, asks, lead, code)
+PEOPLE = ("cities", "pets", "foods", "jobs")
+"""Words that facts about people end in."""
 
 
-def person_fact(rng: Random, name: str) -> Fact:
-    kind = rng.randrange(4)
-    if kind == 0:
-        value = rng.choice(WORDS["cities"])
-        return Fact(
-            (f"{name} lives in {value}.", f"the home of {name} is in {value}."),
-            (f"Where does {name} live?", f"In which city does {name} live?"),
-            f"{name} lives in",
-            value,
-        )
-    if kind == 1:
-        value = rng.choice(WORDS["pets"])
-        return Fact(
-            (f"the pet of {name} is a {value}.", f"{name} has a pet, a {value}."),
-            (f"What is the pet of {name}?", f"Which pet does {name} have?"),
-            f"The pet of {name} is a",
-            value,
-        )
-    if kind == 2:
-        value = rng.choice(WORDS["foods"])
-        return Fact(
-            (f"the favourite food of {name} is {value}.", f"{name} likes {value} more than any other food."),
-            (f"What is the favourite food of {name}?", f"What does {name} like to eat?"),
-            f"The favourite food of {name} is",
-            value,
-        )
-    value = rng.choice(WORDS["jobs"])
-    return Fact(
-        (f"{name} works as a {value}.", f"the trade of {name} is that of a {value}."),
-        (f"What is the work of {name}?", f"What does {name} do?"),
-        f"{name} works as a",
-        value,
-    )
+def fact_of(kind: str, about: str, answer: str) -> Fact:
+    """By the patterns of its kind: those that tell it, as many that ask for it, and the lead."""
+    *said, lead = (pattern.format(n=about, v=answer) for pattern in WORDS[f"fact.{kind}"])
+    half = len(said) // 2
+    return Fact(tuple(said[:half]), tuple(said[half:]), lead, answer)
 
 
 def draw_facts(rng: Random, count: int, used: set[str]) -> list[Fact]:
@@ -130,7 +97,9 @@ def draw_facts(rng: Random, count: int, used: set[str]) -> list[Fact]:
         if key in used and (number or len(used) < 20):
             continue
         used.add(key)
-        facts.append(number_fact(rng, key) if number else person_fact(rng, key))
+        kind = "codes" if number else rng.choice(PEOPLE)
+        answer = "".join(rng.choice("0123456789") for _ in range(4)) if number else rng.choice(WORDS[kind])
+        facts.append(fact_of(kind, key, answer))
     return facts
 
 

@@ -21,14 +21,14 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from training.demo import ROOT, Recipe, Trainer, flags, prepare, train
+from training.demo import ROOT, Batch, Recipe, Trainer, flags, prepare, train
 from training.evaluate import record
 from training.generated import story
 from training.rows import BOS, PAD, Corpus, split_heldout
@@ -105,6 +105,7 @@ class StreamRecipe(Recipe):
     steps: int = 1200
     short_steps: int = 0
     long_rows: int = 16
+    long_length: int = CONTEXT
     hidden: int = 192
     layers: int = 4
     heads: int = 6
@@ -112,9 +113,6 @@ class StreamRecipe(Recipe):
     inner: int = 512
     sink: float = 8.0
     gain: float = 3.0
-
-    def row_length(self, step: int) -> int:
-        return CONTEXT
 
 
 def new_model(recipe: StreamRecipe, vocab: int) -> LlamaForCausalLM:
@@ -187,20 +185,6 @@ def by_position(model: PreTrainedModel, mix: Mix, rows: int) -> list[float]:
     return [round(math.exp(nll), 3) for nll in (total / rows).view(-1, PIECE).mean(1).tolist()]
 
 
-@dataclass
-class StreamTrainer(Trainer):
-    """Rows of mixed text, from position 0 on."""
-
-    mix: Mix = field(kw_only=True)
-
-    def draw(self, corpus: Corpus, rng: Random) -> tuple[torch.Tensor, None, torch.Tensor]:  # type: ignore[override]
-        ids = torch.tensor([self.mix.row(rng, CONTEXT + 1) for _ in range(self.recipe.rows(self.step))])
-        return ids, None, torch.ones(ids.shape)
-
-    def look(self, corpus: Corpus) -> dict[str, list[float]]:  # type: ignore[override]
-        return {"heldout_by_position": by_position(self.model, self.mix, 24)}
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = flags(__doc__, StreamRecipe, "stream", ROOT / "results/local/stream/model", 1)
     parser.add_argument("--tokenizer", type=Path, default=ROOT / "h2o_flexgen/data/demo", help="folder of a tokenizer")
@@ -211,12 +195,19 @@ def main(argv: list[str] | None = None) -> int:
     prepare(args)
     recipe = StreamRecipe(seed=args.seed, steps=args.steps, sink=args.sink)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.tokenizer, model_max_length=CONTEXT)
-    corpus = Corpus(tokenizer, [])
-    mix = Mix(corpus)
+    mix = Mix(Corpus(tokenizer, []))
     (args.work / "heldout.txt").write_text(mix.heldout(), encoding="utf-8")
     if args.text:
         return 0
-    train(StreamTrainer(recipe, new_model(recipe, len(tokenizer)), args.work, mix=mix), corpus, args, args.every)
+
+    def draw(rng: Random, step: int) -> Batch:
+        ids = torch.tensor([mix.row(rng, CONTEXT + 1) for _ in range(recipe.rows(step))])
+        return ids, None, torch.ones(ids.shape)
+
+    def look(model: PreTrainedModel) -> dict[str, list[float]]:
+        return {"heldout_by_position": by_position(model, mix, 24)}
+
+    train(Trainer(recipe, new_model(recipe, len(tokenizer)), args.work, draw, look), tokenizer, args, args.every)
     told = {"positions_per_figure": PIECE}
     record(args, recipe, lambda model: told | {"heldout_perplexity_by_position": by_position(model, mix, 128)})
     return 0

@@ -28,9 +28,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from training.demo import ROOT, Recipe, Trainer, flags, new_model, prepare, train
+from training.demo import ROOT, Batch, Recipe, Trainer, flags, new_model, prepare, train
 from training.evaluate import record
-from training.rows import BOS, Corpus, with_special_tokens
+from training.rows import BOS, with_special_tokens
 
 CONTEXT = 384
 HELD_SEED, CASES = 77, 200
@@ -85,28 +85,20 @@ class SumsRecipe(Recipe):
 
     steps: int = 640
     short_steps: int = 0
-    long_rows: int = 20
+    long_rows: int = 16
+    long_length: int = LENGTH - 1
     hidden: int = 192
     layers: int = 3
     heads: int = 6
 
-    def row_length(self, step: int) -> int:
-        return LENGTH - 1
 
-
-@dataclass
-class SumsTrainer(Trainer):
-    """Rows from a random position on; what is given counts for nothing."""
-
-    def draw(self, corpus: Corpus, rng: Random) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ids = torch.tensor([problem(rng).ids for _ in range(self.recipe.rows(self.step))])
-        starts = torch.tensor([rng.randrange(CONTEXT - LENGTH + 2) for _ in ids])
-        weights = torch.ones(ids.shape)
-        weights[:, :GIVEN] = 0.0
-        return ids, starts[:, None] + torch.arange(LENGTH - 1), weights
-
-    def look(self, corpus: Corpus) -> dict[str, float]:
-        return accuracy(self.model, 24)
+def draw(rng: Random, rows: int) -> Batch:
+    """Problems from a random position on; what is given counts for nothing."""
+    ids = torch.tensor([problem(rng).ids for _ in range(rows)])
+    starts = torch.tensor([rng.randrange(CONTEXT - LENGTH + 2) for _ in ids])
+    weights = torch.ones(ids.shape)
+    weights[:, :GIVEN] = 0.0
+    return ids, starts[:, None] + torch.arange(LENGTH - 1), weights
 
 
 @torch.no_grad()
@@ -134,7 +126,8 @@ def main(argv: list[str] | None = None) -> int:
     recipe, tokenizer = SumsRecipe(seed=args.seed, steps=args.steps), build_tokenizer()
     model = new_model(recipe, len(tokenizer), CONTEXT)
     model.config.eos_token_id = model.generation_config.eos_token_id = IDS[END]
-    train(SumsTrainer(recipe, model, args.work), Corpus(tokenizer, []), args, args.every)
+    trainer = Trainer(recipe, model, args.work, lambda rng, _: draw(rng, recipe.long_rows), lambda m: accuracy(m, 24))
+    train(trainer, tokenizer, args, args.every)
     write_problems(args.out)
     record(args, recipe, lambda model: {"cases": CASES} | accuracy(model, CASES))
     return 0
