@@ -27,7 +27,7 @@ enum {
     DEPTH = 256,                /* inputs: 16 KiB of a panel */
     HEIGHT = BY_FOURS ? 6 : 4,  /* rows of a tile, and */
     PASS = IS_WIDE ? COLS : LANES, /* outputs at a time: as many sums as there are registers for */
-    MOST_ROWS = 512,            /* whose sums are kept at a time */
+    LEAST_ROWS = 96, MOST_ROWS = 512, /* of a part of x */
     LINE = 64,
     STEP = COLS * 4, /* bytes of four inputs of a panel */
 };
@@ -117,11 +117,11 @@ static void round_row(const Whole *all, int64_t row, Fours to) {
 /* Tiles, or of few rows each by itself. Rows of a tile share lines of memory: two threads would take these from each other. */
 static void round_tiles(void *task, int64_t tile, int64_t end, void *room) {
     const Whole here = *(const Whole *)task; /* bytes that are stored might be any other's fields */
-    const int64_t all_rows = here.p.rows, each = tiles_in(MOST_ROWS);
+    const int64_t all_rows = here.p.rows, each = all_rows <= FEW_ROWS ? all_rows : tiles_in(here.part);
     (void)room;
     for (; tile < end; tile++) {
-        const int64_t from = tile / each * MOST_ROWS, turn = tile % each;
-        const Cut c = all_rows <= FEW_ROWS ? (Cut){1, 0} : cut(least(MOST_ROWS, all_rows - from));
+        const int64_t from = tile / each * here.part, turn = tile % each;
+        const Cut c = all_rows <= FEW_ROWS ? (Cut){1, 0} : cut(least(here.part, all_rows - from));
         const int64_t first = from + turn * c.height + least(turn, c.taller), rows = c.height + (turn < c.taller);
         for (int64_t i = 0; i < rows; i++)
             round_row(&here, first + i, (Fours){here.x + first * here.padded + 4 * i, 4 * rows});
@@ -133,7 +133,8 @@ static void round_tiles(void *task, int64_t tile, int64_t end, void *room) {
 typedef struct {
     uint8_t *codes;       /* (DEPTH / 4, COLS, 4): unit by unit, of 4 bits the even inputs first */
     float *scale, *low;   /* (spans, COLS) */
-    float *super, *sums;  /* room: (blocks, COLS) and (MOST_ROWS, COLS) */
+    float *super, *sums;  /* room: (blocks, COLS) and (rows of a part, COLS) */
+    int64_t out;          /* its first output; -1: none yet */
     int offset;           /* what sums start at is times this */
 } Panel;
 
@@ -373,65 +374,77 @@ static int kind_of(const Packed *w) {
     return w->levels == UINT4 ? UP_TO_15 : has_signed_levels(w) ? SIGNED : UP_TO_30;
 }
 
-static void take_panel(const Whole *all, int64_t out, int64_t following, Panel *panel) {
+/* Pieces are parts of x times panels, those of a panel one after the other. */
+static int64_t panel_of(const Whole *all, int64_t piece) { return least(piece / all->parts * COLS, all->p.outs); }
+
+static void take_piece(const Whole *all, int64_t piece, int64_t following, Panel *panel) {
     const Packed *w = all->p.packed;
-    const int nibbles = has_nibbles(w);
+    const int64_t out = panel_of(all, piece), then = panel_of(all, following), from = piece % all->parts * all->part;
+    const int64_t rows = least(all->part, all->p.rows - from), row_bytes = has_nibbles(w) ? w->ins / 2 : w->ins;
+    const int nibbles = has_nibbles(w), last = then != out;
     int kind = kind_of(w); /* of bytes that of each depth */
-    const int64_t row_bytes = nibbles ? w->ins / 2 : w->ins;
-    const uint8_t *ahead = w->codes + following * row_bytes;
-    take_scales(all, out, panel);
-    for (int64_t from = 0; from < all->p.rows; from += MOST_ROWS) {
-        const int64_t rows = least(MOST_ROWS, all->p.rows - from);
-        const Cut c = cut(rows);
-        for (int64_t in = 0; in < all->padded; in += DEPTH) {
-            const uint8_t *next = ahead + in / (1 + nibbles) * COLS;
-            const int64_t asked = COLS * in / all->padded;
-            if (!from) ask_scales(w, following + asked, COLS * (in + DEPTH) / all->padded - asked);
-            take_inputs(all, out, in, panel->codes, next);
+    const uint8_t *ahead = w->codes + then * row_bytes;
+    const Cut c = cut(rows);
+    if (panel->out != out) take_scales(all, out, panel);
+    panel->out = out;
+    for (int64_t in = 0; in < all->padded; in += DEPTH) {
+        const uint8_t *next = ahead + in / (1 + nibbles) * COLS;
+        const int64_t asked = COLS * in / all->padded;
+        if (last) ask_scales(w, then + asked, COLS * (in + DEPTH) / all->padded - asked);
+        take_inputs(all, out, in, panel->codes, next);
 #if !IS_WIDE
-            if (all->fits) kind = smaller_codes(panel->codes, COLS * least(DEPTH, all->padded - in), &panel->offset);
+        if (all->fits) kind = smaller_codes(panel->codes, COLS * least(DEPTH, all->padded - in), &panel->offset);
 #endif
-            for (int64_t row = 0, turn = 0, height; row < rows; row += height, turn++) {
-                height = c.height + (turn < c.taller);
-                const int asks = !from && !turn && in + DEPTH <= w->ins;
-                tiles[kind][asks][height - 1](all, panel, from + row, in, panel->sums + row * COLS,
-                                                 next + DEPTH / (1 + nibbles) * COLS / 2);
-            }
+        for (int64_t row = 0, turn = 0, height; row < rows; row += height, turn++) {
+            height = c.height + (turn < c.taller);
+            const int asks = last && !turn && in + DEPTH <= w->ins;
+            tiles[kind][asks][height - 1](all, panel, from + row, in, panel->sums + row * COLS,
+                                          next + DEPTH / (1 + nibbles) * COLS / 2);
         }
-        finish(&all->p, panel->sums, COLS, from, rows, out, least(COLS, all->p.outs - out));
     }
+    finish(&all->p, panel->sums, COLS, from, rows, out, least(COLS, all->p.outs - out));
 }
 
-/* The panel after that at `out`, by runs that `end` there: each claim of one waits for what this thread has stored. */
-static int64_t next_panel(Whole *all, int64_t out, int64_t *end) {
-    if (out + COLS < *end) return out + COLS;
-    const int64_t left = all->p.outs - __atomic_load_n(&all->next, __ATOMIC_RELAXED);
-    const int64_t run = most(1, left / all->runs / COLS) * COLS, first = claim(&all->next, run);
+/* The piece after this one, by runs that `end` there: each claim of one waits for what this thread has stored. */
+static int64_t next_piece(Whole *all, int64_t piece, int64_t *end) {
+    if (piece + 1 < *end) return piece + 1;
+    const int64_t left = all->pieces - __atomic_load_n(&all->next, __ATOMIC_RELAXED);
+    const int64_t run = most(1, left / all->runs), first = claim(&all->next, run);
     *end = first + run;
     return first;
 }
 
-static void take_panels(void *task, int member) {
+static void take_pieces(void *task, int member) {
     Whole *all = task;
     (void)member;
-    int64_t end = 0, out = next_panel(all, 0, &end);
-    if (out >= all->p.outs) return;
+    int64_t end = 0, piece = next_piece(all, 0, &end);
+    if (piece >= all->pieces) return;
     const int64_t supers = blocks_of(all->p.packed) * COLS, scales = all->spans * COLS;
-    const int64_t floats = supers + (1 + all->lows) * scales + least(MOST_ROWS, all->p.rows) * COLS;
+    const int64_t floats = supers + (1 + all->lows) * scales + all->part * COLS;
     uint8_t *room = aligned_alloc(LINE, (size_t)(DEPTH * COLS + floats * (int64_t)sizeof(float)));
     if (!room) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
     float *behind = (float *)(room + DEPTH * COLS);
     Panel panel = {room, behind, behind + all->lows * scales, behind + (1 + all->lows) * scales,
-                   behind + (1 + all->lows) * scales + supers, 1};
-    while (room && out < all->p.outs) {
-        const int64_t following = next_panel(all, out, &end);
-        take_panel(all, out, least(following, all->p.outs), &panel);
-        out = following;
+                   behind + (1 + all->lows) * scales + supers, -1, 1};
+    while (room && piece < all->pieces) {
+        const int64_t following = next_piece(all, piece, &end);
+        take_piece(all, piece, following, &panel);
+        piece = following;
     }
     free(room);
 }
 
 /* ---- the product */
+
+/* Parts of x's rows, as even as can be: each turns a panel's codes anew. They are so many that all threads have some
+   pieces, one of which may be late. */
+static void divide(Whole *all) {
+    const int64_t rows = all->p.rows, panels = (all->p.outs + COLS - 1) / COLS;
+    const int64_t fitting = (rows + MOST_ROWS - 1) / MOST_ROWS, wanted = (all->runs + panels - 1) / panels;
+    const int64_t parts = most(fitting, least(wanted, rows / LEAST_ROWS));
+    all->part = (rows + parts - 1) / parts, all->parts = (rows + all->part - 1) / all->part;
+    all->pieces = panels * all->parts;
+}
 
 static void describe(Whole *all) {
     const Packed *w = all->p.packed;
@@ -448,19 +461,19 @@ static void describe(Whole *all) {
 int whole(const Product *p, int threads) {
     Whole all = {.p = *p, .runs = 8 * threads};
     describe(&all);
+    divide(&all);
     const int64_t spans = up(p->rows * all.spans, LANES), bytes = up(p->rows * all.padded, LINE);
     uint8_t *room = aligned_alloc(LINE, (size_t)(bytes + 3 * spans * (int64_t)sizeof(float)));
     if (!room) return 1;
     all.x = (int8_t *)room;
     all.scale = (float *)(room + bytes), all.sum = all.scale + spans, all.start = (int32_t *)(all.sum + spans);
     const int are_few = p->rows <= FEW_ROWS;
-    const int64_t blocks = p->rows / MOST_ROWS, left = p->rows % MOST_ROWS;
-    const int64_t tiles = are_few ? p->rows : blocks * tiles_in(MOST_ROWS) + tiles_in(left);
+    const int64_t tiles = are_few ? p->rows : p->rows / all.part * tiles_in(all.part) + tiles_in(p->rows % all.part);
     team_share(round_tiles, &all, tiles, 1, 0, tiles == 1 ? 1 : threads);
     if (are_few)
         all.failed |= few(&all, threads);
     else
-        team_run(take_panels, &all, threads);
+        team_run(take_pieces, &all, threads);
     free(room);
     return all.failed;
 }

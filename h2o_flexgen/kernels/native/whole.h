@@ -25,7 +25,8 @@ typedef struct {
     int32_t *start;
     int offset, lows;          /* what codes are too large by; whether there are other lows */
     int fits;                  /* whether codes of a byte are looked at for fewer bits: `offset` is for each panel then */
-    int64_t next, runs; /* output that no thread has taken; of what is left so many runs are made */
+    int64_t part, parts, pieces; /* rows of a part of x, and how many there are; pieces of the product */
+    int64_t next, runs;          /* piece that no thread has taken; of what is left so many runs are made */
     int failed;
 } Whole;
 
