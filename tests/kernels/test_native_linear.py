@@ -96,7 +96,7 @@ def test_it_is_the_product(ins: int, wide: bool, threads: int) -> None:
 
 
 @pytest.mark.usefixtures("native_only")
-@pytest.mark.parametrize("rows", [127, 128, 129, 261])
+@pytest.mark.parametrize("rows", [127, 128, 129, 261, 1445, 3001])
 def test_many_rows_are_cut_into_parts(rows: int, threads: int) -> None:
     x, weight, bias = noise(rows, 96), noise(101, 96), noise(101)
     check(linear(x, weight, bias, wide=True), x, weight, bias)

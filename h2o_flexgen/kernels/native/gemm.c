@@ -22,6 +22,7 @@ enum {
     BLOCK = 96,  /* rows, a multiple of TILE and of LANES */
     LINE = 64,   /* bytes of a cache line */
     FEW = 384,   /* rows up to which x is packed: beyond that packing w takes less than two per cent */
+    PART = 480,  /* rows, at least, that a thread takes with a panel of weights */
 };
 
 /* Rows of a matrix as they lie. */
@@ -112,18 +113,28 @@ static void block(Rows a, int64_t rows, const term *packed, int64_t cols, int64_
 
 static int64_t tiles_of(int64_t rows, int64_t ins) { return up(rows, TILE) / TILE * (up(ins, DEPTH) / DEPTH); }
 
-/* What threads share: pieces are panels, or blocks of outputs. */
+/* What threads share. A unit of work is BLOCK outputs of the rows of one panel, or a panel of outputs of a part of the
+   rows; those with the same weights follow one another. */
 typedef struct {
     Product p;
-    term *packed; /* x, where it is packed: panel by panel */
-    int64_t next; /* piece that no thread has taken */
+    term *packed;      /* x, where it is packed: panel by panel */
+    int64_t each;      /* units with the same weights */
+    int64_t units, part; /* all units; rows of a part */
+    int64_t next;      /* unit that no thread has taken */
     int failed;
-} Pieces;
+} Units;
+
+/* What a thread has of the weights of outputs from `out` on: expanded, or in a panel. */
+typedef struct {
+    bf16 *room;
+    term *panel;
+    int64_t out;
+} Held;
 
 /* ---- x is packed */
 
 static void pack_panel(void *task, int64_t row, int64_t end, void *room) {
-    const Pieces *all = task;
+    const Units *all = task;
     const Product *p = &all->p;
     (void)room;
     pack((Rows){p->x + row * p->x_stride, p->x_stride}, end - row, COLS, p->ins, all->packed + row * p->ins);
@@ -142,29 +153,18 @@ static void turn(const float *sums, int64_t outs, int64_t rows, float *turned) {
         }
 }
 
-/* A unit of work is BLOCK outputs of the rows of one panel; units of one block follow one another. */
-static int64_t panels_of(const Product *p) { return up(p->rows, COLS) / COLS; }
-
-static int64_t units_of(const Product *p) { return up(p->outs, BLOCK) / BLOCK * panels_of(p); }
-
-/* What a thread has expanded: the block from `out` on. */
-typedef struct {
-    bf16 *room;
-    int64_t out;
-} Expanded;
-
-static const bf16 *block_weights(const Product *p, Expanded *held, int64_t out, int64_t outs) {
+static const bf16 *block_weights(const Product *p, Held *held, int64_t out, int64_t outs) {
     if (!p->packed) return p->w + out * p->ins;
     if (held->out != out) bf16_rows(NULL, p->packed, p->ins, out, outs, held->room, scales_behind(held->room, BLOCK, p->ins));
     held->out = out;
     return held->room;
 }
 
-/* `following`: the unit that the thread takes after this one. */
-static void take_unit(const Pieces *all, int64_t unit, int64_t following, Expanded *held) {
+/* `following`: the unit that the thread takes with the next weights, or this one. */
+static void take_block(const Units *all, int64_t unit, int64_t following, Held *held) {
     const Product *p = &all->p;
     float sums[BLOCK * COLS] __attribute__((aligned(64))), turned[COLS * BLOCK] __attribute__((aligned(64)));
-    const int64_t panels = panels_of(p), out = unit / panels * BLOCK, row = unit % panels * COLS;
+    const int64_t panels = all->each, out = unit / panels * BLOCK, row = unit % panels * COLS;
     const int64_t outs = least(BLOCK, p->outs - out), rows = least(COLS, p->rows - row);
     const int64_t then = following / panels * BLOCK, wanted = then > out ? BLOCK / panels : 0;
     Ahead next = ahead(p, then + unit % panels * wanted, wanted, tiles_of(outs, p->ins));
@@ -172,30 +172,6 @@ static void take_unit(const Pieces *all, int64_t unit, int64_t following, Expand
     block(w, outs, all->packed + row * p->ins, rows, p->ins, sums, &next);
     turn(sums, outs, rows, turned);
     finish(p, turned, BLOCK, row, rows, out, outs);
-}
-
-/* How many units a thread takes next: single ones towards the end, so that no thread waits long for another. */
-static int64_t count_at(const Pieces *all) {
-    const int64_t units = units_of(&all->p), panels = panels_of(&all->p);
-    return units - __atomic_load_n(&all->next, __ATOMIC_RELAXED) > units / 4 + panels ? panels : 1;
-}
-
-static void take_units(void *task, int member) {
-    Pieces *all = task;
-    (void)member;
-    const int64_t units = units_of(&all->p), panels = panels_of(&all->p);
-    int64_t count = count_at(all), first = claim(&all->next, count);
-    if (first >= units) return;
-    Expanded held = {all->p.packed ? room_for(BLOCK, all->p.ins) : NULL, -1};
-    const int able = held.room || !all->p.packed;
-    if (!able) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
-    while (able && first < units) {
-        const int64_t after = count_at(all), following = claim(&all->next, after);
-        for (int64_t unit = first; unit < least(first + count, units); unit++)
-            take_unit(all, unit, unit / panels < following / panels ? following : unit, &held);
-        count = after, first = following;
-    }
-    free(held.room);
 }
 
 /* ---- w is packed */
@@ -213,45 +189,61 @@ static void pack_weights(const Product *p, int64_t out, int64_t outs, term *pack
     }
 }
 
-static void take_panel(const Product *p, int64_t out, int64_t following, term *packed, bf16 *room) {
+static void take_panel(const Units *all, int64_t unit, int64_t following, Held *held) {
+    const Product *p = &all->p;
     float sums[BLOCK * COLS] __attribute__((aligned(64)));
-    const int64_t outs = least(COLS, p->outs - out);
-    Ahead next = ahead(p, following, COLS, tiles_of(p->rows, p->ins));
-    pack_weights(p, out, outs, packed, room);
-    for (int64_t row = 0; row < p->rows; row += BLOCK) {
-        const int64_t rows = least(BLOCK, p->rows - row);
-        block((Rows){p->x + row * p->x_stride, p->x_stride}, rows, packed, outs, p->ins, sums, &next);
+    const int64_t out = unit / all->each * COLS, outs = least(COLS, p->outs - out), then = following / all->each * COLS;
+    const int64_t first = unit % all->each * all->part, end = least(first + all->part, p->rows);
+    Ahead next = ahead(p, then, then > out ? COLS : 0, tiles_of(end - first, p->ins));
+    if (held->out != out) pack_weights(p, out, outs, held->panel, held->room);
+    held->out = out;
+    for (int64_t row = first; row < end; row += BLOCK) {
+        const int64_t rows = least(BLOCK, end - row);
+        block((Rows){p->x + row * p->x_stride, p->x_stride}, rows, held->panel, outs, p->ins, sums, &next);
         finish(p, sums, COLS, row, rows, out, outs);
     }
 }
 
-static void take_panels(void *task, int member) {
-    Pieces *all = task;
+/* ---- the product */
+
+/* How many units a thread takes next: single ones towards the end, so that no thread waits long for another. */
+static int64_t count_at(const Units *all) {
+    return all->units - __atomic_load_n(&all->next, __ATOMIC_RELAXED) > all->units / 4 + all->each ? all->each : 1;
+}
+
+static void take_units(void *task, int member) {
+    Units *all = task;
     (void)member;
-    int64_t out = claim(&all->next, COLS);
-    if (out >= all->p.outs) return;
-    term *packed = aligned_alloc(LINE, (size_t)all->p.ins * COLS * sizeof(term));
-    bf16 *room = all->p.packed ? room_for(LANES, all->p.ins) : NULL;
-    const int able = packed && (room || !all->p.packed);
+    const int64_t each = all->each, ins = all->p.ins;
+    int64_t count = count_at(all), first = claim(&all->next, count);
+    if (first >= all->units) return;
+    Held held = {all->p.packed ? room_for(all->packed ? BLOCK : LANES, ins) : NULL, NULL, -1};
+    if (!all->packed) held.panel = aligned_alloc(LINE, (size_t)ins * COLS * sizeof(term));
+    const int able = (held.room || !all->p.packed) && (held.panel || all->packed);
     if (!able) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
-    while (able && out < all->p.outs) {
-        const int64_t following = claim(&all->next, COLS);
-        take_panel(&all->p, out, following, packed, room);
-        out = following;
+    while (able && first < all->units) {
+        const int64_t after = count_at(all), following = claim(&all->next, after);
+        for (int64_t unit = first; unit < least(first + count, all->units); unit++)
+            (all->packed ? take_block : take_panel)(all, unit, unit / each < following / each ? following : unit, &held);
+        count = after, first = following;
     }
-    free(packed);
-    free(room);
+    free(held.room);
+    free(held.panel);
 }
 
 int gemm(const Product *p, int threads) {
-    Pieces all = {.p = *p};
+    Units all = {.p = *p, .each = up(p->rows, COLS) / COLS, .units = up(p->outs, BLOCK) / BLOCK};
     if (p->rows < p->outs && p->rows <= FEW)
         all.packed = aligned_alloc(LINE, (size_t)(up(p->rows, COLS) * p->ins) * sizeof(term));
-    if (!all.packed) {
-        team_run(take_panels, &all, threads);
-        return all.failed;
+    if (all.packed) {
+        team_share(pack_panel, &all, p->rows, COLS, 0, threads);
+    } else {
+        all.units = up(p->outs, COLS) / COLS;
+        all.each = most(1, least(p->rows / PART, up(8 * threads, all.units) / all.units));
+        all.part = up(up(p->rows, all.each) / all.each, BLOCK);
+        all.each = up(p->rows, all.part) / all.part;
     }
-    team_share(pack_panel, &all, p->rows, COLS, 0, threads);
+    all.units *= all.each;
     team_run(take_units, &all, threads);
     free(all.packed);
     return all.failed;
