@@ -28,7 +28,7 @@ class H2OFlexGenError(Exception):
 
     def __init__(self, found: str, needed: str = "", change: str = "") -> None:
         self.found, self.needed, self.change = found, needed, change
-        super().__init__(". ".join(part.rstrip(".") for part in (found, needed, change) if part))
+        super().__init__(". ".join(part.rstrip(".") for part in (found, needed, change) if part).replace("?. ", "? "))
 
     def reworded(self, words: Callable[[str], str]) -> Self:
         """The same error, each of its parts as `words` puts it."""

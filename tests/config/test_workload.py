@@ -46,3 +46,7 @@ def test_registry() -> None:
 def test_suggestions_are_for_close_words_only() -> None:
     assert suggestion("wieghts", ["weights", "cache"]) == "did you mean 'weights'?"
     assert suggestion("zzz", ["weights", "cache"]) == ""
+
+
+def test_a_question_ends_its_sentence() -> None:
+    assert str(ModelError("no model x", "did you mean 'y'?", "list them")) == "no model x. did you mean 'y'? list them"
