@@ -62,7 +62,7 @@ class Scan:
 
 
 class Source:
-    """A file of requests. UsageError where it cannot be read."""
+    """A file of requests. UsageError where it cannot be read, or is another one than when it was first read."""
 
     def __init__(
         self, path: Path, format: str = "auto", *, columns: tuple[str, ...] = (), shard: tuple[int, int] = (1, 1)
@@ -72,6 +72,7 @@ class Source:
         if not path.is_file():
             raise UsageError(f"{path} is not a file", "needed a file of requests, which can be read again")
         self.path, self._columns, self._shard = path, columns, shard
+        self._identity: tuple[int, ...] | None = None
         self.format = _guessed(path, columns[:1]) if format == "auto" else format
         if self.format == "parquet":
             _parquet()
@@ -126,7 +127,7 @@ class Source:
 
     def _lines(self) -> Iterator[Record]:
         with self._opened() as file:
-            before, number = _identity(file.fileno()), 0
+            number = 0
             while line := file.readline(LONGEST_LINE + 1):
                 number += 1
                 whole: bytes | None = line
@@ -137,8 +138,8 @@ class Source:
                 if whole is None or whole.strip():
                     yield Record(number, whole)
                 if number % 1024 == 0:
-                    _require_unchanged(file.fileno(), before, self.path)
-            _require_unchanged(file.fileno(), before, self.path)
+                    self._require_unchanged(os.fstat(file.fileno()))
+            self._require_unchanged(os.fstat(file.fileno()))
 
     def _rows(self) -> Iterator[Record]:
         file, number = self._parquet_file(), 0
@@ -153,6 +154,7 @@ class Source:
     def _parquet_file(self) -> Any:
         module = _parquet()
         try:
+            self._require_unchanged(self.path.stat())
             file = module.ParquetFile(self.path)
         except (OSError, ValueError) as error:
             raise UsageError(f"{self.path} cannot be read as Parquet: {error}") from None
@@ -165,9 +167,16 @@ class Source:
 
     def _opened(self) -> Any:
         try:
+            self._require_unchanged(self.path.stat())
             return self.path.open("rb")
         except OSError as error:
             raise UsageError(f"{self.path}: {error.strerror}", "needed a readable file") from None
+
+    def _require_unchanged(self, status: os.stat_result) -> None:
+        now = status.st_ino, status.st_size, status.st_mtime_ns
+        if now != (self._identity or now):
+            raise UsageError(f"{self.path} was written to while its requests were run", "needed a file that stays")
+        self._identity = now
 
 
 def load_json(data: bytes | None) -> Any:
@@ -238,16 +247,6 @@ def _guessed(path: Path, prompts: tuple[str, ...]) -> str:
             plain = not isinstance(entry, dict) or {"prompt", "messages", *prompts} & entry.keys()
             return "jsonl" if plain else "openai"
     return "jsonl" if line is None else "openai"
-
-
-def _identity(fd: int) -> tuple[int, int]:
-    status = os.fstat(fd)
-    return status.st_size, status.st_mtime_ns
-
-
-def _require_unchanged(fd: int, before: tuple[int, int], path: Path) -> None:
-    if _identity(fd) != before:
-        raise UsageError(f"{path} was written to while its requests were run", "needed a file that stays")
 
 
 def _parquet() -> Any:

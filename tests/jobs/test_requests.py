@@ -395,11 +395,13 @@ def test_shards_share_the_requests_out(tmp_path: Path) -> None:
 
 def test_a_file_that_is_written_to_meanwhile(tmp_path: Path) -> None:
     file = write(tmp_path / "in.jsonl", a("1"), a("2"))
-    records = Source(file, "openai").records()
-    next(records)
+    source, scanned = Source(file, "openai"), Source(file, "openai")
+    records = source.records()
+    assert (next(records).line, scanned.scan().lines) == (1, 2)
     write(file, a("1"), a("2"), a("3"))
-    with pytest.raises(UsageError, match="written to"):
-        list(records)
+    for left in (records, scanned.records()):
+        with pytest.raises(UsageError, match="written to"):
+            list(left)
 
 
 def test_lines_at_random_never_end_a_job(tmp_path: Path) -> None:
