@@ -260,7 +260,7 @@ def _roof(rates: Mapping[str, float], runs: Sequence[tuple[Run, Json]]) -> Itera
         lines.append({"name": name, "points": marks, "scatter": True, "colour": colour})
     title = f"Memory {format_rate(memory_rate)}, arithmetic {top / 1e9:.3g} GFLOP/s"
     label = f"Roofline with {sum(map(len, points.values()))} points: {', '.join(points)}."
-    x, y = {"name": "FLOPs per byte read", "log": True}, {"name": "FLOP/s", "log": True}
+    x, y = {"name": "FLOPs per byte read", "log": 10}, {"name": "FLOP/s", "log": 10}
     figure = line_figure(title, x, y, lines, label, wide=True)
     seen = [list(row) for row in dict.fromkeys(map(tuple, rows))][:_MOST_ROWS]
     head = ["phase, run", "FLOPs/byte", "achieved", "bound by", "of the bound"]

@@ -9,7 +9,7 @@ from h2o_flexgen.units import format_bytes, format_seconds
 
 _FORMS: dict[str, Json] = {
     "share": {"form": "percent", "min": 0, "max": 1},
-    "perplexity": {"log": True, "free": True},
+    "perplexity": {"log": 2, "free": True},
 }
 """Axes of what is measured, by its kind."""
 
@@ -72,7 +72,7 @@ def _against_budget(points: list[Point]) -> Figure:
         level = [[end, full[0][1]] for end in ends]
         lines.append({"name": "full cache", "points": level, "dashed": True, "plain": True, "colour": 7})
     label = f"{title}, against the budget: {', '.join(line['name'] for line in lines)}."
-    x = {"name": "KV budget, share of the sequence", "log": True, "form": "percent"}
+    x = {"name": "KV budget, share of the sequence", "log": 2, "form": "percent"}
     y = {"name": measure, **_FORMS.get(kind, {"free": True})}
     return line_figure(title, x, y, lines, label)
 
@@ -89,7 +89,7 @@ def _stream(report: StreamReport) -> Passage:
         for row in report.rows
     ]
     title = f"perplexity along streams of {report.length:,} tokens; the model's context is {report.context:,}"
-    x, y = {"name": "position in the stream", "min": 0}, {"name": "perplexity", "log": True, "free": True}
+    x, y = {"name": "position in the stream", "min": 0}, {"name": "perplexity", "log": 2, "free": True}
     return Passage(
         f"{report.model}: streams",
         [f"{report.text_file}, {report.streams} streams, {report.dtype} on {report.device}."],

@@ -273,8 +273,8 @@ def _curve(along: str, axis: str, work: SameWork, curves: Mapping[str, Mapping[f
     lengths = [f"{work.prompt} + {work.new} tokens"] if along not in ("prompt", "new") else []
     title = ", ".join([f"against {axis}: {work.model}", *lengths, *([work.dtype] if work.dtype != "?" else [])])
     shares = along == "budget"
-    x = {"name": axis, "log": not shares, "form": "percent" if shares else "number"}
-    y = {"name": "generated tokens/s", "log": not shares, **({"min": 0} if shares else {})}
+    x = {"name": axis, "log": 0 if shares else 2, "form": "percent" if shares else "number"}
+    y = {"name": "generated tokens/s", "log": 0 if shares else 2, **({"min": 0} if shares else {})}
     label = f"End to end throughput {title}: {', '.join(line['name'] for line in lines)}."
     return line_figure(title, x, y, lines, label)
 

@@ -182,6 +182,7 @@ def test_evaluations_and_summaries_of_committed_records() -> None:
             if (row["policy"], row["task"]) == (policy, "prose") and row["metric"] == "perplexity"
         }
         assert (dict(line["points"]), len(own)) == (own, count)
+        assert (prose["x"]["log"], prose["y"]["log"]) == (2, 2), "ten has two ticks where values are of one order"
         assert f"{own[0.2]:.3g}" in "".join(reader.texts[""])
     stream = json.loads((ROOT / "docs/stream/stream.json").read_text())
     (figure,) = data_of(Reader(page_of(read([ROOT / "docs/stream/stream.json"])))).values()

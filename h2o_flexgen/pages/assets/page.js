@@ -37,7 +37,7 @@
 
   function axis(theme, given, more) {
     const form = forms[given.form || "number"];
-    return { type: given.log ? "log" : "value", name: given.name, nameLocation: "middle", scale: Boolean(given.free),
+    return { type: given.log ? "log" : "value", logBase: given.log, name: given.name, nameLocation: "middle", scale: Boolean(given.free),
       nameTextStyle: { color: theme.faint }, axisLabel: { color: theme.faint, formatter: form, hideOverlap: true },
       axisLine: { lineStyle: { color: theme.line } }, splitLine: { lineStyle: { color: theme.line, opacity: 0.5 } },
       min: given.min, max: given.max, minorTick: { show: false }, ...more };
