@@ -17,6 +17,7 @@ import secrets
 import shutil
 import socket
 import stat
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +28,9 @@ from h2o_flexgen.folders import Closing
 from h2o_flexgen.units import format_bytes
 
 log = logging.getLogger(__name__)
+
+_INSTANT = 0.1
+"""Seconds in which whoever has just locked a folder has signed it, and as a rule let go of it."""
 
 _RUN_NAME = re.compile(r"run-\d+-[0-9a-f]{16}")
 _OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -257,8 +261,10 @@ def _locked(folder: int, name: str, what: str) -> Iterator[None]:
         raise storage_error(f"cannot open the lock of the {what}", error) from error
     try:
         if not _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, what):
-            log.warning("waiting for the %s, held by %s", what, _holder(fd))
-            _flock(fd, fcntl.LOCK_EX, what)
+            time.sleep(_INSTANT)
+            if not _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, what):
+                log.warning("waiting for the %s, held by %s", what, _holder(fd))
+                _flock(fd, fcntl.LOCK_EX, what)
         _sign(fd)
         yield
     finally:

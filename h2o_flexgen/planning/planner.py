@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import subprocess
 import sys
 import tempfile
@@ -135,7 +136,7 @@ def calibrate_here(config: EngineConfig, quiet: bool, most_s: float | None = Non
         try:
             code = process.wait(most_s)
         except BaseException as error:
-            process.terminate()
+            process.send_signal(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
             code = process.wait()
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import signal
@@ -212,6 +213,18 @@ def test_packed_folders_stay_and_are_held_by_one_run(tmp_path: Path, caplog: pyt
     assert order == ["first done", "second sees ['lock', 'unit-0001.bin']"]
     assert f"held by pid {os.getpid()} on" in caplog.text
     assert path.is_dir(), "packed weights are for later runs"
+
+
+def test_a_folder_that_is_locked_for_an_instant_is_no_news(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs that begin at once: the lock of the one is not signed yet, and free before that could be told."""
+    OffloadDir(tmp_path / "off").close()
+    fd = os.open(tmp_path / "off/lock", os.O_RDWR | os.O_TRUNC)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    monkeypatch.setattr("time.sleep", lambda _: os.close(fd))
+    OffloadDir(tmp_path / "off").close()
+    assert caplog.text == ""
 
 
 def test_free_space(tmp_path: Path) -> None:
