@@ -12,7 +12,8 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Any
+from threading import Lock
+from typing import Any, NoReturn
 
 import torch
 
@@ -56,7 +57,7 @@ class CallGuard:
     """One call of an engine at a time, as calls share the streamed weights, and a plan may place all weights anew."""
 
     def __init__(self) -> None:
-        self._held = self._closed = False
+        self._lock, self._closed = Lock(), False
         self._process = os.getpid()
 
     @contextmanager
@@ -67,12 +68,9 @@ class CallGuard:
         if os.getpid() != self._process:
             found = "this engine is that of the process that this one was forked from"
             raise UsageError(found, "its threads and files stayed there", "make an LLM in this process")
-        if self._held:
-            raise UsageError(
-                "a stream of this engine is still under way",
-                change="finish it or close() it first, or use another LLM",
-            )
-        self._held = True
+        if not self._lock.acquire(blocking=False):
+            found, change = "a call or stream of this engine is still under way", "finish it or close() it first"
+            raise UsageError(found, "needed one at a time", f"{change}, or use another LLM")
         try:
             yield
         except Exception as error:
@@ -80,7 +78,7 @@ class CallGuard:
                 raise UsageError("this engine was closed before a call had ended", change="make another LLM") from error
             raise
         finally:
-            self._held = False
+            self._lock.release()
 
     def close(self) -> None:
         self._closed = True
@@ -141,6 +139,10 @@ class Engine(Closing):
         """Stored keys and values of prefixes, with prefix_mem or prefix_dir."""
         # Memory of other engines is counted when a plan is made, since it changes.
         self._baseline = max(0, devices.before_placement() - devices.held_bytes())
+
+    def __reduce__(self) -> NoReturn:
+        found, needed = "an LLM cannot be pickled or copied", "its weights, threads and files are this process's"
+        raise UsageError(found, needed, "make one in each process")
 
     def generate(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,11 +46,18 @@ def test_a_stream_goes_on_after_another_call_was_refused(call: Callable[[Engine]
     expected = {output.index: output.token_ids for output in engine.generate(PROMPTS, **SETTINGS)}
     stream = engine.stream(PROMPTS, **SETTINGS)
     found = [next(stream)]
-    with pytest.raises(UsageError, match=r"a stream of this engine is still under way.* close\(\) it first"):
+    with pytest.raises(UsageError, match=r"a call or stream of this engine is still under way.* close\(\) it first"):
         call(engine)
     found += stream
     assert {output.index: output.token_ids for output in found} == expected
     call(engine)
+
+
+@pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_an_engine_is_one_processs_and_says_so(duplicate: Callable[[Engine], object], engine: Engine) -> None:
+    with pytest.raises(UsageError, match=r"cannot be pickled or copied.* make one in each process"):
+        duplicate(engine)
+    assert engine.generate(PROMPTS[:1], **SETTINGS)
 
 
 def test_a_stream_that_is_given_up_makes_way(engine: Engine) -> None:
