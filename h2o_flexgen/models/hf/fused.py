@@ -25,8 +25,8 @@ from h2o_flexgen.models.decoder import adjacent
 from h2o_flexgen.models.hf.build import is_product, multiply, product
 
 Joined = tuple[Tensor, Tensor | None]
-Norm = Callable[[nn.Module, Callable[[Tensor], Tensor], Tensor], Tensor]
-"""Of a module, its own forward, and what is to be normed."""
+Norm = Callable[..., Tensor]
+"""Of a module, its own forward, and what that is given: what is to be normed, or that and a gate."""
 Groups = tuple[tuple[str, tuple[ModuleTensor, ...]], ...]
 
 _TOKENS = 4  # of the numbers that are looked at
@@ -212,29 +212,27 @@ def _roles(module: nn.Module, products: Mapping[str, nn.Module]) -> tuple[list[s
     return None
 
 
-def take_norms(model: nn.Module) -> None:
-    """From now on norms of bfloat16 numbers are computed by our kernels, those that are known by their numbers."""
+def take_norms(model: nn.Module, look: Callable[[nn.Module, int], Norm | None] | None = None) -> None:
+    """From now on norms of bfloat16 numbers are computed by our kernels, those that are known by their numbers; or what
+    `look` finds for modules that have a weight, given its size, perhaps a bias, and nothing else."""
     known: dict[Any, Norm | None] = {}
     for module in model.modules():
         weight = module._parameters.get("weight")
         held = {key for key, each in module._parameters.items() if each is not None}
         plain = held <= {"weight", "bias"} and not module._buffers and not module._modules
-        if weight is None or weight.dim() != 1 or not plain or not _is_of_one(module):
+        if weight is None or weight.dim() != 1 or not plain:
             continue
         kind = kind_of(module), len(weight), module._parameters.get("bias") is None
         if kind not in known:
-            known[kind] = _norm(module, len(weight))
+            known[kind] = (look or _norm)(module, len(weight))
         if (norm := known[kind]) is not None:
             module.forward = partial(norm, module, module.forward)
 
 
-def _is_of_one(module: nn.Module) -> bool:
-    """Whether a module computes something of one tensor: a gate, even one that may be left out, is another."""
-    return len(signature(type(module).forward).parameters) == 2  # itself, and that
-
-
 def _norm(module: nn.Module, size: int) -> Norm | None:
     """What computes the same as a norm over the last dimension; None where nothing here does."""
+    if len(signature(type(module).forward).parameters) != 2:  # of more than one tensor: a gate may be left out
+        return None
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, _TOKENS, size, generator=generator) * torch.tensor([[1e-3], [0.1], [1.0], [30.0]])
     x[0, 1:] += 0.5
@@ -335,8 +333,7 @@ def take_rotations(model: nn.Module) -> None:
 
 @cache
 def _rotation(function: FunctionType) -> Callable[..., Any] | None:
-    """What does the same as a function of (q, k, cos, sin) or (x, cos, sin), wherever the kernel takes its arguments;
-    None where nothing here does."""
+    """What does the same as a function of (q, k, cos, sin) or (x, cos, sin); None where nothing here does."""
     names = tuple(signature(function).parameters)
     alone = names[:3] == ("x", "cos", "sin")
     if not alone and names[:4] != ("q", "k", "cos", "sin"):

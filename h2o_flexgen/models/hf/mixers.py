@@ -8,7 +8,7 @@ the kernels do not take, transformers' own function computes. Norms with a gate 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import product
 from types import FunctionType, MethodType, SimpleNamespace
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from h2o_flexgen.kernels import states
 from h2o_flexgen.kernels.native import library
-from h2o_flexgen.models.hf.fused import among, kind_of, rounds_alike, tried
+from h2o_flexgen.models.hf.fused import Norm, among, rounds_alike, take_norms, tried
 
 Original = Callable[..., Any]
 
@@ -33,54 +33,45 @@ def _usual(original: Original) -> dict[str, Any]:
     return {name: None if default is inspect.Parameter.empty else default for name, default in usual.items()}
 
 
-def _given(original: Original, args: tuple[Any, ...], others: Mapping[str, Any]) -> Any:
-    """Arguments by their names in transformers. None of packed sequences, as it refuses, and of a function that names
-    none."""
+def _by(compute: Callable[[Any], Any], original: Original, *args: Any, **others: Any) -> Any:
+    """What `compute` makes of the arguments by their names in transformers; where that is None, what the `original`
+    makes: also of packed sequences, as it refuses, and where it names no arguments."""
     usual = _usual(original)
-    if not usual or others.get("cu_seqlens") is not None or others.get("seq_idx") is not None:
-        return None
-    return SimpleNamespace(**{**usual, **dict(zip(usual, args, strict=False)), **others})
-
-
-def _delta_rule(original: Original, *args: Any, **others: Any) -> Any:
-    """query, key (B, T, key heads, K), value (B, T, heads, V), g (B, T, heads) or, Kimi's, (B, T, heads, K), beta
-    (B, T, heads), initial_state (B, heads, K, V)."""
-    rule = _given(original, args, others)
-    if rule is not None and states.serves(rule.query, rule.key, rule.value):
-        rows, _, heads, value_dim = rule.value.shape
-        state, dim = rule.initial_state, rule.key.shape[-1]
-        state = torch.zeros(rows, heads, dim, value_dim) if state is None else state
-        if states.serves_state(state, dim):
-            normed = rule.use_qk_l2norm_in_kernel
-            given = (rule.query, rule.key, rule.value, rule.g, rule.beta)
-            out = states.delta_rule(*given, state, scale=dim**-0.5, normed=normed)
-            return out, state if rule.output_final_state else None
+    if usual and others.get("cu_seqlens") is None and others.get("seq_idx") is None:
+        made = compute(SimpleNamespace(**{**usual, **dict(zip(usual, args, strict=False)), **others}))
+        if made is not None:
+            return made
     return original(*args, **others)
 
 
-def _conv_step(original: Original, *args: Any, **others: Any) -> Any:
+def _delta_rule(rule: Any) -> Any:
+    """query, key (B, T, key heads, K), value (B, T, heads, V), g (B, T, heads) or, Kimi's, (B, T, heads, K), beta
+    (B, T, heads), initial_state (B, heads, K, V)."""
+    if not states.serves(rule.query, rule.key, rule.value):
+        return None
+    rows, _, heads, value_dim = rule.value.shape
+    state, dim = rule.initial_state, rule.key.shape[-1]
+    state = torch.zeros(rows, heads, dim, value_dim) if state is None else state
+    if not states.serves_state(state, dim):
+        return None
+    given = (rule.query, rule.key, rule.value, rule.g, rule.beta)
+    out = states.delta_rule(*given, state, scale=dim**-0.5, normed=rule.use_qk_l2norm_in_kernel)
+    return out, state if rule.output_final_state else None
+
+
+def _conv_step(conv: Any) -> Any:
     """A convolution over a new token: hidden_states (B, channels, 1), conv_state (B, channels, held)."""
-    conv = _given(original, args, others)
-    if conv is None or not _takes_conv(conv):
-        return original(*args, **others)
     x, state = conv.hidden_states, conv.conv_state
     fits = x.shape[-1] == 1 and state.dtype is x.dtype and state.is_contiguous()
-    if not fits or state.shape[-1] < conv.weight.shape[-1] - 1:
-        return original(*args, **others)
-    return states.short_conv(x, conv.weight, conv.bias, state, silu=conv.activation is not None)
+    return _conv(conv, state) if fits and state.shape[-1] >= conv.weight.shape[-1] - 1 else None
 
 
-def _conv(original: Original, *args: Any, **others: Any) -> Any:
-    """hidden_states (B, channels, T), with what is before them, weight (channels, taps)."""
-    conv = _given(original, args, others)
-    if conv is None or not _takes_conv(conv):
-        return original(*args, **others)
-    return states.short_conv(conv.hidden_states, conv.weight, conv.bias, None, silu=conv.activation is not None)
-
-
-def _takes_conv(conv: Any) -> bool:
-    plain = conv.activation in (None, "silu", "swish")
-    return plain and states.serves_conv(conv.hidden_states, conv.weight, conv.bias)
+def _conv(conv: Any, state: Tensor | None = None) -> Any:
+    """hidden_states (B, channels, T), with what is before them unless a state has it, weight (channels, taps)."""
+    x, weight, bias = conv.hidden_states, conv.weight, conv.bias
+    if conv.activation not in (None, "silu", "swish") or not states.serves_conv(x, weight, bias):
+        return None
+    return states.short_conv(x, weight, bias, state, silu=conv.activation is not None)
 
 
 def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
@@ -97,55 +88,49 @@ def _of_heads(x: Tensor | None, dims: int) -> Tensor | None:
     return x
 
 
-def _second_step(original: Original, *args: Any, **others: Any) -> Any:
-    """state (B, heads, P, N), hidden_states, dt (B, heads, P), A (heads, P, N), B, C (B, groups, N), D, dt_bias (heads,
-    P)."""
-    step = _given(original, args, others)
-    if step is None or not states.serves(step.hidden_states, step.B, step.C):
-        return original(*args, **others)
+def _second_step(step: Any) -> Any:
+    """state (B, heads, P, N); x, dt (B, heads, P); A (heads, P, N); B, C (B, groups, N); D, dt_bias (heads, P)."""
+    if not states.serves(step.hidden_states, step.B, step.C):
+        return None
     dt, rates = _of_heads(step.dt, 1), _of_heads(step.A, 2)
     skip, bias = _of_heads(step.D, 1), _of_heads(step.dt_bias, 1)
     missing = (skip is None) != (step.D is None) or (bias is None) != (step.dt_bias is None)
     if missing or dt is None or rates is None or not states.serves_state(step.state, step.B.shape[-1]):
-        return original(*args, **others)
+        return None
     dt = _steps(dt, bias, step.dt_softplus).unsqueeze(1)
     c, b, x = (each.unsqueeze(1) for each in (step.C, step.B, step.hidden_states))
     return _passed(states.scan(c, b, x, dt * rates.float(), dt, step.state, skip).squeeze(1), step.z)
 
 
-def _second_scan(original: Original, *args: Any, **others: Any) -> Any:
+def _second_scan(scan: Any) -> Any:
     """hidden_states (B, T, heads, P), dt (B, T, heads), A, D, dt_bias (heads), B, C (B, T, groups, N), initial_states
     (B, heads, P, N). In float32, as transformers has it for several tokens."""
-    scan = _given(original, args, others)
-    if scan is None or not states.serves(scan.hidden_states, scan.B, scan.C) or scan.A.ndim != 1:
-        return original(*args, **others)
+    if not states.serves(scan.hidden_states, scan.B, scan.C) or scan.A.ndim != 1:
+        return None
     (rows, _, heads, dim), numbers = scan.hidden_states.shape, scan.B.shape[-1]
     state = torch.zeros(rows, heads, dim, numbers) if scan.initial_states is None else scan.initial_states
     if not states.serves_state(state, numbers) or scan.z is not None or (scan.D is not None and scan.D.ndim != 1):
-        return original(*args, **others)
+        return None
     dt = _steps(scan.dt, scan.dt_bias, scan.dt_softplus).clamp(*scan.dt_limit)
     c, b, x = (each.float() for each in (scan.C, scan.B, scan.hidden_states))
     out = states.scan(c, b, x, dt * scan.A.float(), dt, state, scan.D)
     return (out, state) if scan.return_final_states else out
 
 
-def _first_step(original: Original, *args: Any, **others: Any) -> Any:
+def _first_step(step: Any) -> Any:
     """As the second Mamba's, with channels in place of heads, and no P."""
-    step = _given(original, args, others)
-    takes = step is not None and step.state.ndim == 3 and states.serves(step.hidden_states)
-    if step is None or not takes or not states.serves_state(step.state, step.A.shape[-1]) or step.D is None:
-        return original(*args, **others)
+    takes = step.state.ndim == 3 and states.serves(step.hidden_states)
+    if not takes or not states.serves_state(step.state, step.A.shape[-1]) or step.D is None:
+        return None
     dt = _steps(step.dt, step.dt_bias, step.dt_softplus)
     x, dt, b, c = (each.unsqueeze(1) for each in (step.hidden_states, dt, step.B, step.C))
     return _passed(states.selective_scan(x, dt, step.A, b, c, step.state, step.D).squeeze(1), step.z)
 
 
-def _first_scan(original: Original, *args: Any, **others: Any) -> Any:
-    """hidden_states, dt (B, channels, T), A (channels, N), B, C (B, N, T), D, delta_bias (channels). It takes no
-    state."""
-    scan = _given(original, args, others)
-    if scan is None or scan.D is None or scan.B.ndim != 3 or not states.serves(scan.hidden_states):
-        return original(*args, **others)
+def _first_scan(scan: Any) -> Any:
+    """hidden_states, dt (B, channels, T), A (channels, N), B, C (B, N, T), D, delta_bias (channels); no state."""
+    if scan.D is None or scan.B.ndim != 3 or not states.serves(scan.hidden_states):
+        return None
     dt = _steps(scan.dt.transpose(1, 2), scan.delta_bias, scan.delta_softplus)
     x, b, c = (each.transpose(1, 2) for each in (scan.hidden_states, scan.B, scan.C))
     state = torch.zeros(len(x), *scan.A.shape)
@@ -157,7 +142,7 @@ def _passed(out: Tensor, gate: Tensor | None) -> Tensor:
     return out if gate is None else out * F.silu(gate)
 
 
-OURS: dict[str, Callable[..., Any]] = {
+OURS: dict[str, Callable[[Any], Any]] = {
     "torch_chunk_gated_delta_rule": _delta_rule,
     "torch_recurrent_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,
@@ -169,7 +154,7 @@ OURS: dict[str, Callable[..., Any]] = {
     "mamba_selective_state_update": _first_step,
     "mamba_selective_scan": _first_scan,
 }
-"""By the names that transformers' modules call them by."""
+"""By the names that transformers' modules call them by: what computes the same of the arguments, or None."""
 
 
 def take_recurrences(model: nn.Module, by: Callable[..., Any] | None = None) -> list[str]:
@@ -184,7 +169,7 @@ def take_recurrences(model: nn.Module, by: Callable[..., Any] | None = None) -> 
         found = [name for name in OURS if name in function.__code__.co_names and name in function.__globals__]
         if not found or not isinstance(function, FunctionType):
             continue
-        ours = {name: partial(by or OURS[name], function.__globals__[name]) for name in found}
+        ours = {name: partial(by or partial(_by, OURS[name]), function.__globals__[name]) for name in found}
         module.forward = MethodType(among(function, ours), module)
         taken.update(found)
     return sorted(taken)
@@ -195,17 +180,8 @@ _TOKENS = 6  # of the numbers by which norms are known
 
 def take_gated_norms(model: nn.Module) -> None:
     """From now on norms with gates are computed by our kernel."""
-    known: dict[Any, states.GatedNorm | None] = {}
-    for module in model.modules() if library() is not None else ():
-        weight = module._parameters.get("weight")
-        alone = len(module._parameters) == 1 and not module._buffers and not module._modules
-        if weight is None or weight.dim() != 1 or not alone:
-            continue
-        kind = kind_of(module), len(weight)
-        if kind not in known:
-            known[kind] = _look(module, len(weight))
-        if (norm := known[kind]) is not None:
-            module.forward = partial(_normed, norm, module, module.forward)
+    if library() is not None:
+        take_norms(model, _look)
 
 
 def _normed(
@@ -219,8 +195,10 @@ def _normed(
     return norm(*args, weight)
 
 
-def _look(module: nn.Module, size: int) -> states.GatedNorm | None:
+def _look(module: nn.Module, size: int) -> Norm | None:
     """What computes the same; None where nothing here does."""
+    if module._parameters.get("bias") is not None:
+        return None
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_TOKENS, size, generator=generator) * torch.tensor([[1e-3], [0.1], [1.0], [3.0], [10.0], [30.0]])
     gate, weight = torch.randn(_TOKENS, size, generator=generator) * 3, torch.randn(size, generator=generator)
@@ -233,7 +211,7 @@ def _look(module: nn.Module, size: int) -> states.GatedNorm | None:
             continue
         ours = norm(x.bfloat16(), gate.bfloat16(), weight.bfloat16())
         if narrow is not None and narrow.dtype is ours.dtype and rounds_alike(ours, narrow):
-            return norm
+            return partial(_normed, norm)
     return None
 
 
