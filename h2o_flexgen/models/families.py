@@ -3,57 +3,30 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
-from h2o_flexgen.models import (
-    corrected,
-    gemma,
-    gpt_neox,
-    gpt_oss,
-    granite,
-    llama,
-    mistral,
-    nested,
-    olmo,
-    opt,
-    paired,
-    phi3,
-    qwen,
-)
+from h2o_flexgen.models import corrected, gemma, gpt_oss, llama, mistral, nested, olmo, opt, projections, qwen
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.llama_like import DEFAULTS, LlamaLike
 from h2o_flexgen.models.quantized import read_quantization
 from h2o_flexgen.models.stored import Names
 from h2o_flexgen.registry import Registry
 
-
-class Family(NamedTuple):
-    """A family that is not built like Llama: its shape, its names, and what to skip in its checkpoints."""
-
-    spec_from_config: Callable[[ConfigReader], ModelSpec]
-    checkpoint_names: Callable[[ModelSpec], Names]
-    ignored: tuple[str, ...]
-    experts: bool = False
-    """Whether it has mixtures of experts."""
-
-
-_LIKE_LLAMA = (
-    *(each for module in (corrected, gemma, granite, llama, mistral, olmo, paired, qwen) for each in module.FAMILIES),
-    *(module.FAMILY for module in (gpt_neox, gpt_oss, phi3)),
-)
-FAMILIES: Registry[Family | LlamaLike] = Registry("model family", ModelError)
-FAMILIES.register("opt", Family(opt.spec_from_config, opt.checkpoint_names, opt.IGNORED))
-for _family in sorted(_LIKE_LLAMA, key=lambda each: tuple(DEFAULTS).index(each.family)):
+_MODULES = (corrected, gemma, gpt_oss, llama, mistral, olmo, opt, projections, qwen)
+_ORDER = ("opt", *DEFAULTS)
+FAMILIES: Registry[LlamaLike] = Registry("model family", ModelError)
+_MADE = (each for module in _MODULES for each in module.FAMILIES)
+for _family in sorted(_MADE, key=lambda each: _ORDER.index(each.family)):
     FAMILIES.register(_family.family, _family)
 
 
-def family_of(config: Mapping[str, Any], name: str) -> Family | LlamaLike:
+def family_of(config: Mapping[str, Any], name: str) -> LlamaLike:
     """The family of a config.json; ModelError for one that is not supported, with the list of those that are."""
     model_type = config.get("model_type")
     supported = ", ".join(FAMILIES.names())

@@ -12,12 +12,12 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
-from h2o_flexgen.models import opt
 from h2o_flexgen.models.families import FAMILIES, checkpoint_names, family_of, ignored_names, spec_from_config
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.schedule.work import PhaseWork
 from tests.oracles.parameters import parameters_of
 
+OPT = FAMILIES.get("opt")
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "350m": {"word_embed_proj_dim": 12, "do_layer_norm_before": False},
@@ -107,7 +107,7 @@ def test_names_with_and_without_the_model_prefix() -> None:
 
 
 def test_an_empty_config_has_the_defaults_of_transformers() -> None:
-    spec, theirs = opt.spec_from_config(ConfigReader({"model_type": "opt"}, "x")), OPTConfig()
+    spec, theirs = OPT.spec_from_config(ConfigReader({"model_type": "opt"}, "x")), OPTConfig()
     assert (spec.vocab_size, spec.hidden_size, spec.ffn_size) == (theirs.vocab_size, theirs.hidden_size, theirs.ffn_dim)
     assert (spec.num_layers, spec.num_heads) == (theirs.num_hidden_layers, theirs.num_attention_heads)
     assert (spec.embed_dim, spec.max_positions) == (theirs.word_embed_proj_dim, theirs.max_position_embeddings)
@@ -127,14 +127,14 @@ def test_an_empty_config_has_the_defaults_of_transformers() -> None:
     ],
 )
 def test_the_dtype_of_the_checkpoint(config: dict[str, Any], expected: str) -> None:
-    assert opt.spec_from_config(ConfigReader(config, "x")).dtype == expected
+    assert OPT.spec_from_config(ConfigReader(config, "x")).dtype == expected
 
 
 def test_special_tokens() -> None:
-    assert opt.spec_from_config(ConfigReader({"eos_token_id": [2, 50]}, "x")).eos_token_id == (2, 50)
-    spec = opt.spec_from_config(ConfigReader({"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}, "x"))
+    assert OPT.spec_from_config(ConfigReader({"eos_token_id": [2, 50]}, "x")).eos_token_id == (2, 50)
+    spec = OPT.spec_from_config(ConfigReader({"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}, "x"))
     assert (spec.eos_token_ids, spec.bos_token_id, spec.pad_token_id) == ((), 0, None)
-    assert opt.spec_from_config(ConfigReader({"eos_token_id": 7, "bos_token_id": None}, "x")).bos_token_id == 7
+    assert OPT.spec_from_config(ConfigReader({"eos_token_id": 7, "bos_token_id": None}, "x")).bos_token_id == 7
 
 
 @pytest.mark.parametrize(
@@ -155,14 +155,14 @@ def test_special_tokens() -> None:
 )
 def test_broken_configs_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
-        opt.spec_from_config(ConfigReader(config, "x"))
+        OPT.spec_from_config(ConfigReader(config, "x"))
     assert caught.value.exit_code == 4
 
 
 def test_families() -> None:
     assert "opt" in FAMILIES.names()
-    assert family_of({"model_type": "opt"}, "x").checkpoint_names is opt.checkpoint_names
-    assert ignored_names(opt.spec_from_config(ConfigReader({}, "x"))) == opt.IGNORED
+    assert family_of({"model_type": "opt"}, "x") is OPT
+    assert ignored_names(OPT.spec_from_config(ConfigReader({}, "x"))) == OPT.ignored
     with pytest.raises(ModelError, match=r"x is of the family 'mamba', which is not supported. needed one of .*opt"):
         spec_from_config({"model_type": "mamba"}, "x")
     with pytest.raises(ModelError, match=r"x: config.json has no model_type"):
