@@ -23,7 +23,6 @@ from h2o_flexgen.kernels.layers import rotate_halves
 from h2o_flexgen.kernels.pieces import hadamard
 from h2o_flexgen.kernels.types import Exact, KeysValues, PackedPrompts, Quantised
 from h2o_flexgen.quant import groupwise
-from h2o_flexgen.quant.groupwise import GroupFormat
 
 LAST = 64
 """Queries and keys of a prompt that scales of keys follow from, its last ones."""
@@ -44,7 +43,7 @@ def pack(x: Tensor, packing: CachePacking) -> Tensor:
         if len(x) == 1:
             return pack(x[0], packing).unsqueeze(0)
         return torch.cat([pack(half, packing) for half in x.tensor_split(2)])
-    return _in_one(groupwise.quantise(hadamard(x.float(), packing.block), GroupFormat(packing.bits, CACHE_GROUP)))
+    return _in_one(groupwise.quantise(hadamard(x.float(), packing.block), packing.bits, CACHE_GROUP))
 
 
 def _in_one(parts: Quantised) -> Tensor:
@@ -67,7 +66,7 @@ def expand(packed: Tensor, packing: CachePacking, dtype: torch.dtype) -> Tensor:
         return hadamard(triton_quant.dequantise(apart, exact, packing.bits, CACHE_GROUP), packing.block).to(dtype)
     if available(dtype, packing.dim, packed.device, packed=True):
         return pieces.expand(packed, packing, dtype)
-    numbers = groupwise.dequantise(parts_of(packed, packing), exact, GroupFormat(packing.bits, CACHE_GROUP))
+    numbers = groupwise.dequantise(parts_of(packed, packing), exact, packing.bits, CACHE_GROUP)
     return hadamard(numbers, packing.block).to(dtype)
 
 

@@ -2,6 +2,6 @@
 
 from h2o_flexgen.kernels.packed import PackedWeight, Weight
 from h2o_flexgen.kernels.types import Quantised
-from h2o_flexgen.quant.groupwise import GroupFormat, dequantise, quantise
+from h2o_flexgen.quant.groupwise import dequantise, quantise
 
-__all__ = ["GroupFormat", "PackedWeight", "Quantised", "Weight", "dequantise", "quantise"]
+__all__ = ["PackedWeight", "Quantised", "Weight", "dequantise", "quantise"]

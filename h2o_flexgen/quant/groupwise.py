@@ -14,8 +14,6 @@ bits with and without fused multiply-add.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -25,79 +23,51 @@ from h2o_flexgen.kernels.types import Quantised
 _LOWER_HALF = 0xFFFF  # the bits of a float32 that bfloat16 lacks
 
 
-@dataclass(frozen=True)
-class GroupFormat:
-    """How numbers are kept: `bits` for each, a scale and a low for every `group` of them. ValueError where impossible.
-
-    Groups are powers of two of at least 2, since the kernels take them apart by halving.
-    """
-
-    bits: int = 4
-    group: int = 64
-
-    def __post_init__(self) -> None:
-        if self.bits not in (3, 4, 8):
-            raise ValueError(f"{self.bits} bits per number: needed 3, 4 or 8")
-        if self.group < 2 or self.group & (self.group - 1):
-            raise ValueError(f"groups of {self.group}: needed a power of two, 2 or more")
-
-    def code_bytes(self, size: int) -> int:
-        """Bytes of the codes of `size` numbers; ValueError if they do not end with a byte."""
-        if size % 8 if self.bits == 3 else size * self.bits % 8:
-            needed = "a multiple of 8" if self.bits == 3 else "an even count"
-            raise ValueError(f"{size} numbers of {self.bits} bits do not fill their last byte: needed {needed}")
-        return size * self.bits // 8
-
-    def groups(self, size: int) -> int:
-        """Groups that `size` numbers form."""
-        return -(-size // self.group)
-
-    def nbytes(self, size: int) -> int:
-        """Bytes of `size` numbers with their scales and lows: what a plan counts with."""
-        return self.code_bytes(size) + 4 * self.groups(size)
-
-
-DEFAULT = GroupFormat()
-
-
-def quantise(x: Tensor, form: GroupFormat = DEFAULT) -> Quantised:
-    """x (..., d), finite floats of any dtype, as codes. ValueError where d codes do not end with a byte.
+def quantise(x: Tensor, bits: int = 4, group: int = 64) -> Quantised:
+    """x (..., d), finite floats of any dtype, as codes. `group`: numbers that share a scale, a power of two from 2 on,
+    since the kernels take groups apart by halving. ValueError for others, and where d codes do not end with a byte.
 
     Numbers and ranges of groups are to be finite in float32; nothing checks that.
     """
-    size, top = x.shape[-1], (1 << form.bits) - 1
-    form.code_bytes(size)
+    size, top = x.shape[-1], (1 << bits) - 1
+    if bits not in (3, 4, 8):
+        raise ValueError(f"{bits} bits per number: needed 3, 4 or 8")
+    if group < 2 or group & (group - 1):
+        raise ValueError(f"groups of {group}: needed a power of two, 2 or more")
+    if size % 8 if bits == 3 else size * bits % 8:
+        needed = "a multiple of 8" if bits == 3 else "an even count"
+        raise ValueError(f"{size} numbers of {bits} bits do not fill their last byte: needed {needed}")
     # The last element stands for those that the last group lacks: it changes neither its least nor its greatest.
-    groups = form.groups(size)
-    missing = groups * form.group - size
+    groups = -(-size // group)
+    missing = groups * group - size
     values = x.float()
     if missing:
         values = torch.cat([values, values[..., -1:].expand(*values.shape[:-1], missing)], dim=-1)
-    values = values.unflatten(-1, (groups, form.group))
+    values = values.unflatten(-1, (groups, group))
     low = _to_bfloat16(values.amin(-1), up=False)
     scale = _to_bfloat16((values.amax(-1) - low) / top, up=True)
     step = torch.where(scale > 0, scale, torch.ones_like(scale)).unsqueeze(-1)
     codes = ((values - low.unsqueeze(-1)) / step + 0.5).floor_().clamp_(0, top).to(torch.uint8)
     codes = codes.flatten(-2)[..., :size]
-    if form.bits == 4:
+    if bits == 4:
         codes = codes[..., 0::2] | codes[..., 1::2] << 4
-    elif form.bits == 3:
+    elif bits == 3:
         codes = torch.cat([_side_by_side(codes & 3, 2), _side_by_side(codes >> 2, 1)], dim=-1)
     return Quantised(codes.contiguous(), scale.bfloat16(), low.bfloat16())
 
 
-def dequantise(packed: Quantised, dtype: torch.dtype, form: GroupFormat = DEFAULT) -> Tensor:
+def dequantise(packed: Quantised, dtype: torch.dtype, bits: int = 4, group: int = 64) -> Tensor:
     """What `packed` stands for, (..., d) in `dtype`: computed in float32, then rounded."""
     codes = packed.codes
-    if form.bits == 4:
+    if bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
-    elif form.bits == 3:
+    elif bits == 3:
         lower, upper = codes.split([codes.shape[-1] // 3 * 2, codes.shape[-1] // 3], dim=-1)
         codes = _apart(lower, 2) | _apart(upper, 1) << 2
     size, groups = codes.shape[-1], packed.scale.shape[-1]
-    if groups != form.groups(size):
-        raise ValueError(f"{groups} scales for {size} numbers: needed one per {form.group}")
-    codes = functional.pad(codes, (0, groups * form.group - size)).unflatten(-1, (groups, form.group))
+    if groups != -(-size // group):
+        raise ValueError(f"{groups} scales for {size} numbers: needed one per {group}")
+    codes = functional.pad(codes, (0, groups * group - size)).unflatten(-1, (groups, group))
     values = packed.low.float().unsqueeze(-1) + codes.float() * packed.scale.float().unsqueeze(-1)
     return values.flatten(-2)[..., :size].to(dtype)
 

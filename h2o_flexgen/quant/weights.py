@@ -13,7 +13,7 @@ from torch import Tensor
 from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.kernels.native import function, library
 from h2o_flexgen.kernels.packed import PackedWeight
-from h2o_flexgen.quant.groupwise import GroupFormat, quantise
+from h2o_flexgen.quant.groupwise import quantise
 
 
 def pack(values: Tensor, out: PackedWeight, weight: Tensor | None = None, *, search: bool = True) -> None:
@@ -33,7 +33,7 @@ def pack(values: Tensor, out: PackedWeight, weight: Tensor | None = None, *, sea
         kind = *x.shape, group, packing.bits, search, torch.get_num_threads()
         function("quantise", "PPPPPllliii")(*places, *made, *kind)
     elif packing.bits == 4:
-        packed = quantise(x, GroupFormat(4, 1 << (group - 1).bit_length()))
+        packed = quantise(x, 4, 1 << (group - 1).bit_length())
         for name, part in (("codes", packed.codes), ("scale", packed.scale), ("low", packed.low)):
             parts[name].copy_(part)
     else:

@@ -9,7 +9,7 @@ from h2o_flexgen.cache.packing import parts_of
 from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.kernels import native, pieces
 from h2o_flexgen.kernels.pieces import hadamard
-from h2o_flexgen.quant import GroupFormat, dequantise, quantise
+from h2o_flexgen.quant import dequantise, quantise
 from tests.seeds import torch_generator
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=f"no native kernels: {native.why_not()}")
@@ -28,13 +28,13 @@ def numbers(kind: str, dim: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("rotation", [True, False])
 def test_packs_and_expands_as_the_reference(rotation: bool, bits: int, dim: int, dtype: torch.dtype, kind: str) -> None:
     dim = -(-dim // 16) * 16 if bits == 3 else dim
-    x, packing, form = numbers(kind, dim, dtype), CachePacking(bits, dim, rotation), GroupFormat(bits, 64)
+    x, packing, form = numbers(kind, dim, dtype), CachePacking(bits, dim, rotation), (bits, 64)
     packed = pieces.pack(x, packing)
-    expected = quantise(hadamard(x.float(), packing.block), form)
+    expected = quantise(hadamard(x.float(), packing.block), *form)
     for part, other in zip(parts_of(packed, packing), expected, strict=True):
         assert torch.equal(part, other)
     for wanted in (torch.float32, torch.bfloat16):
-        back = hadamard(dequantise(expected, torch.float32, form), packing.block).to(wanted)
+        back = hadamard(dequantise(expected, torch.float32, *form), packing.block).to(wanted)
         assert torch.equal(pieces.expand(packed, packing, wanted), back)
 
 

@@ -9,15 +9,15 @@ from functools import cache
 import torch
 
 from h2o_flexgen.config.model.packing import CacheBits
-from h2o_flexgen.quant import GroupFormat, dequantise, quantise
+from h2o_flexgen.quant import dequantise, quantise
 from tests.oracles.eviction import EvictionOracle, Vector
 
 
 def rounded(vectors: Sequence[Vector], bits: int) -> list[list[float]]:
     """The numbers that are left of each vector once it has been rotated and packed."""
-    form, rotation = GroupFormat(bits, 64), walsh(len(vectors[0]))
+    rotation = walsh(len(vectors[0]))
     turned = torch.tensor(vectors, dtype=torch.float64) @ rotation
-    left = dequantise(quantise(turned.float(), form), torch.float32, form)
+    left = dequantise(quantise(turned.float(), bits), torch.float32, bits)
     numbers: list[list[float]] = (left.double() @ rotation).tolist()
     return numbers
 
