@@ -31,6 +31,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", {"rope_parameters": _THETA, "sliding_window": None}),
     "stablelm": ("stablelm", {"rope_parameters": {**_THETA, "partial_rotary_factor": 0.5}, "use_qkv_bias": True}),
     "stablelm-12b": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),
+    "stablelm-whole": ("stablelm", {"rope_parameters": {**_THETA, "partial_rotary_factor": 1.0}}),
     "phi2": ("phi", {"rope_parameters": {**_THETA, "partial_rotary_factor": 0.5}, "tie_word_embeddings": False}),
     "nemotron": ("nemotron", {"rope_parameters": {**_THETA, "partial_rotary_factor": 0.5}}),
     "gemma": ("gemma", {"rope_parameters": _THETA}),
@@ -152,7 +153,8 @@ def parts(row: str, model: PreTrainedModel, name: str, x: torch.Tensor) -> dict[
 
 
 def write(path: Path, row: str, model: PreTrainedModel, blocks: Blocks = FLOATS) -> Path:
-    word = {"stablelm-12b": "stablelm", "falcon-mamba": "mamba", "deepseek2-old": "deepseek2"}.get(row, row)
+    word = {"falcon-mamba": "mamba", "deepseek2-old": "deepseek2"}.get(row, row)
+    word = "stablelm" if row.startswith("stablelm") else word
     word = word.partition("-")[0] if row.startswith(UNROTATED) else word
     writer, config = gguf.GGUFWriter(str(path), word), model.config
     known = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == word)

@@ -97,40 +97,47 @@ def head_size(keys: GgufKeys) -> int:
 
 
 def heads_of(keys: GgufKeys) -> Config:
-    """KV heads, the size of a head, the base of its rotary positions."""
-    head_dim = head_size(keys)
+    """KV heads, the size of a head, its rotary positions."""
+    config = _plain_heads(keys)
+    return {**config, **positions_of(keys, config["head_dim"])}
+
+
+def _plain_heads(keys: GgufKeys) -> Config:
     if not keys.flag("attention.causal", True):
         raise keys.error("attention.causal", "true")
-    return {
-        "num_key_value_heads": keys.whole("attention.head_count_kv", keys.whole("attention.head_count")),
-        "head_dim": head_dim,
-        "rope_theta": keys.number("rope.freq_base", 10000.0),
-    }
+    kv_heads = keys.whole("attention.head_count_kv", keys.whole("attention.head_count"))
+    return {"num_key_value_heads": kv_heads, "head_dim": head_size(keys)}
+
+
+def positions_of(keys: GgufKeys, head_dim: int) -> Config:
+    """Rotary positions, of part of a head where the metadata says so."""
+    theta, turned = keys.number("rope.freq_base", 10000.0), turned_of(keys, head_dim)
+    scaling, share = scaling_of(keys, theta, turned), share_of(turned, head_dim)
+    return {"rope_theta": theta, "rope_scaling": scaling, "partial_rotary_factor": share}
 
 
 def turned_of(keys: GgufKeys, head_dim: int) -> int:
     """The dimensions of a head that turn."""
     turned = keys.whole("rope.dimension_count", head_dim)
-    if turned > head_dim or turned % 2:
+    if turned > head_dim or (turned % 2 and turned != head_dim):
         raise keys.error("rope.dimension_count", f"an even part of heads of {head_dim} dimensions")
     return turned
 
 
 def _whole_heads(keys: GgufKeys) -> Config:
-    """Of a family whose heads turn whole, with the scaling of its rotary positions."""
+    """Of a family whose heads turn whole."""
     config = heads_of(keys)
-    if keys.whole("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
+    if config["partial_rotary_factor"] != 1:
         raise keys.error("rope.dimension_count", f"whole heads, of {config['head_dim']} dimensions")
-    return {**config, "rope_scaling": scaling_of(keys, config["rope_theta"], config["head_dim"])}
+    return config
 
 
 def _part_of_heads(keys: GgufKeys) -> Config:
     """Of a family of whose heads a part turns, without any scaling."""
     config = heads_of(keys)
-    turned = turned_of(keys, config["head_dim"])
-    if scaling_of(keys, config["rope_theta"], turned) is not None:
+    if config["rope_scaling"] is not None:
         raise keys.error("rope.scaling.type", "none: another one is not supported for this architecture")
-    return {**config, "partial_rotary_factor": share_of(turned, config["head_dim"])}
+    return config
 
 
 def _llama(keys: GgufKeys) -> Config:
@@ -234,6 +241,11 @@ def _minimax_m2(keys: GgufKeys) -> Config:
     return {}
 
 
+def any_window(keys: GgufKeys) -> Config:
+    """Of all layers, or none."""
+    return {"sliding_window": keys.value("attention.sliding_window") or None}
+
+
 def _exaone4(keys: GgufKeys) -> Config:
     """The large one has windows even where no key says so."""
     layers = keys.whole("block_count")
@@ -243,7 +255,7 @@ def _exaone4(keys: GgufKeys) -> Config:
 
 
 def _phi3(keys: GgufKeys) -> Config:
-    config, positions = heads_of(keys), keys.whole("context_length")
+    config, positions = _plain_heads(keys), keys.whole("context_length")
     turned = keys.whole("rope.dimension_count", config["head_dim"])
     original = keys.whole("rope.scaling.original_context_length", positions)
     scaling, attention = None, keys.number("rope.scaling.attn_factor", 1.0)
@@ -254,10 +266,11 @@ def _phi3(keys: GgufKeys) -> Config:
         scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long, "attention_factor": attention}
     return {
         **config,
+        "rope_theta": keys.number("rope.freq_base", 10000.0),
         "partial_rotary_factor": share_of(turned, config["head_dim"]),
         "rope_scaling": scaling,
         "original_max_position_embeddings": original,
-        "sliding_window": keys.value("attention.sliding_window") or None,
+        **any_window(keys),
     }
 
 
@@ -267,8 +280,7 @@ def share_of(turned: int, head_dim: int) -> float:
 
 
 def _gemma2(keys: GgufKeys) -> Config:
-    """Every second layer has a window, from the first on, and old files leave out what is the same in all: the keys of
-    caps and of the window."""
+    """Old files leave out the caps and the window, which are the same in all."""
     config = _whole_heads(keys)
     return {
         **config,

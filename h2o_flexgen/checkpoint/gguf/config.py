@@ -25,18 +25,19 @@ from h2o_flexgen.checkpoint.gguf.architectures import (
     Architecture,
     Config,
     always,
+    any_window,
+    biased,
     head_size,
     heads_of,
     layers_of,
     numbers,
+    positions_of,
     query_norm,
     routed,
-    share_of,
-    turned_of,
 )
 from h2o_flexgen.checkpoint.gguf.blocks import FORMATS
 from h2o_flexgen.checkpoint.gguf.header import GgufHeader
-from h2o_flexgen.checkpoint.gguf.keys import GgufKeys, scaling_of
+from h2o_flexgen.checkpoint.gguf.keys import GgufKeys
 from h2o_flexgen.errors import ModelError
 
 _SPECIAL = {"bos_token_id": ("bos",), "eos_token_id": ("eos", "eot", "eom"), "pad_token_id": ("padding",)}
@@ -49,23 +50,9 @@ _OTHER_FILES = {
 """What `general.type` may be besides a model."""
 
 
-def _rope(keys: GgufKeys, head_dim: int) -> Config:
-    """Rotary positions, of part of a head where the metadata says so."""
-    theta, turned = keys.number("rope.freq_base", 10000.0), turned_of(keys, head_dim)
-    scaling = scaling_of(keys, theta, turned) or {"rope_type": "default"}
-    part = {} if turned == head_dim else {"partial_rotary_factor": share_of(turned, head_dim)}
-    return {"rope_parameters": {**scaling, "rope_theta": theta, **part}}
-
-
-def _heads(keys: GgufKeys) -> Config:
-    config = heads_of(keys)
-    del config["rope_theta"]  # among its positions
-    return {**config, **_rope(keys, config["head_dim"])}
-
-
-def _whole_heads(keys: GgufKeys) -> Config:
-    """The same where the size of a head follows from the model's."""
-    return _without_size(keys, _heads(keys))
+def _own_heads(keys: GgufKeys) -> Config:
+    """Where the size of a head follows from the model's."""
+    return _without_size(keys, heads_of(keys))
 
 
 def _without_size(keys: GgufKeys, heads: Config) -> Config:
@@ -76,23 +63,9 @@ def _without_size(keys: GgufKeys, heads: Config) -> Config:
 
 
 def _gpt2(keys: GgufKeys) -> Config:
-    keys.whole("attention.head_count_kv", keys.whole("attention.head_count"))
-    return {
-        "n_embd": keys.whole("embedding_length"),
-        "n_head": keys.whole("attention.head_count"),
-        "n_layer": keys.whole("block_count"),
-        "n_positions": keys.whole("context_length"),
-        "n_inner": keys.whole("feed_forward_length"),
-        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
-    }
-
-
-def _starcoder2(keys: GgufKeys) -> Config:
-    return {
-        "sliding_window": keys.value("attention.sliding_window") or None,
-        "norm_epsilon": keys.number("attention.layer_norm_epsilon"),
-        "use_bias": keys.biased("attn_q"),
-    }
+    keys.value("attention.head_count_kv")  # each has its own
+    epsilon = keys.number("attention.layer_norm_epsilon")
+    return {"n_inner": keys.whole("feed_forward_length"), "layer_norm_epsilon": epsilon}
 
 
 def _stablelm(keys: GgufKeys) -> Config:
@@ -135,7 +108,7 @@ def _convolved(keys: GgufKeys) -> Config:
     (kv_heads, attend), hidden = _attending(keys), keys.whole("embedding_length")
     return {
         "num_key_value_heads": kv_heads,
-        **_rope(keys, max(1, hidden // keys.whole("attention.head_count"))),
+        **positions_of(keys, max(1, hidden // keys.whole("attention.head_count"))),
         "layer_types": ["full_attention" if each else "conv" for each in attend],
         "norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "conv_L_cache": keys.whole("shortconv.l_cache"),
@@ -170,10 +143,11 @@ def _deepseek2(keys: GgufKeys) -> Config:
     if softmax and norms:
         raise keys.error("expert_weights_norm", "false where expert_gating_func is 1, a softmax")
     grouped = "group_limited_greedy" if experts["n_group"] > 1 else "greedy"
-    rope = _rope(keys, turned)["rope_parameters"]
-    if rope["rope_type"] == "yarn":  # by which both cosines and logits grow, so that the first grow by nothing
+    rope = positions_of(keys, turned)
+    scaling = rope["rope_scaling"] or {}
+    if scaling.get("rope_type") == "yarn":  # by which both cosines and logits grow, so that the first grow by nothing
         share = round(keys.number("rope.scaling.yarn_log_multiplier") / 0.1, 6)
-        rope |= {"mscale": share, "mscale_all_dim": share}
+        scaling |= {"mscale": share, "mscale_all_dim": share}
     return {
         "model_type": "deepseek_v2" if softmax else "deepseek_v3",
         **({"topk_method": grouped} if softmax else {"norm_topk_prob": norms}),
@@ -184,7 +158,7 @@ def _deepseek2(keys: GgufKeys) -> Config:
         "qk_nope_head_dim": key - turned,
         "qk_rope_head_dim": turned,
         "v_head_dim": value,
-        "rope_parameters": rope,
+        **rope,
         "num_nextn_predict_layers": 0,
         **experts,
     }
@@ -203,8 +177,7 @@ def _qwen35(keys: GgufKeys) -> Config:
 
 def _delta(keys: GgufKeys) -> Config:
     """What hybrids of Qwen have: gated delta rules, attention in every n-th layer."""
-    config, values = _heads(keys), keys.whole("ssm.time_step_rank")
-    config["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
+    config, values = heads_of(keys), keys.whole("ssm.time_step_rank")
     if values % keys.whole("ssm.group_count") or keys.whole("ssm.inner_size") % values:
         raise keys.error("ssm.time_step_rank", "a multiple of ssm.group_count by which ssm.inner_size can be divided")
     layers, every = layers_of(keys), keys.whole("full_attention_interval", 4)
@@ -328,18 +301,19 @@ def _nemotron_h(keys: GgufKeys) -> Config:
 
 _QWEN = {"ffn_norm": "post_attention_norm"}
 _NORM = numbers(norm_eps="attention.layer_norm_epsilon")
+_NORM_EPSILON = numbers(norm_epsilon="attention.layer_norm_epsilon")
 _QWEN35 = Architecture("qwen3_5_text", (_qwen35, ROOT_MEAN_SQUARE), names=_QWEN, offset=1.0)
 _NEMOTRON_H = Architecture("nemotron_h", (_nemotron_h,))
 MODULES = {
     "gpt2": Architecture("gpt2", (_gpt2,)),
-    "starcoder2": Architecture("starcoder2", (_whole_heads, _starcoder2)),
-    "stablelm": Architecture("stablelm", (_whole_heads, LAYER_NORM, _stablelm)),
-    "phi2": Architecture("phi", (_whole_heads, LAYER_NORM, always(tie_word_embeddings=False))),
-    "nemotron": Architecture("nemotron", (_heads, BIASES, _NORM), offset=1.0),
-    "gemma": Architecture("gemma", (_heads, ROOT_MEAN_SQUARE), offset=1.0),
-    "olmo": Architecture("olmo", (_whole_heads, _olmo), "all"),
-    "arcee": Architecture("arcee", (_heads, BIASES, ROOT_MEAN_SQUARE), "all"),
-    "command-r": Architecture("cohere", (_whole_heads, LAYER_NORM, LOGIT_SCALE, QUERY_BIAS, query_norm)),
+    "starcoder2": Architecture("starcoder2", (_own_heads, _NORM_EPSILON, biased(use_bias="attn_q"), any_window)),
+    "stablelm": Architecture("stablelm", (_own_heads, LAYER_NORM, _stablelm)),
+    "phi2": Architecture("phi", (_own_heads, LAYER_NORM, always(tie_word_embeddings=False))),
+    "nemotron": Architecture("nemotron", (heads_of, BIASES, _NORM), offset=1.0),
+    "gemma": Architecture("gemma", (heads_of, ROOT_MEAN_SQUARE), offset=1.0),
+    "olmo": Architecture("olmo", (_own_heads, _olmo), "all"),
+    "arcee": Architecture("arcee", (heads_of, BIASES, ROOT_MEAN_SQUARE), "all"),
+    "command-r": Architecture("cohere", (_own_heads, LAYER_NORM, LOGIT_SCALE, QUERY_BIAS, query_norm)),
     "lfm2": Architecture("lfm2", (_convolved, always(block_auto_adjust_ff_dim=False))),
     "lfm2moe": Architecture("lfm2_moe", (_convolved, EXPERTS, EXPERT_SIZE, _lfm2_moe)),
     "deepseek2": Architecture("deepseek_v3", (_deepseek2, ROOT_MEAN_SQUARE)),
@@ -354,7 +328,7 @@ MODULES = {
     "qwen3moe": ARCHITECTURES["qwen3moe"],
     "glm4moe": ARCHITECTURES["glm4moe"]._replace(names=_QWEN),
     "mamba": Architecture("mamba", (_mamba,), attends=False),
-    "falcon-h1": Architecture("falcon_h1", (_heads, _falcon_h1, ROOT_MEAN_SQUARE, BIASES), "all"),
+    "falcon-h1": Architecture("falcon_h1", (heads_of, _falcon_h1, ROOT_MEAN_SQUARE, BIASES), "all"),
     # rows of q and k are in another order in them, which is the same in all heads, and nothing rotates
     "granitehybrid": Architecture("granitemoehybrid", (_granite_hybrid, ROOT_MEAN_SQUARE, GRANITE)),
     "nemotron_h": _NEMOTRON_H,
