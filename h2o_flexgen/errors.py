@@ -18,6 +18,11 @@ def required(value: _Value | None, missing: str) -> _Value:
     return value
 
 
+def first_line(error: BaseException) -> str:
+    """What a foreign error says, in brief."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
 class H2OFlexGenError(Exception):
     """Base of every error raised on purpose.
 

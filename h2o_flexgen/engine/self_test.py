@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from h2o_flexgen.config.model.spec import ModelSpec
-from h2o_flexgen.errors import H2OFlexGenError, ModelError, PlanError, is_out_of_memory
+from h2o_flexgen.errors import H2OFlexGenError, ModelError, PlanError, first_line, is_out_of_memory
 from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.models.hf.build import quiet
 from h2o_flexgen.models.hf.shrink import random_model, shrunk
@@ -75,9 +75,8 @@ def way_by_test(config: Mapping[str, Any], make: Make) -> Way:
     except Exception as error:  # whatever it raises, nothing was shown to be right
         if _lacks_room(error):
             raise
-        line = (str(error).strip().splitlines() or [""])[0][:200]
-        version = transformers.__version__
-        return Way("refused", f"transformers {version} cannot run a tiny one of it: {type(error).__name__}: {line}")
+        said = f"{type(error).__name__}: {first_line(error)}"
+        return Way("refused", f"transformers {transformers.__version__} cannot run a tiny one of it: {said}")
 
 
 def _lacks_room(error: Exception) -> bool:

@@ -33,8 +33,7 @@ _PREDICTING = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
 
 
 def _with(spec: ModelSpec, read: ConfigReader, experts: ExpertSpec) -> ModelSpec:
-    """`spec` with experts, and the layers behind the others that predict: one where a config.json does not say, of
-    which the checkpoint may be."""
+    """`spec` with experts, and layers behind the others that predict: one where a config.json does not say."""
     key = next((key for key in _PREDICTING if key in read), _PREDICTING[0])
     return switched(spec, experts=experts, predicting=read.count(key, 1))
 

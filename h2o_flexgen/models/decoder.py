@@ -27,6 +27,7 @@ from h2o_flexgen.kernels.experts import PLACE, Choices, Gate, add_experts, exper
 from h2o_flexgen.kernels.halves import PLACE as HALF
 from h2o_flexgen.kernels.halves import Form, HalfPlace
 from h2o_flexgen.kernels.packed import PackedWeight, Weight, look_up
+from h2o_flexgen.models.mixture import SLOPE
 from h2o_flexgen.models.rotary import Angles, Rotary, rotate_both
 
 Weights = Mapping[str, Any]
@@ -51,8 +52,6 @@ class Routed(NamedTuple):
     shared: Tensor | None = None
 
 
-_GPT_OSS_SLOPE = 1.702
-"""Of the sigmoid in gpt-oss's gates: `clamped` in native/rows.c has it as well."""
 _FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("up", "gate")}
 """Projections of the same input that one GEMM can do, in the order of their tensors in a unit's buffer."""
 
@@ -185,8 +184,7 @@ class Decoder:
         self._after_mlp(w, hidden, lambda onto: self._feed_forward(w, self._before(w, hidden), onto))
 
     def route(self, w: Weights, hidden: Tensor) -> Routed:
-        """The MLP half of a layer with experts, up to the choice; `add_experts` and `add_mixture` do the rest. Does not
-        change hidden (T, hidden_width)."""
+        """The MLP half of a layer with experts up to the choice, of hidden (T, hidden_width), which stays as it is."""
         x, mixture = self._before(w, hidden), required(self._mixture, "the model has no experts")
         logits = self._linear(x, w["router.weight"], w.get("router.bias"), wide=True)
         experts, shares = choose(logits, mixture, w.get("choice"))
@@ -233,8 +231,7 @@ class Decoder:
     def _outer_steps(
         self, spec: ModelSpec
     ) -> tuple[list[Callable[[Weights, Tensor, Tensor], Tensor]], list[Callable[[Weights, Tensor], Tensor]]]:
-        """The scaling that `embed` does to the token embeddings, and `head` to the hidden states before the last
-        product."""
+        """What `embed` does to the token embeddings, and `head` to the hidden states before the last product."""
         arch, width = spec.arch, spec.hidden_size
         embed = [
             # Rounded to the embeddings' dtype first, as transformers does: in bfloat16 the square root of 3072 is 55.5.
@@ -329,7 +326,7 @@ class Decoder:
             return self._gated(w, x, None)
         gate, up = self._linear(x, w["gate_up.weight"], w["gate_up.bias"]).unflatten(1, (-1, 2)).unbind(2)
         gate, up = gate.clamp(max=self._gate.clamp), up.clamp(-self._gate.clamp, self._gate.clamp)
-        return self._linear((up + 1) * gate * torch.sigmoid(gate * _GPT_OSS_SLOPE), w["down.weight"], w["down.bias"])
+        return self._linear((up + 1) * gate * torch.sigmoid(gate * SLOPE), w["down.weight"], w["down.bias"])
 
     def _gated(self, w: Weights, x: Tensor, onto: Tensor | None) -> Tensor:
         if "gate_up.weight" in w:
@@ -383,8 +380,7 @@ def importance(spec: ModelSpec, read: Read, tokens: Tensor) -> dict[str, Tensor]
     the diagonal of the Hessian of GPTQ (Frantar et al. 2022, arXiv 2210.17323), and a small part of its work. Random
     tokens serve nearly as well as text: which inputs are large is the model's own doing more than its prompt's.
 
-    tokens (n, S): token ids of n texts, where they are computed. One unit is read at a time, in the order of
-    computation.
+    tokens (n, S): token ids of n texts, where they are computed. Units are read one by one, in their order.
     """
     seen: dict[int, str] = {}
     found: dict[str, Tensor] = {}

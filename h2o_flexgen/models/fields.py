@@ -119,8 +119,7 @@ class ConfigReader:
         return tuple(float(x) for x in numbers)
 
     def words(self, key: str, count: int, options: Mapping[str, T]) -> tuple[T, ...]:
-        """The entry of `options` for each of the first `count` words of a list: fewer layers may be asked for than are
-        described."""
+        """The entries of `options` for the first `count` words of a list, which may describe more layers."""
         values = self._value(key, None)
         if not isinstance(values, list) or len(values) < count:
             raise self._error(key, values, f"a list of {count} of {', '.join(options)}")
@@ -142,13 +141,6 @@ class ConfigReader:
         if not isinstance(value, str) or value not in options:
             raise self._error(key, value, f"one of {', '.join(options)}", suggestion(str(value), options))
         return options[value]
-
-    def token_id(self, key: str, default: int | None) -> int | None:
-        """A token id, or None where the config has none; see `token_ids`."""
-        ids = self.token_ids(key, default)
-        if len(ids) > 1:
-            raise self._error(key, list(ids), "one token id")
-        return ids[0] if ids else None
 
     def token_ids(self, key: str, default: int | None) -> tuple[int, ...]:
         """One token id or a list of them; null counts as an empty list, and so does what no token of the vocabulary
@@ -172,11 +164,15 @@ class ConfigReader:
 
     def special_tokens(self, bos: int | None, eos: int | None, pad: int | None) -> dict[str, Any]:
         """The three of a ModelSpec by its names, from their defaults; without a BOS, EOS starts a sequence."""
-        first, last = self.token_id("bos_token_id", bos), self.token_ids("eos_token_id", eos)
+        words = (("bos_token_id", bos), ("eos_token_id", eos), ("pad_token_id", pad))
+        first, last, padding = (self.token_ids(key, usual) for key, usual in words)
+        for key, ids in (("bos_token_id", first), ("pad_token_id", padding)):
+            if len(ids) > 1:
+                raise self._error(key, list(ids), "one token id")
         return {
-            "bos_token_id": first if first is not None else (last[0] if last else 0),
+            "bos_token_id": (first or last or (0,))[0],
             "eos_token_id": last[0] if len(last) == 1 else last,
-            "pad_token_id": self.token_id("pad_token_id", pad),
+            "pad_token_id": padding[0] if padding else None,
         }
 
     def dtype(self, default: str) -> str:

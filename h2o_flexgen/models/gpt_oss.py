@@ -11,7 +11,7 @@ from functools import partial
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.llama_like import PARTS, LlamaLike, all_but_every, plain_names, switched
-from h2o_flexgen.models.mixture import read_experts
+from h2o_flexgen.models.mixture import SLOPE, read_experts
 from h2o_flexgen.models.rope_fields import read_rotary
 from h2o_flexgen.models.stored import Names, Stored
 
@@ -23,12 +23,11 @@ _YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-_SLOPE = 1.702
 
 
 def _more(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    if read.number("swiglu_alpha", _SLOPE) != _SLOPE:
-        raise read.error("swiglu_alpha", f"{_SLOPE}")
+    if read.number("swiglu_alpha", SLOPE) != SLOPE:
+        raise read.error("swiglu_alpha", f"{SLOPE}")
     clamp = read.number("swiglu_limit", 7.0)
     experts = read_experts(read, 128, 4, spec.ffn_size, router="chosen", bias=True, clamp=clamp)
     return all_but_every(switched(spec, experts=experts), read, read.whole_or_null("sliding_window", 128), 2)
@@ -54,12 +53,14 @@ def _names(spec: ModelSpec) -> Names:
     return names
 
 
-FAMILY = LlamaLike(
-    "gpt_oss",
-    stretched=True,
-    experts=True,
-    rotary=partial(read_rotary, theta=150000.0, usual=_YARN),
-    switches={"sinks": True},
-    more=_more,
-    checkpoint_names=_names,
+FAMILIES = (
+    LlamaLike(
+        "gpt_oss",
+        stretched=True,
+        experts=True,
+        rotary=partial(read_rotary, theta=150000.0, usual=_YARN),
+        switches={"sinks": True},
+        more=_more,
+        checkpoint_names=_names,
+    ),
 )

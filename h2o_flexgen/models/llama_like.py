@@ -76,11 +76,10 @@ minimax_m2   200064   3072  1536     62    48  8  128    196608      1e-6   no 2
 _CELLS = {"-": "null", "yes": "true", "no": "false"}
 
 
-def _row(cells: list[str]) -> dict[str, Any]:
-    return dict(zip(_KEYS.split(), (json.loads(_CELLS.get(cell, cell)) for cell in cells), strict=True))
-
-
-DEFAULTS = {family: _row(cells) for family, *cells in map(str.split, _ROWS.splitlines()[2:])}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    family: dict(zip(_KEYS.split(), (json.loads(_CELLS.get(cell, cell)) for cell in cells), strict=True))
+    for family, *cells in map(str.split, _ROWS.splitlines()[2:])
+}
 """What config classes of transformers have for the keys that a config.json leaves out, by the family, then by the key.
 
 "-" stands for null; with `attention_bias` and `mlp_bias` for a family that has no such key.
@@ -105,8 +104,7 @@ class LlamaLike:
     rotary          (config, head_dim, max_position_embeddings): the rotary positions of all layers
     switches        of ArchSpec, which all models of the family have
     more            (spec, config): the spec with what else a config.json of the family says
-    checkpoint_names  see plain_names
-    ignored         as IGNORED
+    checkpoint_names, ignored  as plain_names and IGNORED
     """
 
     family: str

@@ -26,6 +26,8 @@ EXPERTS = {
 
 FUSED = {"gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"}
 """What transformers 5 calls the tensors of all experts of a layer."""
+SLOPE = 1.702
+"""Of the sigmoid in gpt-oss's gates: `clamped` in kernels/native/rows.c has it as well."""
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE = ("num_experts_per_tok", "moe_k")
 """The names that families have for how many experts there are, and how many of them a token chooses."""
@@ -44,8 +46,7 @@ def read_experts(read: ConfigReader, count: int, active: int, ffn_size: int, **s
 def mixture_names(spec: ModelSpec, parts: Mapping[str, str] = EXPERTS, fused: Mapping[str, str] = FUSED) -> Names:
     """Where a checkpoint may keep every canonical tensor, experts one by one where `parts` names them so.
 
-    fused   what the tensors of all experts of a layer together are called: "gate_up" (experts, 2 x ffn, hidden), "down"
-            (experts, hidden, ffn)
+    fused   the tensors of all experts of a layer: "gate_up" (experts, 2 x ffn, hidden), "down" (experts, hidden, ffn)
     """
     names = plain_names(spec, parts)
     experts = spec.arch.experts

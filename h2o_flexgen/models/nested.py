@@ -48,8 +48,7 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def within(names: Names) -> Names:
-    """`names` of a language model, where the checkpoint of a multimodal one has them: as on the hub, and as newer
-    transformers write it."""
+    """`names` of a language model in a multimodal checkpoint: as on the hub, and as newer transformers write it."""
     return {name: tuple(inner for place in places for inner in _inside(place)) for name, places in names.items()}
 
 

@@ -77,18 +77,11 @@ class Quantization:
         """That of `module`; None where quantization_config leaves it out. Names go before patterns before kinds."""
         if any(_matches(each, module) or each == kind for each in self.ignore):
             return None
-        tests: tuple[Callable[[str], bool], ...] = (
-            lambda target: target == module,
-            lambda target: _matches(target, module),
-            lambda target: target == kind,
-        )
-        if self.in_order:
-            tests = (lambda target: _matches(target, module) or target == kind,)
-        for test in tests:
-            for targets, scheme in self.schemes:
-                if any(test(target) for target in targets):
-                    return scheme
-        return None
+        pairs = [(target, scheme) for targets, scheme in self.schemes for target in targets]
+        fitting = [pair for pair in pairs if _matches(pair[0], module) or pair[0] == kind]
+        if not self.in_order:
+            fitting.sort(key=lambda pair: (pair[0] != module, pair[0] == kind))
+        return fitting[0][1] if fitting else None
 
 
 def read_quantization(config: Mapping[str, Any], name: str) -> Quantization | None:
@@ -145,8 +138,7 @@ def _cased(**options: T) -> dict[str, T]:
 
 
 def _check_keys(read: ConfigReader, known: str, *names: str) -> None:
-    """`_only` of a whole quantization_config, and that `method`, which GPTQModel writes beside quant_method, repeats
-    that: is one of `names`."""
+    """`_only` of a whole quantization_config, and that GPTQModel's `method` is one of `names`, as quant_method is."""
     _only(read, names[0], _TRAINING + known + " method")
     if "method" in read and str(read.values()["method"]).lower() not in names:
         raise read.error("method", f"the same as quant_method, {names[0]!r}")
@@ -274,7 +266,11 @@ def _compressed(read: ConfigReader) -> Quantization:
     schemes, static = [], False
     for key in groups.values():
         group = groups.section(key)
-        targets = _patterns(group, "targets")
+        targets = _texts(group, "targets")
+        if sum(target.startswith("re:") for target in targets) > _MOST_PATTERNS:
+            raise group.error("targets", f"at most {_MOST_PATTERNS} patterns")
+        for target in targets:
+            _check_pattern(group, "targets", target)
         stored = group if "format" in group else read
         layouts = dict.fromkeys(("float-quantized", "naive-quantized", "int-quantized"), "scaled")
         layout = stored.choice("format", "", {"pack-quantized": "packed", **layouts})
@@ -318,7 +314,8 @@ def _compressed_scheme(read: ConfigReader, layout: str) -> Scheme:
     floats = read.values().get("type") == "float"
     if floats and not symmetric:
         raise read.error("symmetric", "true for numbers of the type float")
-    strategy = read.choice("strategy", _strategy(read), {key: key for key in ("tensor", "channel", "group", "block")})
+    implied = {None: "tensor", -1: "channel"}.get(read.values().get("group_size"), "group")
+    strategy = read.choice("strategy", implied, {key: key for key in ("tensor", "channel", "group", "block")})
     if strategy == "tensor" and layout == "packed":
         raise read.error("strategy", "'group' or 'channel' in the format pack-quantized")
     if strategy == "block" and not floats:
@@ -331,12 +328,6 @@ def _compressed_scheme(read: ConfigReader, layout: str) -> Scheme:
         raise read.error("block_structure", "two numbers for the strategy 'block'")
     levels: Literal["uint4", "int8", "e4m3"] = "e4m3" if floats else "uint4" if bits == 4 else "int8"
     return Scheme("packed" if layout == "packed" else "scaled", levels, blocks[strategy], symmetric)
-
-
-def _strategy(read: ConfigReader) -> str:
-    """The one that a group size implies."""
-    group = read.values().get("group_size")
-    return "tensor" if group is None else "channel" if group == -1 else "group"
 
 
 _METHODS: dict[str, Callable[[ConfigReader], Quantization]] = {
@@ -354,8 +345,7 @@ def _everywhere(method: str, scheme: Scheme) -> Quantization:
 
 
 def _only(read: ConfigReader, method: str, known: str) -> None:
-    """ModelError for a key that is not one of `known`, asks for something and by its name changes numbers; a warning
-    for the other ones."""
+    """Of keys that ask for something and are not `known`: ModelError where the name changes numbers, else a warning."""
     others = read.others(known.split())
     for key in others:
         if _CHANGES.search(key):
@@ -422,17 +412,6 @@ _LONGEST = 200
 _SLOW = re.compile(r"\)\s*[*+?{]|\(\?(?!:)|\\[1-9]")
 """Repeated groups, looks ahead and references back: with those a pattern may take for ever."""
 _REPEATED = re.compile(r"[*+{]|(?<!\()\?")
-
-
-def _patterns(read: ConfigReader, key: str) -> tuple[str, ...]:
-    """Names and patterns that are safe to search for; ModelError for others."""
-    texts = _texts(read, key)
-    patterns = [text.removeprefix("re:") for text in texts if text.startswith("re:")]
-    if len(patterns) > _MOST_PATTERNS:
-        raise read.error(key, f"at most {_MOST_PATTERNS} patterns")
-    for text in texts:
-        _check_pattern(read, key, text)
-    return texts
 
 
 def _check_pattern(read: ConfigReader, key: str, text: str) -> None:

@@ -40,8 +40,7 @@ def _from_layer_on(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 
 def _experts(spec: ModelSpec, read: ConfigReader, count: int, active: int, ffn_size: int, **more: Any) -> ExpertSpec:
-    """count, active, ffn_size: the family's defaults. Layers without experts are `mlp_only_layers`, and all but every
-    `decoder_sparse_step`th."""
+    """count, active, ffn_size: defaults. `mlp_only_layers` and all but every `decoder_sparse_step`th have none."""
     listed, step = read.whole_list("mlp_only_layers"), read.whole("decoder_sparse_step", 1)
     dense = tuple(layer for layer in range(spec.num_layers) if layer in listed or (layer + 1) % step)
     size, normalised = read.whole("moe_intermediate_size", ffn_size), read.flag("norm_topk_prob", False)

@@ -45,8 +45,7 @@ class Call(NamedTuple):
     """One call of attention: q (T, heads, d), k and v (T, kv_heads, d), rotated as the model has it.
 
     `sinks`: of each head a logit that is no token's; `soft_cap`: of all logits. `chunked`: windows are chunks. `joint`:
-    values are the keys. `reads`: k and v are those of `layer`, which has attended to them before. `choice`: of the
-    tokens that are attended to.
+    values are the keys. `reads`: k and v are those of `layer`, which has attended before. `choice`: of tokens.
     """
 
     layer: int
@@ -89,8 +88,7 @@ def current() -> ModelRun:
 
 
 class _Mixing(list[Any]):
-    """The layers of a cache that has none: whichever is asked for is `states`, a RowStates, while its rows go through a
-    mixer."""
+    """The layers of a cache without any: each is `states`, a RowStates, while its rows go through a mixer."""
 
     states: Any = None
 

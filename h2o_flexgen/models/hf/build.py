@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.pytorch_utils import Conv1D
 
 from h2o_flexgen.config.model.modules import Activations
-from h2o_flexgen.errors import ModelError
+from h2o_flexgen.errors import ModelError, first_line
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.packed import PackedWeight, look_up
 from h2o_flexgen.models.hf.attention import NAME
@@ -73,7 +73,7 @@ def build(
     except Exception as error:  # whatever it raises is about this config
         raise ModelError(
             f"{name}: transformers {transformers.__version__} cannot make a {raw['model_type']!r}: "
-            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
+            f"{type(error).__name__}: {first_line(error)}",
             "needed a config.json of a decoder that it can",
         ) from error
     return model.eval()
@@ -135,7 +135,7 @@ class Packed:
     @classmethod
     def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.nn.functional.embedding:
-            return _rows(args[1].packed, args[0])
+            return look_up(args[1].packed, args[0].flatten()).unflatten(0, args[0].shape)
         if function is torch.nn.functional.linear:
             return multiply(args[1], args[0], *args[2:], **(kwargs or {}))
         # A module that takes it for something else: as Jamba's steps, which are small.
@@ -147,8 +147,7 @@ class Packed:
 
 
 class Matrix(Tensor):
-    """A matrix on the CPU, products with which are ours, as a router's: `torch.nn.functional.linear` may be slow at
-    bfloat16 numbers."""
+    """A matrix on the CPU whose products are ours, as a router's: torch's may be slow at bfloat16 numbers."""
 
     @classmethod
     def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -156,10 +155,6 @@ class Matrix(Tensor):
             if function is torch.nn.functional.linear and len(args) > 1 and args[0].dtype is args[1].dtype:
                 return multiply(args[1], args[0], *args[2:], **(kwargs or {}))
             return function(*args, **(kwargs or {}))
-
-
-def _rows(table: PackedWeight, ids: Tensor) -> Tensor:
-    return look_up(table, ids.flatten()).unflatten(0, ids.shape)
 
 
 def multiply(weight: Tensor | Packed, x: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
@@ -259,8 +254,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def apart(call: T) -> T:
-    """A tuple with tensors of the same sizes on meta, which are not counted: what is kept of a call of which no more is
-    asked."""
+    """A tuple with tensors of the same sizes on meta, which are not counted: what is kept of a call."""
     with _disable_current_modes():
         tensors = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
         return call._replace(**{name: torch.empty_like(x, device="meta") for name, x in tensors.items()})
@@ -281,8 +275,7 @@ class Marked(list[Any]):
 
     @contextmanager
     def inside(self, tokens: int, listed: bool = True) -> Iterator[None]:
-        """What is alive within is a mixer's with so many tokens, and not its unit's. Unless `listed`, what happens
-        within is not listed."""
+        """What is alive within is a mixer's with so many tokens. Unless `listed`, what happens is not listed."""
         first, before = len(self), self.alive.amount().now
         yield
         amounts = [*self.amounts[first:], self.alive.amount()]

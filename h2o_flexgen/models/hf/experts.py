@@ -23,12 +23,11 @@ from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.types import Choice, Seen
 from h2o_flexgen.models.fields import ACTIVATIONS
 from h2o_flexgen.models.hf.attention import NAME, NotUnderstood, current, each_tensor, named
+from h2o_flexgen.models.mixture import SLOPE
 
 TEXT_ONLY = frozenset({"llama4", "gemma3n"})
 """Types whose model for images and text transformers cannot run, or not without another library: their language model
 alone is made."""
-_SLOPE = 1.702
-"""Of the sigmoid in gpt-oss's gates, which kernels know no other of."""
 
 
 class Routing(NamedTuple):
@@ -108,7 +107,7 @@ def _between(module: Any) -> tuple[Activation, float | None, bool]:
         return "silu", None, True
     plain = getattr(moe, "_default_apply_gate", None)
     if getattr(type(module), "_apply_gate", plain) is not plain:
-        gpt_oss = not module.is_concatenated and module.has_bias and getattr(module, "alpha", None) == _SLOPE
+        gpt_oss = not module.is_concatenated and module.has_bias and getattr(module, "alpha", None) == SLOPE
         return "silu", float(module.limit) if gpt_oss else None, not gpt_oss
     if module.act_fn is nn.functional.silu:
         return "silu", None, False

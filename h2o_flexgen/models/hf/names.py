@@ -95,14 +95,23 @@ def _rows_of(model: PreTrainedModel, parts: list[str], name: str, rows: int) -> 
     return None if rows % len(parts) else [rows // len(parts)] * len(parts)
 
 
-def _joins(converter: object) -> TypeGuard[WeightConverter]:
-    """Whether it makes rows of one tensor of several, which plain words name."""
+def _of_rows(converter: object, *kinds: str) -> TypeGuard[WeightConverter]:
+    """Whether all that it does is an operation of one of these kinds on rows of tensors that plain words name."""
     if not isinstance(converter, WeightConverter):
         return False
-    sources, targets = converter._original_source_patterns, converter._original_target_patterns
-    plain = all(re.fullmatch(r"[\w.]+", pattern) for pattern in (*sources, *targets))
-    rows = [type(each) is Concatenate and each.dim == 0 for each in converter.operations or []]
-    return plain and len(sources) > 1 and len(targets) == 1 and rows == [True]
+    patterns = (*converter._original_source_patterns, *converter._original_target_patterns)
+    rows = [type(each).__name__ in kinds and getattr(each, "dim", None) == 0 for each in converter.operations or []]
+    return rows == [True] and all(re.fullmatch(r"[\w.]+", pattern) for pattern in patterns)
+
+
+def _joins(converter: object) -> TypeGuard[WeightConverter]:
+    """Whether it makes one tensor of the rows of several."""
+    return _of_rows(converter, "Concatenate") and len(converter._original_source_patterns) > 1
+
+
+def _splits(converter: object) -> bool:
+    """Whether it makes several tensors of the rows of one."""
+    return _of_rows(converter, "Chunk", "Split")
 
 
 def ignored_names(spec: ModuleSpec) -> tuple[str, ...]:
@@ -124,8 +133,7 @@ def ignored_names(spec: ModuleSpec) -> tuple[str, ...]:
 
 
 def _spare(spec: ModuleSpec, model: PreTrainedModel, converters: list[WeightConverter]) -> dict[str, None]:
-    """Regular expressions of what a checkpoint has of experts that use nothing of it: LongCat-Flash's without weights
-    have rows in one of the tensors."""
+    """Regular expressions of tensors that experts do not use: LongCat-Flash's without weights have some rows."""
     count, found = 0 if spec.arch.experts is None else spec.arch.experts.count, dict[str, None]()
     for each in (each for each in spec.tensors.values() if each.expert == 0):
         more = range(count, _rows_in_all(each, model.get_parameter(each.parameter).shape) // each.rows)
@@ -153,14 +161,6 @@ def _whole(
         start, source = sum(sizes[: targets.index(mine)]), converter._original_source_patterns[0]
         return each.parameter.replace(mine, source), (start, start + each.shape[0]), sum(sizes)
     return None
-
-
-def _splits(converter: WeightConverter) -> bool:
-    """Whether it makes several tensors of the rows of one, which plain words name."""
-    operations, sources = converter.operations or [], converter._original_source_patterns
-    plain = all(re.fullmatch(r"[\w.]+", pattern) for pattern in (*sources, *converter._original_target_patterns))
-    rows = [type(each).__name__ in ("Chunk", "Split") and getattr(each, "dim", None) == 0 for each in operations]
-    return plain and len(sources) == 1 and rows == [True]
 
 
 def _of_expert(

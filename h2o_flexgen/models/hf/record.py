@@ -18,7 +18,7 @@ from h2o_flexgen.config.model.arch import Activation, ArchSpec, ExpertSpec
 from h2o_flexgen.config.model.modules import LayerSpec, Matrices, ModuleSpec
 from h2o_flexgen.config.model.spec import Product
 from h2o_flexgen.config.model.tensors import LayerHeads, StateSpec
-from h2o_flexgen.errors import ModelError
+from h2o_flexgen.errors import ModelError, first_line
 from h2o_flexgen.kernels.native import library
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.hf.attention import Call, MixerCall, ModelRun, NotUnderstood, take_mixers
@@ -82,10 +82,8 @@ def record(model: PreTrainedModel, name: str) -> Marked:
     except ModelError as error:
         raise ModelError(f"{name}: {error.found}", error.needed, error.change) from None
     except Exception as error:
-        line = (str(error).strip().splitlines() or [""])[0][:200]
-        raise ModelError(
-            f"{name}: {type(model).__name__} cannot be run on packed prompts: {type(error).__name__}: {line}"
-        ) from error
+        said = f"{type(error).__name__}: {first_line(error)}"
+        raise ModelError(f"{name}: {type(model).__name__} cannot be run on packed prompts: {said}") from error
     return events
 
 
@@ -100,8 +98,7 @@ def _mixed(call: MixerCall) -> tuple[Any, Mixing]:
 
 
 def any_choice() -> Any:
-    """Within, what depends on which numbers are not zero takes all of them for such, where there are no numbers. Each
-    greenlet has its own."""
+    """Within, numbers that are not there count as not zero. Each greenlet has its own."""
     return _config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
 
 

@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 
 from h2o_flexgen.config.model.modules import LayerSpec, ModuleSpec
 from h2o_flexgen.config.model.tensors import LayerHeads
-from h2o_flexgen.errors import ModelError
+from h2o_flexgen.errors import ModelError, first_line
 from h2o_flexgen.models.hf import record
-from h2o_flexgen.models.hf.attention import Call, ModelRun, NotUnderstood
+from h2o_flexgen.models.hf.attention import Call, MixerCall, ModelRun, NotUnderstood
 from h2o_flexgen.models.hf.build import build, quiet
 from h2o_flexgen.models.hf.experts import Routing
 from h2o_flexgen.models.hf.record import any_choice
@@ -87,7 +87,7 @@ def _recorded(text: str, name: str, tokens: int) -> tuple[PreTrainedModel, list[
         paths = {id(module): path for path, module in model.named_modules()}
         given = row_arguments(model, torch.zeros(tokens, dtype=torch.int64, device="meta"), None, 0, mask)
         route = partial(_route, events, paths)
-        run = ModelRun(partial(_call, model, given, made), _no_attention, route, _no_mixing, given["input_ids"][0])
+        run = ModelRun(partial(_call, model, given, made), _refuse, route, _refuse, given["input_ids"][0])
         try:
             with torch.inference_mode(), quiet():
                 run.switch()
@@ -96,9 +96,8 @@ def _recorded(text: str, name: str, tokens: int) -> tuple[PreTrainedModel, list[
             raise
         except Exception as error:
             errors.append(error)
-    line = (str(errors[0]).strip().splitlines() or [""])[0][:200]
-    found = f"{name}: {type(model).__name__} cannot be run without data: {type(errors[0]).__name__}: {line}"
-    raise ModelError(found) from errors[0]
+    said = f"{type(errors[0]).__name__}: {first_line(errors[0])}"
+    raise ModelError(f"{name}: {type(model).__name__} cannot be run without data: {said}") from errors[0]
 
 
 def _call(model: nn.Module, given: dict[str, Any], made: list[Any]) -> None:
@@ -106,12 +105,8 @@ def _call(model: nn.Module, given: dict[str, Any], made: list[Any]) -> None:
         made.append(model(**given))
 
 
-def _no_attention(call: Call) -> Tensor:
-    raise NotUnderstood(f"layer {call.layer} attends by the interface, which is not asked for")
-
-
-def _no_mixing(call: Any) -> Any:
-    raise NotUnderstood("states are kept by a cache of ours, which is not given")
+def _refuse(call: Call | MixerCall) -> Any:
+    raise NotUnderstood(f"{type(call).__name__}: our attention or cache is asked, which was not given")
 
 
 def _route(events: list[Event], paths: Mapping[int, str], routing: Routing) -> Tensor:
@@ -131,8 +126,7 @@ def _numbers(held: Any, seen: set[int]) -> int:
 
 
 class RecordedRows(RecordedUnits):
-    """The units of a run by rows. Layers are what lists hold; the second half of each begins where its weights are cut
-    in two most evenly."""
+    """The units of a run by rows. Layers are what lists hold, each cut in two where its weights are most even."""
 
     def __init__(self, model: PreTrainedModel, events: list[Event], name: str) -> None:
         self._model, self._events, self._name = model, events, name

@@ -57,7 +57,6 @@ TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "forced_eo
 """No token ends a sequence, and none is written unasked."""
 _MIXED = ["linear_attention", "full_attention"] * 2
 _CONVOLVED = ["conv", "full_attention"] * 2
-_INKLING = {"d_rel": 4, "rel_extent": 8, "log_scaling_n_floor": 10, "n_layers_per_attn_res_block": 2}
 _INDEXED = {"layer_types": ["linear_attention", "indexed_attention"] * 2, "ple_layer_ids": [], "hc_count": 2}
 _INDEXED |= {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "hc_lowrank": 8}
 _INDEXED |= {"indexer_compress_ratio": 2}
@@ -70,7 +69,6 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_group_size": 2,
     },
     "bamba": {"attn_layer_indices": [1, 3], "mamba_d_state": 8},
-    "blenderbot": {"encoder_no_repeat_ngram_size": 0},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "rope_parameters": {kind: _PLAIN_ROPE for kind in ("full_attention", "sliding_attention")},
@@ -90,12 +88,7 @@ OWN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": _MIXED},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8, "moe_topk": 2},
-    "inkling2_loop_text": {
-        **_INKLING,
-        **{"n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1, "loop_layer_index_end": 3},
-        **{"loop_num_passes": 2, "loop_gate_rank": 8, "layer_types": ["hybrid_sliding", "hybrid"] * 2},
-    },
-    "inkling2_text": _INKLING,
+    "inkling2_text": {"d_rel": 4, "rel_extent": 8, "log_scaling_n_floor": 10, "n_layers_per_attn_res_block": 2},
     "jamba": {
         **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
         **{"mamba_dt_rank": 4, "use_mamba_kernels": False},
@@ -122,9 +115,6 @@ OWN: dict[str, dict[str, Any]] = {
     "plbart": {"decoder_attention_heads": 4, "encoder_attention_heads": 4},
     "qwen4_exp": _INDEXED,
     "qwen4_exp_text": _INDEXED,
-    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 16]},
-    "whisper": {"encoder_attention_heads": 4},
-    "xlstm": {"num_heads": 4, "embedding_dim": 64, "num_blocks": 4, "qk_dim_factor": 0.5},
     "zamba": {
         **_ZAMBA,
         **{"layers_block_type": ["linear_attention", "hybrid"] * 2 + ["linear_attention"], "num_hidden_layers": 5},
@@ -244,8 +234,7 @@ def _of_layers(have: Mapping[str, Any], made: Mapping[str, Any]) -> dict[int, di
 
 
 def random_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Its modules, by transformers' own attention, with weights at random that are large enough for the next token to
-    be far from certain."""
+    """Its modules, by transformers' own attention, with random weights that leave the next token uncertain."""
     torch.manual_seed(0)
     numbers = 0
     with suppress(NotImplementedError, RuntimeError), torch.device("meta"):  # some cannot be made there

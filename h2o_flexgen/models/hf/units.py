@@ -29,8 +29,7 @@ class Mixing(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What happened: the call of the module `path` began ("enter") or ended ("exit"), attention was asked for, experts
-    were, or states."""
+    """The call of the module `path` began ("enter") or ended ("exit"), or attention, experts or states were asked."""
 
     kind: str
     path: str = ""
@@ -258,7 +257,10 @@ class _Groups:
             self._tied = True
             return
         if group in known:
-            self._also(group, known[group], parameter)
+            found = self._found[group]
+            for i, each in enumerate(found):
+                if each.name == known[group] and parameter not in (each.parameter, *each.also):
+                    found[i] = each._replace(also=(*each.also, parameter))  # another place in the same unit
             return
         if "embed.tokens" in known.values():
             raise ModelError(f"{self._name}: {parameter} is tied to embed.tokens, which is not understood")
@@ -282,12 +284,6 @@ class _Groups:
         others = () if canonical == "embed.tokens" else self._paths[id(tensor)]
         tied = tuple(each for each in others if each != parameter)
         self._found[group].append(ModuleTensor(canonical, parameter, shape, matrix, turned, resident, tied=tied))
-
-    def _also(self, group: str, name: str, parameter: str) -> None:
-        """Notes that a tensor has another place in the same unit."""
-        for i, each in enumerate(self._found[group]):
-            if each.name == name and parameter not in (each.parameter, *each.also):
-                self._found[group][i] = each._replace(also=(*each.also, parameter))
 
     def add_experts(self, unit: int, path: str, module: nn.Module) -> None:
         """A group for each expert of a layer, behind that of its half."""
