@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from h2o_flexgen.checkpoint.quantized import (
     StoredPart,
     stored_matrix,
 )
-from h2o_flexgen.checkpoint.shards import Shards
+from h2o_flexgen.checkpoint.shards import Shards, listed
 from h2o_flexgen.checkpoint.tables import Entry, bin_table, safetensors_table
 from h2o_flexgen.checkpoint.wanted import LAYER, Range, Wanted
 from h2o_flexgen.config.model.packing import Packing
@@ -119,13 +120,13 @@ class Binding:
         self,
         spec: ModelSpec,
         names: Mapping[str, Sequence[str | Stored]],
-        ignored: tuple[re.Pattern[str], ...],
+        ignored: Iterable[str | re.Pattern[str]],
         problems: Problems,
         quantization: Quantization | None = None,
     ) -> None:
         self._wanted = Wanted(spec, names)
         self._quantization = quantization
-        self._ignored = ignored
+        self._ignored = [re.compile(pattern) for pattern in ignored]
         self._tied_heads = {name: Stored(name) for name in _TIED_HEADS if spec.arch.tied_head}
         self._vocab_shape = (spec.vocab_size, spec.embed_dim)
         self._layers, self._predicting = self._wanted.layers, spec.arch.predicting
@@ -142,7 +143,7 @@ class Binding:
             return 0
         index = shards.index
         held = {
-            frozenset(options): self._wanted.numel(name)  # tensors that are the same one are there once
+            frozenset(options): math.prod(self._wanted.shapes[name])  # tensors that are the same one are there once
             for name, options in self._wanted.options.items()
             if index is None or any(index.get(option.name) == shard for option in options)
         }
@@ -184,8 +185,7 @@ class Binding:
         return tensors
 
     def _surplus_layers(self) -> set[str]:
-        """The tensors of layers behind the last that config.json asks for, which are left alone, with a warning where
-        it does not speak of them."""
+        """The tensors of layers behind config.json's last, which are not read; a warning where it names none such."""
         layers: dict[int, list[str]] = {}
         for stored in self._where:
             found = LAYER.match(stored)
@@ -193,15 +193,10 @@ class Binding:
                 layers.setdefault(int(found[2]), []).append(stored)
         known = [layer for layer in sorted(layers) if layer < self._layers + self._predicting]
         if known:
-            what = "predicts more tokens at once, and is" if len(known) == 1 else "predict more tokens at once, and are"
-            log.info("%s of the checkpoint %s not read", _numbered(known), what)
+            log.info("%s", _of_layers(known, " of the checkpoint", "not read: more tokens are predicted there"))
         if rest := sorted(layers.keys() - set(known)):
-            log.warning(
-                "%s of the checkpoint %s not read: config.json has num_hidden_layers %d",
-                _numbered(rest),
-                "is" if len(rest) == 1 else "are",
-                self._layers,
-            )
+            why = f"not read: config.json has num_hidden_layers {self._layers}"
+            log.warning("%s", _of_layers(rest, " of the checkpoint", why))
         return {stored for names in layers.values() for stored in names}
 
     def _entry(self, stored: str) -> Entry:
@@ -223,7 +218,9 @@ class Binding:
             entries = {part: self._entry(name) for part, name in held.items()}
             turned = all(option.transposed for option in users.values())  # which no quantiser keeps
             shape = self._wanted.shape(stored)[:: -1 if turned else 1]
-            if module == stored or len(shape) != 2 or not _is_packed(entries):
+            # Else it is a plain weight.
+            is_packed = held.keys() - {"weight"} or any(each.dtype in PACKED_DTYPES for each in entries.values())
+            if module == stored or len(shape) != 2 or not is_packed:
                 continue
             packed.update(held.values())
             if self._quantization.static:
@@ -343,24 +340,17 @@ class Binding:
         for name, options in self._wanted.options.items():
             if name not in self._found and not excused.intersection(option.name for option in options):
                 missing.setdefault(options[0].name, []).append(name)
-        wanted: dict[int, bool] = {}
-        for name, options in self._wanted.options.items():
-            found = LAYER.match(name)
-            if found is not None:
-                absent = name not in self._found and options[0].name in missing
-                wanted[int(found[2])] = wanted.get(int(found[2]), True) and absent
-        layers = [layer for layer, absent in wanted.items() if absent]
+        lost = set(chain(*missing.values()))
+        numbered = [(name, int(found[2])) for name in self._wanted.options if (found := LAYER.match(name))]
+        there = {layer for name, layer in numbered if name not in lost}
+        layers = [layer for layer in dict.fromkeys(layer for _, layer in numbered) if layer not in there]
         if layers:
-            self.problems.add(
-                f"{_numbered(layers)} {'is' if len(layers) == 1 else 'are'} missing: "
-                f"config.json has num_hidden_layers {self._layers}",
-                download=True,
-            )
+            why = f"missing: config.json has num_hidden_layers {self._layers}"
+            self.problems.add(_of_layers(layers, "", why), download=True)
         for stored, names in missing.items():
             found = LAYER.match(stored)
             if found is None or int(found[2]) not in layers:
-                shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-                self.problems.add(f"tensor {stored!r} ({shown}) is missing", download=True)
+                self.problems.add(f"tensor {stored!r} ({listed(names)}) is missing", download=True)
 
 
 def bind_files(root: str, shards: Shards, binding: Binding, files: list[CheckpointFile]) -> dict[str, FoundTensor]:
@@ -464,23 +454,19 @@ class MatrixParts(NamedTuple):
         return PackedTensor(self.matrix, parts, rows, packing, shape)
 
 
-def _numbered(numbers: Sequence[int]) -> str:
-    """ "layers 2, 3 and 4", "layers 2 to 40"."""
+def _of_layers(numbers: Sequence[int], where: str, what: str) -> str:
+    """ "layer 2 is ...", "layers 2, 3 and 4 of the checkpoint are ...", "layers 2 to 40 are ..."."""
     if len(numbers) == 1:
-        return f"layer {numbers[0]}"
-    if len(numbers) > 3 and numbers[-1] - numbers[0] == len(numbers) - 1:
-        return f"layers {numbers[0]} to {numbers[-1]}"
+        return f"layer {numbers[0]}{where} is {what}"
     shown = [str(number) for number in numbers]
     if len(shown) > 8:
         shown = [*shown[:7], f"{len(shown) - 7} more"]
-    return f"layers {', '.join(shown[:-1])} and {shown[-1]}"
+    listed = f"{', '.join(shown[:-1])} and {shown[-1]}"
+    if len(numbers) > 3 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        listed = f"{numbers[0]} to {numbers[-1]}"
+    return f"layers {listed}{where} are {what}"
 
 
 def _is_zero(entry: Entry) -> bool:
     data = entry.file.head(entry.nbytes, entry.offset) if entry.nbytes <= _SMALL else b""
     return len(data) == entry.nbytes and not any(data)
-
-
-def _is_packed(entries: Mapping[str, Entry]) -> bool:
-    """Whether tensors of a module, by their names in it, are a quantised matrix rather than a plain weight."""
-    return bool(set(entries) - {"weight"}) or any(entry.dtype in PACKED_DTYPES for entry in entries.values())

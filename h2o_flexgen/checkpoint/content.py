@@ -30,8 +30,7 @@ def content_digest(tensors: Mapping[str, tuple[object, FileTensor]]) -> str:
     """A digest of `tensors`: for each name what else numbers depend on, by its repr, and where its bytes are.
 
     Of a small checkpoint all bytes count, of a large one a stretch of every 16 MiB of every tensor, 128 MiB together or
-    16 KiB each: training, merging or quantising anew changes all of a matrix. StorageError and ModelError as reading
-    has them.
+    16 KiB each: training, merging or quantising anew changes all of a matrix. Raises what reading raises.
     """
     places = {(part.file.path, part.runs): part for _, part in tensors.values()}
     total = sum(part.nbytes for part in places.values())
@@ -110,7 +109,6 @@ def _of_json(value: Any) -> str:
 
 
 def _of_generation(path: Path) -> str:
-    """Of a file that need not be there."""
     if not path.exists():
         return ""
     settings = json_of_model(path)

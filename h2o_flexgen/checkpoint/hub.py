@@ -25,7 +25,7 @@ from h2o_flexgen.checkpoint.gguf.names import packings_of
 from h2o_flexgen.checkpoint.shards import find_shards, other_layout, shards_of, wanted_files
 from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, model_folder, only_gguf, read_config
 from h2o_flexgen.config.model.spec import ModelSpec
-from h2o_flexgen.errors import H2OFlexGenError, ModelError, StorageError
+from h2o_flexgen.errors import H2OFlexGenError, ModelError, StorageError, first_line
 from h2o_flexgen.folders import expanded
 from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.models.quantized import SETTINGS_FILES, read_quantization
@@ -279,7 +279,7 @@ def cached_folder(repo: str, revision: str | None) -> Path | None:
     try:
         found = try_to_load_from_cache(repo, "config.json", revision=revision)
     except (HFValidationError, ValueError) as error:
-        raise HubFailure(f"{repo!r} cannot be the name of a model: {_first_line(error)}") from error
+        raise HubFailure(f"{repo!r} cannot be the name of a model: {first_line(error)}") from error
     return Path(found).parent if isinstance(found, str) else None
 
 
@@ -328,11 +328,10 @@ def download(repo: str, revision: str | None, weights: bool) -> Path:
                 f"downloading {repo} to {cache_folder(repo)} failed: {error.strerror}",
                 change="free some space, or name another folder with HF_HOME",
             ) from error
-        raise HubFailure(f"{type(error).__name__}: {_first_line(error)}") from error
+        raise HubFailure(f"{type(error).__name__}: {first_line(error)}") from error
 
 
 def _literal(names: list[str]) -> list[str]:
-    """Patterns that match `names` alone."""
     return [glob.escape(name) for name in names]
 
 
@@ -359,7 +358,3 @@ def _probe(endpoint: str) -> None:
     reason = outcome[0] if outcome else f"no answer within {_PROBE_S:g} s"
     if reason:
         raise HubFailure(f"{where[0]} cannot be reached: {reason}")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -3,7 +3,6 @@ takes seconds, for all that its tables show."""
 
 from __future__ import annotations
 
-import re
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -36,12 +35,11 @@ def check_model(found: ResolvedModel, impl: str, weights: bool) -> None:
     if shards is None or not shards.present:
         problems.raise_any(root)
     elif shards.kind == "safetensors" and not by_modules(found.config, found.name, impl):
-        spec = found.spec("native")
-        patterns = tuple(map(re.compile, ignored_names(spec)))
-        quantization = read_quantization(found.config, found.name)
+        spec, quantization = found.spec("native"), read_quantization(found.config, found.name)
+        binding = Binding(spec, checkpoint_names(spec), ignored_names(spec), problems, quantization)
         files: list[CheckpointFile] = []
         try:
-            bind_files(root, shards, Binding(spec, checkpoint_names(spec), patterns, problems, quantization), files)
+            bind_files(root, shards, binding, files)
             problems.raise_any(root)
         finally:
             for file in files:

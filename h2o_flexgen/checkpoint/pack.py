@@ -15,6 +15,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -194,7 +195,8 @@ class _Folder:
             found[layout.key] = _packed(layout, path, offset, digest)
             offset += layout.nbytes
         self._sizes[path.name] = offset
-        self._write_manifest()
+        with synced_file(self._path / _MANIFEST) as file:
+            file.write(json.dumps({**self._identity, "units": self._units}).encode())
         for name in replaced - {str(record["file"]) for record in self._units.values()}:
             (self._path / name).unlink(missing_ok=True)
         return found
@@ -217,10 +219,6 @@ class _Folder:
         finally:
             file.close()
         return dict(units)
-
-    def _write_manifest(self) -> None:
-        with synced_file(self._path / _MANIFEST) as file:
-            file.write(json.dumps({**self._identity, "units": self._units}).encode())
 
 
 def _is_record(record: Any) -> bool:
@@ -256,9 +254,8 @@ def _write(
 ) -> list[bytes]:
     """A new file with what `filled` gives for each of `layouts`, on the disk when this returns; their checksums."""
     fd = os.open(path, _CREATE, 0o600)
-    file = DirectFile(str(path), fd, writable=True, ours=True)
     digests, done = [], 0
-    try:
+    with closing(DirectFile(str(path), fd, writable=True, ours=True)) as file:
         for layout in layouts:
             data = filled(layout)
             digests.append(checksum((data,)))
@@ -270,6 +267,4 @@ def _write(
                 progress(done)
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        file.close()
     return digests

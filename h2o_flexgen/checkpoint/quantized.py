@@ -117,8 +117,8 @@ class StoredMatrix:
         raise NotImplementedError
 
     def scales(self, read: Read, outputs: Array) -> Array:
-        """Its scales (outs, groups) of `outputs`."""
-        raise NotImplementedError
+        """Its scales (outs, groups) of `outputs`, which most keep by group."""
+        return read("scales")[:, outputs].T
 
     def zeros(self, read: Read, outputs: Array) -> Array:
         """Its zero points (outs, groups) of `outputs`: the codes that stand for 0, as levels count."""
@@ -169,9 +169,6 @@ class _Gptq(StoredMatrix):
             codes = np.ascontiguousarray(words.T).view(np.uint8)
             yield slice(None), slice(4 * start, 4 * stop), self._shifted(codes)
 
-    def scales(self, read: Read, outputs: Array) -> Array:
-        return read("scales")[:, outputs].T
-
     def zeros(self, read: Read, outputs: Array) -> Array:
         bits = self.scheme.bits
         zeros = _unpacked(read("qzeros").view(np.uint8), bits)[:, outputs].T
@@ -204,9 +201,6 @@ class _Awq(StoredMatrix):
         for start, stop in _steps(0, height // 2, 8 * width):  # two inputs share a byte here
             numbers = _columns(self._by_output(read("qweight", 2 * start, 2 * stop)), rows)
             yield slice(None), slice(start, stop), _packed(numbers.T, 4)
-
-    def scales(self, read: Read, outputs: Array) -> Array:
-        return read("scales")[:, outputs].T
 
     def zeros(self, read: Read, outputs: Array) -> Array:
         return self._by_output(read("qzeros"))[:, outputs].T
@@ -255,6 +249,7 @@ class _Scaled(StoredMatrix):
     """A weight of one byte a number, an output a row, and a scale for all of it, for each output or for each block."""
 
     scale = "weight_scale"
+    """Or the inverse by its name, which codes are multiplied by nevertheless."""
 
     def parts(self) -> dict[str, StoredPart]:
         floats = self.scheme.levels == "e4m3"
@@ -293,12 +288,6 @@ class _Scaled(StoredMatrix):
         return numbers.reshape(-1, self.groups)[outputs // rows]
 
 
-class _ScaledInverse(_Scaled):
-    """The same where the scale is called the inverse: it is what codes are multiplied by nevertheless."""
-
-    scale = "weight_scale_inv"
-
-
 class _Mxfp4(StoredMatrix):
     """The experts of gpt-oss, one below the other: blocks of 32 inputs in 16 bytes, the lower half of each the first of
     its two; scales that are powers of two."""
@@ -324,10 +313,11 @@ class _Mxfp4(StoredMatrix):
 
 def stored_matrix(scheme: Scheme, shape: tuple[int, int], held: Sequence[str]) -> StoredMatrix:
     """The matrix that `scheme` stores as tensors of which a checkpoint has those called `held`."""
-    if scheme.layout == "scaled":
-        return (_ScaledInverse if _ScaledInverse.scale in held else _Scaled)(scheme, shape)
-    layouts = {"gptq": _Gptq, "awq": _Awq, "packed": _Compressed, "mxfp4": _Mxfp4}
-    return layouts[scheme.layout](scheme, shape)
+    layouts = {"gptq": _Gptq, "awq": _Awq, "packed": _Compressed, "scaled": _Scaled, "mxfp4": _Mxfp4}
+    matrix = layouts[scheme.layout](scheme, shape)
+    if isinstance(matrix, _Scaled) and "weight_scale_inv" in held:
+        matrix.scale = "weight_scale_inv"
+    return matrix
 
 
 def _steps(start: int, stop: int, nbytes: int) -> Iterator[tuple[int, int]]:

@@ -11,8 +11,9 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -24,7 +25,7 @@ from h2o_flexgen.checkpoint.content import content_digest
 from h2o_flexgen.checkpoint.files import CheckpointFile, Problems
 from h2o_flexgen.checkpoint.quantized import Array, Read
 from h2o_flexgen.checkpoint.shards import find_shards
-from h2o_flexgen.checkpoint.source import WeightSource, convert, copy, flat_out
+from h2o_flexgen.checkpoint.source import WeightSource, copy, flat_out
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import PAGE
 from h2o_flexgen.errors import ModelError, OwnHeadError
@@ -64,8 +65,7 @@ def open_checkpoint(
     files: list[CheckpointFile] = []
     try:
         shards = find_shards(root, problems)
-        patterns = tuple(re.compile(pattern) for pattern in ignored)
-        binding = Binding(spec, names, patterns, problems, quantization)
+        binding = Binding(spec, names, ignored, problems, quantization)
         tensors = {} if shards is None else bind_files(root, shards, binding, files)
         problems.raise_any(root)
         source = CheckpointSource(tensors, files, quantization.method if quantization else None)
@@ -86,19 +86,36 @@ def open_checkpoint(
         raise
 
 
-class CheckpointSource(WeightSource):
-    """The weights of an open checkpoint. It owns the open files; reading is thread-safe.
+class FileSource(WeightSource):
+    """Weights in files, which it owns; reading is thread-safe. Every read checks afterwards that the file is still the
+    one that was opened: ModelError otherwise."""
 
-    Every read checks afterwards that the file is still the one that was opened: ModelError otherwise. `packings`: the
-    layouts of the matrices of fewer bits, by canonical name. `dtype` is that of the plain tensors, if there are any.
-    """
+    def __init__(self, files: Iterable[CheckpointFile] = ()) -> None:
+        self._files, self._chunks = list(files), ChunkReader()
+
+    @contextmanager
+    def _reading(self, name: str, files: Collection[CheckpointFile]) -> Iterator[None]:
+        if any(file.closed for file in files):
+            raise ValueError(f"the checkpoint is closed, {name} cannot be read")
+        yield
+        for file in files:
+            file.check()
+
+    def close(self) -> None:
+        self._chunks.close()
+        for file in self._files:
+            file.close()
+
+
+class CheckpointSource(FileSource):
+    """The weights of an open checkpoint. `dtype` is that of the plain tensors, if there are any."""
 
     def __init__(
         self, tensors: Mapping[str, FoundTensor], files: Sequence[CheckpointFile], method: str | None = None
     ) -> None:
         """`method`: what quantised the packed ones."""
+        super().__init__(files)
         self._tensors = dict(tensors)
-        self._files = tuple(files)
         self.packings = {name: each.packing for name, each in tensors.items() if isinstance(each, PackedTensor)}
         self.format = method if self.packings else None
         sizes: Counter[str] = Counter()
@@ -107,31 +124,26 @@ class CheckpointSource(WeightSource):
                 sizes[tensor.dtype] += tensor.nbytes
         self.dtype = max(sizes, key=lambda dtype: (sizes[dtype], dtype), default="float16")
         self.fingerprint = _fingerprint(self._files, self._tensors)
-        self._chunks = ChunkReader()
 
     def read_into(self, name: str, out: Weight) -> None:
         """Fill `out` with tensor `name`; see WeightSource. Raises ModelError, StorageError or ValueError."""
         part = self._tensors[name]
-        if any(file.closed for file in _files_of(part)):
-            raise ValueError(f"the checkpoint is closed, {name} cannot be read")
-        if isinstance(part, PackedTensor):
-            self._read_packed(name, part, out)
-        elif part.transposed:
-            flat_out(name, part.shape, out)
-            columns = torch.empty(tuple(reversed(part.shape)), dtype=torch_dtype(part.dtype))
-            self._stream(part, f"tensor {name}", columns.view(-1))
-            cast(Tensor, out).copy_(columns.t())
-        else:
-            self._stream(part, f"tensor {name}", flat_out(name, part.shape, out))
-        for file in _files_of(part):
-            file.check()
+        with self._reading(name, _files_of(part)):
+            if isinstance(part, PackedTensor):
+                self._read_packed(name, part, out)
+            elif part.transposed:
+                flat_out(name, part.shape, out)
+                columns = torch.empty(tuple(reversed(part.shape)), dtype=torch_dtype(part.dtype))
+                self._stream(part, f"tensor {name}", columns.view(-1))
+                cast(Tensor, out).copy_(columns.t())
+            else:
+                self._stream(part, f"tensor {name}", flat_out(name, part.shape, out))
 
     def _stream(self, part: FileTensor, what: str, flat: torch.Tensor) -> None:
         stored = torch_dtype(part.dtype)
-        move = copy if flat.dtype == stored else convert
         for start, chunk in self._chunks.stream(part, what):
             values = chunk.view(stored)
-            move(flat.narrow(0, start // stored.itemsize, values.numel()), values)
+            copy(flat.narrow(0, start // stored.itemsize, values.numel()), values)
 
     def _read_packed(self, name: str, part: PackedTensor, out: Weight) -> None:
         """Fill `out` with a matrix of fewer bits, or with what it stands for."""
@@ -206,11 +218,6 @@ class CheckpointSource(WeightSource):
             else:
                 found[name] = (None, each)
         return content_digest(found)
-
-    def close(self) -> None:
-        self._chunks.close()
-        for file in self._files:
-            file.close()
 
 
 def _fingerprint(files: Iterable[CheckpointFile], tensors: Mapping[str, FoundTensor]) -> str:

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -56,16 +57,19 @@ def wanted_files(names: Iterable[str]) -> str | None:
                 return name
     for kind, _ in _LAYOUTS:
         mine = [name for name in have if "/" not in name and _is_weight_file(name, kind)]
-        if len(mine) == 1 and not _NUMBERED.search(mine[0]):
-            return mine[0]
+        if mine:
+            return mine[0] if len(mine) == 1 and not _NUMBERED.search(mine[0]) else None
     return None
+
+
+def _kind_of(name: str) -> Kind:
+    return "safetensors" if name.endswith((".safetensors", ".safetensors.index.json")) else "bin"
 
 
 def shards_of(path: Path) -> tuple[str, ...]:
     """The files that the index at `path` names. ModelError where it cannot be used."""
     problems = Problems()
-    kind: Kind = "safetensors" if path.name.endswith(".safetensors.index.json") else "bin"
-    weight_map = _read_index(str(path.parent), path.name, kind, problems)
+    weight_map = _read_index(str(path.parent), path.name, _kind_of(path.name), problems)
     problems.raise_any(str(path.parent), "needed the index of the checkpoint's files")
     return tuple(sorted(set((weight_map or {}).values())))
 
@@ -77,45 +81,40 @@ def find_shards(folder: str, problems: Problems) -> Shards | None:
     except OSError as error:
         problems.add(f"the folder cannot be listed: {error.strerror}")
         return None
-    for kind, stem in _LAYOUTS:
-        single, index = f"{stem}.{kind}", f"{stem}.{kind}.index.json"
-        mine = [name for name in names if _is_weight_file(name, kind)]
-        if single in names:
-            found = Shards(kind, (single,), None, frozenset({single}))
-        elif index in names:
-            weight_map = _read_index(folder, index, kind, problems)
-            if weight_map is None:
-                return None
-            files = tuple(sorted(set(weight_map.values())))
-            found = Shards(kind, files, weight_map, frozenset(files) & frozenset(names))
-            for name in found.missing:
-                problems.add(f"{name} is missing, which the index names", download=True)
-        else:
-            continue
-        extra = [name for name in mine if name not in found.files]
-        if extra:
-            _tell(f"{_listed(extra)} in {folder} is not read: the weights are in {_listed(found.files)}")
-        return found
-    return _unnamed(folder, names, problems)
+    first = wanted_files(names)
+    if first is None:
+        _say_none(names, problems)
+        return None
+    kind = _kind_of(first)
+    found, usual = Shards(kind, (first,), None, frozenset({first})), f"{dict(_LAYOUTS)[kind]}.{kind}"
+    if first == f"{usual}.index.json":
+        weight_map = _read_index(folder, first, kind, problems)
+        if weight_map is None:
+            return None
+        files = tuple(sorted(set(weight_map.values())))
+        found = Shards(kind, files, weight_map, frozenset(files) & frozenset(names))
+        for name in found.missing:
+            problems.add(f"{name} is missing, which the index names", download=True)
+    elif first != usual:  # as those of AutoGPTQ are called
+        _tell(f"the weights are read from {first}: {folder} has no {usual}")
+    extra = [name for name in names if _is_weight_file(name, kind) and name not in found.files]
+    if extra:
+        _tell(f"{listed(extra)} in {folder} is not read: the weights are in {listed(found.files)}")
+    return found
 
 
-def _unnamed(folder: str, names: list[str], problems: Problems) -> Shards | None:
-    """The weights of a folder without a file of the usual name: the only weight file, whatever it is called, as those
-    of AutoGPTQ are."""
+def _say_none(names: list[str], problems: Problems) -> None:
+    """Why no file of a folder is the one to begin with."""
     for kind, stem in _LAYOUTS:
         mine = [name for name in names if _is_weight_file(name, kind)]
-        if len(mine) == 1 and not _NUMBERED.search(mine[0]):
-            _tell(f"the weights are read from {mine[0]}: {folder} has no {stem}.{kind}")
-            return Shards(kind, (mine[0],), None, frozenset(mine))
         if mine:
-            many = f"{stem}.{kind} and {stem}.{kind}.index.json are missing, although there is {_listed(mine)}"
+            many = f"{stem}.{kind} and {stem}.{kind}.index.json are missing, although there is {listed(mine)}"
             change = "" if _NUMBERED.search(mine[0]) else f": rename the one that is the model to {stem}.{kind}"
             problems.add(many + change, download=not change)
-            return None
+            return
     none = "the weights are missing: no model.safetensors, pytorch_model.bin or index of shards"
     other = other_layout(names)
     problems.add(other or none, download=not other)
-    return None
 
 
 def other_layout(names: Iterable[str]) -> str:
@@ -150,10 +149,8 @@ def _read_index(folder: str, name: str, ending: str, problems: Problems) -> dict
     except OSError as error:
         problems.add(f"{name} cannot be read: {error.strerror}", download=True)
         return None
-    try:
+    with closing(file):
         text = file.head(_MAX_INDEX)
-    finally:
-        file.close()
     try:
         index = strict_json(text.removeprefix(codecs.BOM_UTF8))
     except ValueError as error:
@@ -177,6 +174,6 @@ def _read_index(folder: str, name: str, ending: str, problems: Problems) -> dict
     return weight_map if len(problems.texts) == before else None
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
     names = list(names)
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

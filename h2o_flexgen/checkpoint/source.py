@@ -19,7 +19,7 @@ from h2o_flexgen.memory.handle import Location, torch_dtype
 from h2o_flexgen.models.quantized import MXFP4
 from h2o_flexgen.quant import PackedWeight, Weight
 
-_SERIAL = 1 << 14  # numbers; half of what torch gives to a second thread
+SERIAL = 1 << 14  # numbers; half of what torch gives to a second thread
 _POOL = 4_194_319  # numbers; prime, so that no two rows of a matrix are the same stretch of it
 _STD = 0.02
 _SCALE = 120  # the exponent of 2 ** -7, with 127 added: levels of MXFP4 deviate by 2.9
@@ -66,25 +66,18 @@ def flat_out(name: str, shape: tuple[int, ...], out: Weight) -> torch.Tensor:
 
 
 def copy(out: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy flat host `values` to flat `out` of the same dtype, with one thread and no lock held.
+    """Copy flat host `values` to flat `out`, in its dtype, with one thread and, of the same dtype, no lock held.
 
     Loading may run beside the computation: torch's copy would have all its threads wait for one another, which on busy
-    cores costs a factor of ten.
+    cores costs a factor of ten. Pieces of another dtype are too small for torch to share among threads.
     """
-    if out.device.type == "cpu":
-        np.copyto(np.frombuffer(host_view(out).view, np.uint8), np.frombuffer(host_view(values).view, np.uint8))
-    else:
-        out.copy_(values)
-
-
-def convert(out: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy flat host `values` to flat `out` of another dtype, in pieces too small for torch to share among threads."""
     if out.device.type != "cpu":
         out.copy_(values)
-        return
-    for start in range(0, values.numel(), _SERIAL):
-        stop = start + _SERIAL
-        out[start:stop].copy_(values[start:stop])
+    elif out.dtype == values.dtype:
+        np.copyto(np.frombuffer(host_view(out).view, np.uint8), np.frombuffer(host_view(values).view, np.uint8))
+    else:
+        for start in range(0, values.numel(), SERIAL):
+            out[start : start + SERIAL].copy_(values[start : start + SERIAL])
 
 
 class DummySource(WeightSource):

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h2o_flexgen.checkpoint.files import CheckpointFile, Fault, Problems, name_fault, strict_json
-from h2o_flexgen.errors import H2OFlexGenError
+from h2o_flexgen.errors import H2OFlexGenError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +44,7 @@ class Entry(NamedTuple):
 def safetensors_table(file: CheckpointFile, problems: Problems) -> dict[str, Entry]:
     """The tensors of a safetensors file by name. Fault for a header that is too long, torn or not as the format has it.
 
-    Other faults go into `problems`: unsafe names, offsets that overlap, leave holes or lie outside, and a size that
-    does not fit.
+    Other faults go into `problems`: unsafe names, offsets that overlap, leave holes or lie outside, a wrong size.
     """
     length = int.from_bytes(file.head(_PREFIX), "little")
     if length > MAX_HEADER or file.head(1, _PREFIX) not in (b"{", b""):
@@ -151,8 +150,7 @@ def _load(file: CheckpointFile) -> dict[str, torch.Tensor]:
         refused = f"holds more than tensors and could run code when loaded, so it is refused{why}"
         raise Fault(f"{refused}: use a safetensors version of the model", download=False) from None
     except Exception as error:  # for a damaged archive torch.load raises nearly anything
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]  # some have no message
-        raise Fault(f"cannot be read: {said[:200]}") from None
+        raise Fault(f"cannot be read: {first_line(error)}") from None
     plain = isinstance(state, Mapping) and all(isinstance(value, torch.Tensor) for value in state.values())
     if not plain or any(value.device.type != "cpu" or value.layout != torch.strided for value in state.values()):
         raise Fault(f"is not a flat dictionary of dense tensors: {_CONVERT}", download=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 
@@ -64,9 +63,6 @@ class Wanted:
             end = max(end, stop)
         rows = next(iter(options)).rows
         return [*free, (end, rows)] if end < rows else free
-
-    def numel(self, name: str) -> int:
-        return math.prod(self.shapes[name])
 
     def _shape_for(self, name: str, option: Stored) -> tuple[int, ...]:
         shape = self.shapes[name]

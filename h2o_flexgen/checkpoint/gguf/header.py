@@ -168,8 +168,7 @@ def _read_start(cursor: _Cursor) -> tuple[int, int]:
     head = file.head(4)
     if head != _MAGIC:
         raise Fault(f"({file.size} bytes) is not a GGUF file: it starts with {head!r}")
-    cursor.take(4)
-    version = cursor.number("<I")
+    _, version = cursor.numbers("<I", 2).tolist()
     if version == 1:
         raise Fault("is of GGUF version 1, which is not read: convert it anew", download=False)
     if version not in (2, 3):
@@ -187,14 +186,6 @@ class _Cursor:
         self.file, self.at = file, 0
         self._data = bytearray()
 
-    def take(self, nbytes: int) -> int:
-        """The place of the next `nbytes` bytes among those that have been read."""
-        start, stop = self.at, self.at + nbytes
-        if stop > len(self._data):
-            self._load(stop)
-        self.at = stop
-        return start
-
     def number(self, layout: str) -> Any:
         return self.numbers(layout, 1)[0].item()
 
@@ -205,13 +196,16 @@ class _Cursor:
     def numbers(self, layout: str, count: int) -> np.ndarray:
         """The next `count` numbers, as an array of its own."""
         dtype = np.dtype(layout)
-        start = self.take(count * dtype.itemsize)
-        return np.frombuffer(bytes(self._data[start : self.at]), dtype)
+        start, stop = self.at, self.at + count * dtype.itemsize
+        if stop > len(self._data):
+            self._load(stop)
+        self.at = stop
+        return np.frombuffer(bytes(self._data[start:stop]), dtype)
 
     def texts(self, count: int, what: str) -> list[str]:
         found, data = [], self._data
         try:
-            for _ in range(count):  # there may be hundreds of thousands: without `take`
+            for _ in range(count):  # there may be hundreds of thousands
                 start = self.at + 8
                 if start > len(data):
                     self._load(start)

@@ -59,11 +59,6 @@ class StoredRows(NamedTuple):
     decay: bool = False
     columns: int = 0
 
-    @property
-    def period(self) -> tuple[int, int, int]:
-        """Which rows they are: from which on of every how many, and how many of these."""
-        return self.turn, self.turns, self.take
-
 
 class StoredTensor(NamedTuple):
     """A canonical tensor of the shape `whole`, or some of its rows: `place` in the stored `tensor`, as `shape`."""
@@ -82,17 +77,16 @@ def bind(header: GgufHeader, spec: ModelSpec) -> dict[str, tuple[StoredTensor, .
     problems, found = Problems(), {}
     architecture = str(header.metadata.get("general.architecture"))
     shapes = {tensor.name: tuple(tensor.shape) for group in spec.weight_groups for tensor in group.tensors}
-    places = {name: _places(header, spec, name, shape) for name, shape in shapes.items()}
-    for name, (first, *rest) in places.items():
+    count, used = spec.arch.experts.count if spec.arch.experts else 1, set[str]()
+    for name, shape in shapes.items():
+        first, *rest = _places(header, spec, name, shape)
         bare = first.name.removesuffix(".weight")  # as Falcon-H1's files have one
         if not rest and first.name not in header.tensors and bare in header.tensors:
-            places[name] = (first._replace(name=bare),)
-    count = spec.arch.experts.count if spec.arch.experts else 1
-    places = {name: tuple(_joint(header, place, count) for place in those) for name, those in places.items()}
-    for name, those in places.items():
-        parts = [_bound(header, name, place, shapes[name], problems) for place in those]
+            first = first._replace(name=bare)
+        places = [_joint(header, place, count) for place in (first, *rest)]
+        used.update(place.name for place in places)
+        parts = [_bound(header, name, place, shape, problems) for place in places]
         found[name] = tuple(part for part in parts if part is not None)
-    used = {place.name for those in places.values() for place in those}
     predicting = header.metadata.get(f"{architecture}.nextn_predict_layers", 0)
     behind = tuple(f"blk.{spec.num_layers + layer}." for layer in range(predicting))
     for name in header.tensors:

@@ -19,8 +19,8 @@ from h2o_flexgen.checkpoint.gguf.blocks import FORMATS, Bytes, Format, Parts
 from h2o_flexgen.checkpoint.gguf.config import stored_dtype
 from h2o_flexgen.checkpoint.gguf.header import GgufHeader
 from h2o_flexgen.checkpoint.gguf.names import StoredTensor, bind, packings_of
-from h2o_flexgen.checkpoint.reader import CHUNK, ChunkReader
-from h2o_flexgen.checkpoint.source import WeightSource, convert, copy, flat_out
+from h2o_flexgen.checkpoint.reader import CHUNK, FileSource
+from h2o_flexgen.checkpoint.source import SERIAL, copy, flat_out
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.memory.handle import Location, torch_dtype
@@ -28,20 +28,17 @@ from h2o_flexgen.quant import PackedWeight, Weight
 
 _LARGE = 4 << 20  # bytes of a tensor to a thread
 _MOST_THREADS = 4
-_SERIAL = 1 << 14  # numbers; half of what torch gives to a second thread
 
 
-class GgufSource(WeightSource):
-    """The weights of a GGUF model. It owns the open files; reading is thread-safe.
+class GgufSource(FileSource):
+    """The weights of a GGUF model.
 
     packings    the tensors that it can fill as PackedWeight, by canonical name; any tensor can be read as floats
-
-    Every read checks afterwards that the file is still the one that was opened: ModelError otherwise.
     """
 
     def __init__(self, header: GgufHeader, spec: ModelSpec) -> None:
-        """ModelError with all that is missing, misshapen or too much for the model of `spec`, or where the files are
-        no longer those of `header`."""
+        """ModelError with all that does not fit the model of `spec`, or where the files are not those of `header`."""
+        super().__init__()
         self._bound = bind(header, spec)
         self.dtype = stored_dtype(header)
         self.packings = dict(packings_of(header, spec))
@@ -52,13 +49,11 @@ class GgufSource(WeightSource):
                 raise ModelError(f"{header.path}: rows of {name} have {most} bytes", f"needed {CHUNK}")
         facts = [[tuple(part) for part in header.parts], self._bound]
         self.fingerprint = hashlib.sha256(json.dumps(["gguf", facts], sort_keys=True).encode()).hexdigest()
-        self._files: list[CheckpointFile] = []
         try:
             self._open(header)
         except BaseException:
             self.close()
             raise
-        self._chunks = ChunkReader()
 
     def _open(self, header: GgufHeader) -> None:
         for part in header.parts:
@@ -76,9 +71,6 @@ class GgufSource(WeightSource):
         Raises ModelError, StorageError or ValueError.
         """
         pieces = self._bound[name]
-        files = [self._files[bound.tensor.part] for bound in pieces]
-        if any(file.closed for file in files):
-            raise ValueError(f"the checkpoint is closed, {name} cannot be read")
         if isinstance(out, PackedWeight):
             if out.packing != self.packings.get(name) or out.shape != pieces[0].whole:
                 raise ValueError(f"{name} is {self.packings.get(name)} of {pieces[0].whole}, got {out.packing}")
@@ -97,14 +89,13 @@ class GgufSource(WeightSource):
                     _fill_floats(bound, rows, blocks, flat)
 
         tasks = [(bound, part) for bound in pieces for part in _parts(bound)]
-        if len(tasks) == len(pieces):
-            for task in tasks:
-                take(*task)
-        else:
-            with ThreadPoolExecutor(min(len(tasks), _MOST_THREADS)) as pool:
-                list(pool.map(lambda task: take(*task), tasks))
-        for file in files:
-            file.check()
+        with self._reading(name, [self._files[bound.tensor.part] for bound in pieces]):
+            if len(tasks) == len(pieces):
+                for task in tasks:
+                    take(*task)
+            else:
+                with ThreadPoolExecutor(min(len(tasks), _MOST_THREADS)) as pool:
+                    list(pool.map(lambda task: take(*task), tasks))
 
     def location(self, name: str) -> Location | None:
         """Where the bytes of `name` lie, if they are floats of this source's dtype, just as they are wanted."""
@@ -126,12 +117,6 @@ class GgufSource(WeightSource):
             for turn, bound in enumerate(pieces)
         }
         return content_digest(facts)
-
-    def close(self) -> None:
-        if hasattr(self, "_chunks"):
-            self._chunks.close()
-        for file in self._files:
-            file.close()
 
     def _rows(self, name: str, bound: StoredTensor, part: range) -> Iterator[tuple[range, np.ndarray]]:
         """Rows `part` of a tensor as the file has them, some at a time: which, and their bytes (rows, blocks, n)."""
@@ -162,13 +147,13 @@ def _row_bytes(bound: StoredTensor) -> int:
 
 
 def _destination(bound: StoredTensor, rows: range) -> slice | np.ndarray:
-    stored, (turn, turns, take) = np.arange(rows.start, rows.stop), bound.place.period
-    if take > 1:
-        return stored // take * turns + turn + stored % take
-    if not bound.place.heads:
-        return slice(rows.start * turns + turn, rows.stop * turns, turns)
-    dim = bound.shape[0] // bound.place.heads
-    within, half = stored % dim, bound.place.rotated // 2
+    stored, place = np.arange(rows.start, rows.stop), bound.place
+    if place.take > 1:
+        return stored // place.take * place.turns + place.turn + stored % place.take
+    if not place.heads:
+        return slice(rows.start * place.turns + place.turn, rows.stop * place.turns, place.turns)
+    dim = bound.shape[0] // place.heads
+    within, half = stored % dim, place.rotated // 2
     return np.where(within < 2 * half, stored - within + within % 2 * half + within // 2, stored)
 
 
@@ -188,8 +173,7 @@ def _fill_floats(bound: StoredTensor, rows: range, blocks: Bytes, out: torch.Ten
     if form.dtype is not None:
         values = torch.from_numpy(blocks.reshape(-1)).view(torch_dtype(form.dtype))
         if not place.heads and not place.offset and not place.decay and place.turns == 1:
-            move = copy if values.dtype == out.dtype else convert
-            move(out.narrow(0, rows.start * width, values.numel()), values)
+            copy(out.narrow(0, rows.start * width, values.numel()), values)
             return
         numbers = values.view(len(rows), width).float()
         pieces = iter([(rows, torch.log(-numbers) if place.decay else numbers + place.offset)])
@@ -210,7 +194,7 @@ def _expanded(form: Format, rows: range, blocks: Bytes, width: int) -> Iterator[
     """The numbers of the blocks of `rows` in float32, in pieces too small for torch to share among threads."""
     assert form.packing is not None, "floats are not expanded"
     assert form.convert is not None, "floats are not expanded"
-    step = max(1, _SERIAL // width)
+    step = max(1, SERIAL // width)
     for start in range(0, len(rows), step):
         some = rows[start : start + step]
         parts = form.convert(blocks[start : start + len(some)])
