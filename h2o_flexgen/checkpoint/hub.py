@@ -14,6 +14,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -299,21 +300,20 @@ def download(repo: str, revision: str | None, weights: bool) -> Path:
     try:
         info = HfApi().model_info(repo, revision=revision, timeout=_ANSWER_S)
         names = [file.rfilename for file in info.siblings or ()]
-        side = [name for name in _SIDE_FILES if name in names]
+        wanted = [name for name in _SIDE_FILES if name in names]
         first = wanted_files(names) if weights else None
         if weights and first is None:
             none, other = "neither model.safetensors nor pytorch_model.bin, whole or in shards", other_layout(names)
             raise HubFailure(f"{repo} has {none}" + (f": {other}" if other else ""))
-        wanted = side if first is None else [first, *side]
-        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=_literal(wanted)))
+        fetch = partial(snapshot_download, repo, revision=revision)
+        wanted += [first] if first is not None else []
         if first is not None and first.endswith(".index.json"):
-            shards = shards_of(folder / first)
+            shards = shards_of(Path(fetch(allow_patterns=glob.escape(first)), first))
             lacking = [name for name in shards if name not in names]
             if lacking:
                 raise HubFailure(f"{repo} has no {lacking[0]}, which its {first} names")
-            wanted = [*wanted, *shards]
-            folder = Path(snapshot_download(repo, revision=revision, allow_patterns=_literal(wanted)))
-        return folder
+            wanted += shards
+        return Path(fetch(allow_patterns=[glob.escape(name) for name in wanted]))
     except (HubFailure, H2OFlexGenError):
         raise
     except GatedRepoError as error:
@@ -329,10 +329,6 @@ def download(repo: str, revision: str | None, weights: bool) -> Path:
                 change="free some space, or name another folder with HF_HOME",
             ) from error
         raise HubFailure(f"{type(error).__name__}: {first_line(error)}") from error
-
-
-def _literal(names: list[str]) -> list[str]:
-    return [glob.escape(name) for name in names]
 
 
 def _probe(endpoint: str) -> None:

@@ -74,10 +74,8 @@ class StoredMatrix:
 
     def packing(self, scale: str, ordered: bool) -> Packing:
         """Its layout here, where its scales have the dtype `scale`; `ordered`: its inputs are not in order."""
-        kinds: dict[str, Literal["float16", "bfloat16", "float32", "e8m0"]] = {
-            "float16": "float16", "bfloat16": "bfloat16", "float32": "float32", "float8_e8m0fnu": "e8m0",
-        }  # fmt: skip
-        return Packing(self.scheme.levels, self.group, kinds[scale], self._low(), ordered)
+        kind: Any = "e8m0" if scale == "float8_e8m0fnu" else scale
+        return Packing(self.scheme.levels, self.group, kind, self._low(), ordered)
 
     def _low(self) -> Literal["none", "middle", "zero"]:
         if not self.scheme.symmetric:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import cache
 
 import numpy as np
 import torch
@@ -109,7 +110,7 @@ class DummySource(WeightSource):
         self.fingerprint = hashlib.sha256(facts.encode()).hexdigest()
         generator = torch.Generator().manual_seed(seed % (1 << 63))
         pool = torch.empty(_POOL).normal_(0.0, _STD, generator=generator)
-        self._pools = {self.dtype: pool.to(torch_dtype(self.dtype))}
+        self._pool = cache(pool.to(torch_dtype(self.dtype)).to)  # in a dtype, rounded to the source's first
         self._codes = torch.randint(0, 256, (_POOL if self.packings else 0,), generator=generator, dtype=torch.uint8)
 
     def read_into(self, name: str, out: Weight) -> None:
@@ -137,11 +138,3 @@ class DummySource(WeightSource):
 
     def close(self) -> None:
         """Nothing is open."""
-
-    def _pool(self, dtype: torch.dtype) -> torch.Tensor:
-        """The pool in `dtype`, rounded to the source's dtype first."""
-        key = str(dtype).removeprefix("torch.")
-        pool = self._pools.get(key)
-        if pool is None:
-            pool = self._pools[key] = self._pools[self.dtype].to(dtype)
-        return pool

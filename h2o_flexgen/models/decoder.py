@@ -26,7 +26,7 @@ from h2o_flexgen.kernels import ACTIVATIONS, gated, layer_norm, linear, prefill_
 from h2o_flexgen.kernels.experts import PLACE, Choices, Gate, add_experts, expert_place
 from h2o_flexgen.kernels.halves import PLACE as HALF
 from h2o_flexgen.kernels.halves import Form, HalfPlace
-from h2o_flexgen.kernels.packed import PackedWeight, Weight, look_up
+from h2o_flexgen.kernels.packed import look_up
 from h2o_flexgen.models.mixture import SLOPE
 from h2o_flexgen.models.rotary import Angles, Rotary, rotate_both
 
@@ -67,9 +67,8 @@ def bind(views: Weights) -> dict[str, Any]:
     for fused, names in _FUSED.items():
         for kind in ("weight", "bias"):
             parts = [bound[f"{name}.{kind}"] for name in names if f"{name}.{kind}" in bound]
-            if len(parts) == len(names) and adjacent(parts):
-                rows, first = sum(part.shape[0] for part in parts), parts[0]
-                bound[f"{fused}.{kind}"] = first.as_strided((rows, *first.shape[1:]), first.stride())
+            if len(parts) == len(names) and (joined := as_one(parts)) is not None:
+                bound[f"{fused}.{kind}"] = joined
         if f"{names[0]}.bias" in bound and f"{fused}.bias" not in bound:
             bound.pop(f"{fused}.weight", None)
     if any(name.split(".")[3:4] == ["experts"] for name in views):
@@ -84,14 +83,17 @@ def local_name(name: str) -> str:
     return inner.split(".", 2)[2] if inner.startswith("experts.") else inner
 
 
-def adjacent(weights: list[Weight]) -> bool:
-    """Whether they are tensors back to back. Packed ones are not: any part of a projection may be, each by itself."""
-    tensors = [each for each in weights if not isinstance(each, PackedWeight)]
-    return len(tensors) == len(weights) and all(
+def as_one(parts: Sequence[Any]) -> Tensor | None:
+    """Tensors, back to back in memory, as one; None where they are not, or any is packed."""
+    if not all(isinstance(each, Tensor) for each in parts) or not all(
         b.data_ptr() == a.data_ptr() + a.numel() * a.element_size()
         and b.untyped_storage().data_ptr() == a.untyped_storage().data_ptr()
-        for a, b in pairwise(tensors)
-    )
+        for a, b in pairwise(parts)
+    ):
+        return None
+    first, rows = parts[0], sum(len(each) for each in parts)
+    joint: Tensor = first.as_strided((rows, *first.shape[1:]), first.stride())
+    return joint
 
 
 class Decoder:

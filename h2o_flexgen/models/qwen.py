@@ -20,12 +20,8 @@ from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.llama_like import LlamaLike, by_layer, everywhere, switched
 from h2o_flexgen.models.mixture import EXPERTS, mixture_names, names_beside_dense, read_experts
 
-_SHARED = {
-    "mlp.up": "mlp.shared_expert.up_proj",
-    "mlp.gate": "mlp.shared_expert.gate_proj",
-    "mlp.down": "mlp.shared_expert.down_proj",
-    "mlp.shared_gate": "mlp.shared_expert_gate",
-}
+_SHARED = {f"mlp.{part}": f"mlp.shared_expert.{part}_proj" for part in ("up", "gate", "down")}
+_SHARED["mlp.shared_gate"] = "mlp.shared_expert_gate"
 
 
 def _window(read: ConfigReader) -> int | None:

@@ -17,6 +17,7 @@ more is an angle of 0.01.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ class Rotary:
         self._exponents = torch.arange(0, spec.dim, 2, dtype=torch.float32) / spec.dim
         self._frequencies = self._scaled(spec.short_factors)
         self._long_frequencies = self._scaled(spec.long_factors) if spec.scaling == "longrope" else self._frequencies
-        self._placed: dict[tuple[int, torch.device], Tensor] = {}
+        self._on = cache(Tensor.to)  # constants on a device, where they then stay
 
     def angles(self, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> Angles:
         """Angles (T, dim) in `dtype` of tokens at `positions` (T,) int64, computed in float32 where `positions` are.
@@ -72,13 +73,6 @@ class Rotary:
     def table(self, size: int, dtype: torch.dtype, device: torch.device) -> Angles:
         """Angles (size, dim) of positions 0 to size - 1 of a sequence of `size` tokens."""
         return self.angles(torch.arange(size, device=device), torch.full((size,), size, device=device), dtype)
-
-    def _on(self, constants: Tensor, device: torch.device) -> Tensor:
-        """`constants`, which are one of this object's own, on `device`, where they then stay."""
-        key = (id(constants), device)
-        if key not in self._placed:
-            self._placed[key] = constants.to(device)
-        return self._placed[key]
 
     def _by_length(self, lengths: Tensor) -> Tensor:
         """Frequencies (T, dim / 2) of tokens in sequences of `lengths` tokens."""

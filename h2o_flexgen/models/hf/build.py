@@ -1,5 +1,4 @@
-"""Makes a model of transformers without weights, puts ours in the place of its products, and counts what a run of it
-without data keeps alive."""
+"""Models of transformers without weights, whose products are ours, and what a run without data keeps alive."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import json
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -18,6 +17,7 @@ import transformers
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import arg_tree_leaves, tree_leaves
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -205,12 +205,12 @@ class Alive(TorchDispatchMode):
         self._within = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for x in _tensors((args, kwargs.values() if kwargs else ())):
+        for x in filter(torch.is_tensor, arg_tree_leaves(*args, **(kwargs or {}))):
             key = x.untyped_storage()._cdata
             if key not in self._live:
                 self._foreign.add(key)
         result = func(*args, **(kwargs or {}))
-        for x in _tensors((result,)):
+        for x in filter(torch.is_tensor, tree_leaves(result)):
             storage = x.untyped_storage()
             if storage._cdata not in self._live and storage._cdata not in self._foreign:
                 self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes() // 2
@@ -243,14 +243,6 @@ class Alive(TorchDispatchMode):
         found = Amount(now, self._most, self._outside)
         self._most = self._outside = now
         return found
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for x in values:
-        if isinstance(x, Tensor):
-            yield x
-        elif isinstance(x, Iterable) and not isinstance(x, str):
-            yield from _tensors(x)
 
 
 def apart(call: T) -> T:

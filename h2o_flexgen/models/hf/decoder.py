@@ -1,5 +1,4 @@
-"""Runs transformers' modules unit by unit: forwards that stop where a unit begins, on weights that are only there
-meanwhile."""
+"""Runs transformers' modules unit by unit: forwards stop where a unit begins, on weights that are there meanwhile."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ from h2o_flexgen.errors import ModelError
 from h2o_flexgen.kernels.experts import Gate
 from h2o_flexgen.kernels.native.tiers import torch_widens
 from h2o_flexgen.kernels.packed import PackedWeight
-from h2o_flexgen.models.decoder import Decoder, local_name
+from h2o_flexgen.models.decoder import Decoder, as_one, local_name
 from h2o_flexgen.models.hf.attention import Call, MixerCall, ModelRun, take_mixers
 from h2o_flexgen.models.hf.build import Absent, Matrix, Packed, build, is_product, take_products
 from h2o_flexgen.models.hf.experts import Routing, feed_forward, take_indexers
-from h2o_flexgen.models.hf.fused import Joint, as_one, take_gates, take_norms, take_rotations
+from h2o_flexgen.models.hf.fused import Joint, take_gates, take_norms, take_rotations
 from h2o_flexgen.models.hf.mixers import take_gated_norms, take_recurrences
 from h2o_flexgen.models.hf.record import arguments, heads_of
 from h2o_flexgen.models.hf.rows import cache_of, row_arguments

@@ -26,8 +26,7 @@ from h2o_flexgen.models.hf.attention import NAME, NotUnderstood, current, each_t
 from h2o_flexgen.models.mixture import SLOPE
 
 TEXT_ONLY = frozenset({"llama4", "gemma3n"})
-"""Types whose model for images and text transformers cannot run, or not without another library: their language model
-alone is made."""
+"""Types of which the language model alone is made: transformers, by itself, cannot run that for images and text."""
 
 
 class Routing(NamedTuple):

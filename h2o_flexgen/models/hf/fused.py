@@ -21,7 +21,7 @@ from h2o_flexgen.config.model.modules import ModuleTensor
 from h2o_flexgen.kernels import ACTIVATIONS, gated, layer_norm, rms_norm
 from h2o_flexgen.kernels.layers import rotate_heads
 from h2o_flexgen.kernels.native import library
-from h2o_flexgen.models.decoder import adjacent
+from h2o_flexgen.models.decoder import as_one
 from h2o_flexgen.models.hf.build import is_product, multiply, product
 
 Joined = tuple[Tensor, Tensor | None]
@@ -123,15 +123,6 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
     """Outputs and inputs of a product that has no weights yet."""
     first, second = module._parameters["weight"].shape  # type: ignore[union-attr]
     return (first, second) if isinstance(module, nn.Linear) else (second, first)
-
-
-def as_one(parts: Sequence[Any]) -> Tensor | None:
-    """Tensors, one behind another in memory, as one; None where they are not."""
-    if not all(isinstance(each, Tensor) for each in parts) or not adjacent(list(parts)):
-        return None
-    first, rows = parts[0], sum(len(each) for each in parts)
-    joint: Tensor = first.as_strided((rows, *first.shape[1:]), first.stride())
-    return joint
 
 
 class GatedMlp:

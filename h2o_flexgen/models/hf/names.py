@@ -38,8 +38,7 @@ def _inside(name: str) -> tuple[str, str]:
 def checkpoint_names(spec: ModuleSpec) -> Names:
     """For every canonical tensor the names that it may have: as it is saved today, as the modules call it, and both
     without the name of the model inside. ModelError where tensors are joined or split while they are loaded."""
-    model = build(spec.config, spec.name, alone=bool(spec.alone))
-    renamings, converters = _transforms(model, spec)
+    model, renamings, converters = _transforms(spec)
     prefix = f"{model.base_model_prefix}."
     found: Names = {}
     for each in spec.tensors.values():
@@ -116,8 +115,7 @@ def _splits(converter: object) -> bool:
 
 def ignored_names(spec: ModuleSpec) -> tuple[str, ...]:
     """Regular expressions, to be searched for, of checkpoint tensors that are not weights and may be skipped."""
-    model = build(spec.config, spec.name, alone=bool(spec.alone))
-    renamings, converters = _transforms(model, spec)
+    model, renamings, converters = _transforms(spec)
     used = {name for each in spec.tensors.values() for name in (each.parameter, *each.also, *each.tied)}
     unused = [name for name in model.state_dict() if name not in used]
     called = [name for each in unused for name in (each, *_saved(each, renamings))]
@@ -214,8 +212,9 @@ def _saved(parameter: str, renamings: list[WeightRenaming]) -> list[str]:
     return found
 
 
-def _transforms(model: PreTrainedModel, spec: ModuleSpec) -> tuple[list[WeightRenaming], list[WeightConverter]]:
-    """Renamings, and conversions of experts or into rows; others of other tensors are not done."""
+def _transforms(spec: ModuleSpec) -> tuple[PreTrainedModel, list[WeightRenaming], list[WeightConverter]]:
+    """The modules, and how their tensors are renamed, or converted of experts or into rows; others are refused."""
+    model = build(spec.config, spec.name, alone=bool(spec.alone))
     found, converters = list[WeightRenaming](), list[WeightConverter]()
     parameters = {each.parameter for each in spec.tensors.values() if each.expert is None and not each.piece}
     for transform in get_model_conversion_mapping(model, add_legacy=False) or ():
@@ -232,4 +231,4 @@ def _transforms(model: PreTrainedModel, spec: ModuleSpec) -> tuple[list[WeightRe
                 f"{spec.name}: {type(model).__name__} joins or splits tensors while they are loaded",
                 "needed a model whose tensors are read as they are",
             )
-    return found, converters
+    return model, found, converters

@@ -82,16 +82,16 @@ def _recorded(text: str, name: str, tokens: int) -> tuple[PreTrainedModel, list[
     """The modules on meta, their calls in a forward of so many tokens, and the numbers in the caches that it leaves."""
     errors = list[Exception]()
     for mask in (False, True):  # some look at the numbers of a mask, which are not there; some need one
-        model, made = build(text, name, alone=True), list[Any]()
+        model = build(text, name, alone=True)
         events = record.listen(model)
         paths = {id(module): path for path, module in model.named_modules()}
         given = row_arguments(model, torch.zeros(tokens, dtype=torch.int64, device="meta"), None, 0, mask)
         route = partial(_route, events, paths)
-        run = ModelRun(partial(_call, model, given, made), _refuse, route, _refuse, given["input_ids"][0])
+        run = ModelRun(partial(_call, model, given), _refuse, route, _refuse, given["input_ids"][0])
         try:
             with torch.inference_mode(), quiet():
-                run.switch()
-            return model, events, _numbers(cache_of(made[0]), set())
+                made = run.switch()
+            return model, events, _numbers(cache_of(made), set())
         except ModelError:
             raise
         except Exception as error:
@@ -100,9 +100,9 @@ def _recorded(text: str, name: str, tokens: int) -> tuple[PreTrainedModel, list[
     raise ModelError(f"{name}: {type(model).__name__} cannot be run without data: {said}") from errors[0]
 
 
-def _call(model: nn.Module, given: dict[str, Any], made: list[Any]) -> None:
+def _call(model: nn.Module, given: dict[str, Any]) -> Any:
     with any_choice():
-        made.append(model(**given))
+        return model(**given)
 
 
 def _refuse(call: Call | MixerCall) -> Any:
@@ -129,12 +129,19 @@ class RecordedRows(RecordedUnits):
     """The units of a run by rows. Layers are what lists hold, each cut in two where its weights are most even."""
 
     def __init__(self, model: PreTrainedModel, events: list[Event], name: str) -> None:
-        self._model, self._events, self._name = model, events, name
-        self._inner = {path for path, module in model.named_modules() if any(True for _ in module.parameters())}
-        self._expert_paths = {each.path for each in events if each.routing is not None}
-        lists = {path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+        super().__init__(model, events, name)
+        within = tuple(f"{layer.path}." for layer in self.layers)
+        for path, module in model.named_modules():  # what is not called itself, its parent may take tensors of
+            parent = path.rpartition(".")[0]
+            if path.startswith(within) and path not in self.first and parent in self.first and module._parameters:
+                self.first[path], self._units[path] = self.first[parent], self._units[parent]
+                self._around.add(path)
+
+    def _find_layers(self) -> None:
+        self._expert_paths = {each.path for each in self._events if each.routing is not None}
+        lists = {path for path, module in self._model.named_modules() if isinstance(module, nn.ModuleList)}
         spans, stack = dict[str, tuple[int, int]](), list[tuple[str, int]]()
-        for i, event in enumerate(events):
+        for i, event in enumerate(self._events):
             if event.kind == "enter":
                 stack.append((event.path, i))
             elif event.kind == "exit":
@@ -143,17 +150,10 @@ class RecordedRows(RecordedUnits):
                     if path in spans:
                         raise self._refused(f"{path} is called more than once")
                     spans[path] = start, i
-        paths = [path for path in spans if any(True for _ in model.get_submodule(path).parameters())]
+        paths = [path for path in spans if path in self._inner]
         self.layers = [RecordedLayer(path, spans[path][0], self._cut(*spans[path])) for path in paths]
         if not self.layers:
             raise self._refused("it has no list of layers")
-        self._walk()
-        for path, module in model.named_modules():  # what is not called itself, its parent may take tensors of
-            parent = path.rpartition(".")[0]
-            layer = next((each for each in paths if path.startswith(f"{each}.")), None)
-            if layer is not None and path not in self.first and parent in self.first and module._parameters:
-                self.first[path], self._units[path] = self.first[parent], self._units[parent]
-                self._around.add(path)
 
     def _cut(self, start: int, stop: int) -> int:
         """The event of a layer's, from `start` to `stop`, behind which its second half begins."""

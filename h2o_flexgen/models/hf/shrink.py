@@ -1,5 +1,4 @@
-"""A model of any type made tiny: what is to be found out about a type shows in a second, on one of a few thousand
-numbers."""
+"""A model of any type made tiny: what is to be found out about a type shows in a second, on few numbers."""
 
 from __future__ import annotations
 
