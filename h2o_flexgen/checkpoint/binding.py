@@ -24,7 +24,7 @@ from h2o_flexgen.checkpoint.quantized import (
     stored_matrix,
 )
 from h2o_flexgen.checkpoint.shards import Shards, listed
-from h2o_flexgen.checkpoint.tables import Entry, bin_table, safetensors_table
+from h2o_flexgen.checkpoint.tables import FileTensor, bin_table, safetensors_table
 from h2o_flexgen.checkpoint.wanted import LAYER, Range, Wanted
 from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
@@ -47,33 +47,8 @@ _QUANTISED = re.compile(
 )
 """Tensors that GPTQ, AWQ, compressed-tensors, FP8 and bitsandbytes store beside or instead of weights."""
 
-Tables = Mapping[str, Mapping[str, Entry]]
+Tables = Mapping[str, Mapping[str, FileTensor]]
 """Shard name -> tensor name -> where it is."""
-
-
-class FileTensor(NamedTuple):
-    """A canonical tensor in a file: the bytes of its `runs`, one after another, are its rows, row-major.
-
-    runs    [start, stop) bytes of the file, in the order of the rows; none follows the one before it without a gap
-    dtype   torch's word: one of WEIGHT_DTYPES, but for the parts of quantised matrices
-    transposed  they are the columns instead
-    """
-
-    file: CheckpointFile
-    runs: tuple[Range, ...]
-    dtype: str
-    shape: tuple[int, ...]
-    transposed: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return sum(stop - start for start, stop in self.runs)
-
-    def rows(self, start: int, stop: int) -> FileTensor:
-        """Rows [start, stop) of a tensor in one run."""
-        first, last = self.runs[0]
-        row = (last - first) // self.shape[0]
-        return self._replace(runs=((first + start * row, first + stop * row),), shape=(stop - start, *self.shape[1:]))
 
 
 class PackedTensor(NamedTuple):
@@ -89,13 +64,13 @@ class PackedTensor(NamedTuple):
 FoundTensor = FileTensor | PackedTensor
 
 
-def tensor_in(entry: Entry, stored: Stored, shape: tuple[int, ...]) -> FileTensor:
+def tensor_in(entry: FileTensor, stored: Stored, shape: tuple[int, ...]) -> FileTensor:
     """The tensor of `shape` that is the rows of `entry` that `stored` names; the shape of `entry` has been checked."""
     if stored.spans is None:
-        return FileTensor(entry.file, ((entry.offset, entry.offset + entry.nbytes),), entry.dtype, shape)
+        return entry._replace(shape=shape)
     row = entry.nbytes // stored.rows
     runs = ((entry.offset + start * row, entry.offset + stop * row) for start, stop in merged(stored.spans))
-    return FileTensor(entry.file, tuple(runs), entry.dtype, shape, stored.transposed)
+    return entry._replace(runs=tuple(runs), shape=shape, transposed=stored.transposed)
 
 
 def merged(spans: Iterable[Range]) -> list[Range]:
@@ -199,7 +174,7 @@ class Binding:
             log.warning("%s", _of_layers(rest, " of the checkpoint", why))
         return {stored for names in layers.values() for stored in names}
 
-    def _entry(self, stored: str) -> Entry:
+    def _entry(self, stored: str) -> FileTensor:
         return self._tables[self._where[stored][0]][stored]
 
     def _claim_packed(self, lost: set[str]) -> set[str]:
@@ -324,7 +299,7 @@ class Binding:
             if stored not in shards.index and not self._is_ignored(stored):
                 self.problems.add(f"tensor {stored!r} of {holders[0]} is not in the index", download=True)
 
-    def _check_tensor(self, stored: str, shape: tuple[int, ...], entry: Entry) -> bool:
+    def _check_tensor(self, stored: str, shape: tuple[int, ...], entry: FileTensor) -> bool:
         """Whether the tensor has `shape` and a dtype that can be read; a problem for each that is not so."""
         if entry.shape != shape:
             self.problems.add(f"tensor {stored!r}: expected shape {shape} from config.json, found {entry.shape}")
@@ -390,7 +365,7 @@ class MatrixParts(NamedTuple):
 
     module: str
     matrix: StoredMatrix
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, FileTensor]
 
     def bound(
         self, excused: Collection[str], problems: Problems
@@ -416,7 +391,7 @@ class MatrixParts(NamedTuple):
         packing = self._packing(problems)
         return None if packing is None else partial(self._rows, packing)
 
-    def _check(self, part: str, expected: StoredPart, entry: Entry, problems: Problems) -> None:
+    def _check(self, part: str, expected: StoredPart, entry: FileTensor, problems: Problems) -> None:
         for what, fine, found in (
             ("shape", expected.shapes, entry.shape),
             ("dtype", expected.dtypes, entry.dtype),
@@ -450,8 +425,7 @@ class MatrixParts(NamedTuple):
 
     def _rows(self, packing: Packing, option: Stored, shape: tuple[int, ...]) -> PackedTensor:
         rows = tuple(merged(option.spans or [(0, self.matrix.shape[0])]))
-        parts = {part: tensor_in(entry, Stored(option.name), entry.shape) for part, entry in self.entries.items()}
-        return PackedTensor(self.matrix, parts, rows, packing, shape)
+        return PackedTensor(self.matrix, self.entries, rows, packing, shape)
 
 
 def _of_layers(numbers: Sequence[int], where: str, what: str) -> str:
@@ -467,6 +441,6 @@ def _of_layers(numbers: Sequence[int], where: str, what: str) -> str:
     return f"layers {listed}{where} are {what}"
 
 
-def _is_zero(entry: Entry) -> bool:
+def _is_zero(entry: FileTensor) -> bool:
     data = entry.file.head(entry.nbytes, entry.offset) if entry.nbytes <= _SMALL else b""
     return len(data) == entry.nbytes and not any(data)

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from h2o_flexgen.checkpoint.binding import FileTensor
 from h2o_flexgen.checkpoint.files import json_of_model
 from h2o_flexgen.checkpoint.hub import TOKENIZER_SIDE_FILES, ResolvedModel
 from h2o_flexgen.checkpoint.source import WeightSource
+from h2o_flexgen.checkpoint.tables import FileTensor
 from h2o_flexgen.checkpoint.wanted import Range
 from h2o_flexgen.errors import ModelError
 

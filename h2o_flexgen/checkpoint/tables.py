@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h2o_flexgen.checkpoint.files import CheckpointFile, Fault, Problems, name_fault, strict_json
+from h2o_flexgen.checkpoint.wanted import Range
 from h2o_flexgen.errors import H2OFlexGenError, first_line
 
 if TYPE_CHECKING:
@@ -31,17 +32,36 @@ _LOCAL_HEADER = 30  # bytes before the name in a zip entry
 _CONVERT = "load it with transformers elsewhere and save_pretrained it, which writes safetensors"
 
 
-class Entry(NamedTuple):
-    """One tensor in a file: `nbytes` bytes from `offset` on, row-major. `dtype` is torch's word where we use it."""
+class FileTensor(NamedTuple):
+    """A tensor in a file: the bytes of its `runs`, one after another, are its rows, row-major.
+
+    runs    [start, stop) bytes of the file, in the order of the rows; none follows the one before it without a gap
+    dtype   torch's word where we use it: one of WEIGHT_DTYPES, but for the parts of quantised matrices
+    transposed  they are the columns instead
+    """
 
     file: CheckpointFile
-    offset: int
-    nbytes: int
+    runs: tuple[Range, ...]
     dtype: str
     shape: tuple[int, ...]
+    transposed: bool = False
+
+    @property
+    def offset(self) -> int:
+        return self.runs[0][0]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stop - start for start, stop in self.runs)
+
+    def rows(self, start: int, stop: int) -> FileTensor:
+        """Rows [start, stop) of a tensor in one run."""
+        row = self.nbytes // self.shape[0]
+        run = (self.offset + start * row, self.offset + stop * row)
+        return self._replace(runs=(run,), shape=(stop - start, *self.shape[1:]))
 
 
-def safetensors_table(file: CheckpointFile, problems: Problems) -> dict[str, Entry]:
+def safetensors_table(file: CheckpointFile, problems: Problems) -> dict[str, FileTensor]:
     """The tensors of a safetensors file by name. Fault for a header that is too long, torn or not as the format has it.
 
     Other faults go into `problems`: unsafe names, offsets that overlap, leave holes or lie outside, a wrong size.
@@ -66,9 +86,8 @@ def safetensors_table(file: CheckpointFile, problems: Problems) -> dict[str, Ent
             problems.add(f"{file.name}: tensor {name!r} {fault}", download=name_fault(name) is None)
             continue
         start, stop = info["data_offsets"]
-        table[name] = Entry(
-            file, data_start + start, stop - start, _WORDS.get(info["dtype"], info["dtype"]), tuple(info["shape"])
-        )
+        dtype, run = _WORDS.get(info["dtype"], info["dtype"]), (data_start + start, data_start + stop)
+        table[name] = FileTensor(file, (run,), dtype, tuple(info["shape"]))
     if len(table) == len(header):
         _check_extents(file, data_start, table, problems)
     return table
@@ -89,7 +108,7 @@ def _info_fault(info: Any) -> str | None:
     return None
 
 
-def _check_extents(file: CheckpointFile, data_start: int, table: dict[str, Entry], problems: Problems) -> None:
+def _check_extents(file: CheckpointFile, data_start: int, table: dict[str, FileTensor], problems: Problems) -> None:
     """Tensors must follow one another without overlap or hole, up to the very end of the file."""
     cursor, before = data_start, "the header"
     for name, entry in sorted(table.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
@@ -104,7 +123,7 @@ def _check_extents(file: CheckpointFile, data_start: int, table: dict[str, Entry
         problems.add(f"{file.name} {word}: expected {cursor} bytes, found {file.size}", download=True)
 
 
-def bin_table(file: CheckpointFile, problems: Problems, at_least: int) -> dict[str, Entry]:
+def bin_table(file: CheckpointFile, problems: Problems, at_least: int) -> dict[str, FileTensor]:
     """The tensors of a torch.save archive by name; unusable ones go into `problems`. Fault for any other file.
 
     `at_least`: the bytes that its tensors take in 16 bits, for the message about a truncated file.
@@ -133,8 +152,8 @@ def bin_table(file: CheckpointFile, problems: Problems, at_least: int) -> dict[s
             problems.add(f"{file.name}: tensor {name!r} {fault}")
             continue
         offset = tensor.data_ptr() - base if tensor.numel() else 0
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        table[name] = Entry(file, offset, tensor.numel() * tensor.itemsize, dtype, tuple(tensor.shape))
+        run = (offset, offset + tensor.numel() * tensor.itemsize)
+        table[name] = FileTensor(file, (run,), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
     return table
 
 

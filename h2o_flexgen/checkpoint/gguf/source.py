@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from h2o_flexgen.checkpoint.binding import FileTensor
 from h2o_flexgen.checkpoint.content import content_digest
 from h2o_flexgen.checkpoint.files import CheckpointFile
 from h2o_flexgen.checkpoint.gguf.blocks import FORMATS, Bytes, Format, Parts
@@ -21,6 +20,7 @@ from h2o_flexgen.checkpoint.gguf.header import GgufHeader
 from h2o_flexgen.checkpoint.gguf.names import StoredTensor, bind, packings_of
 from h2o_flexgen.checkpoint.reader import CHUNK, FileSource
 from h2o_flexgen.checkpoint.source import SERIAL, copy, flat_out
+from h2o_flexgen.checkpoint.tables import FileTensor
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.memory.handle import Location, torch_dtype
