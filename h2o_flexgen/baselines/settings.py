@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from h2o_flexgen.config.checks import one_of, share, whole
-from h2o_flexgen.config.engine import BITS, DEVICES, MODEL_IMPLS
+from h2o_flexgen.config.checks import Checked, Count, Natural, Ratio, one_of, whole
+from h2o_flexgen.config.engine import Bits, Device, ModelImpl
 from h2o_flexgen.config.flags import between_commas, flag_of, option, with_commas
 from h2o_flexgen.config.model.known import known_config, model_folder, read_config, unknown_model
 from h2o_flexgen.errors import ModelError, UsageError
@@ -23,9 +23,6 @@ Options = Callable[[float], dict[str, Any]]
 
 PEERS = Path(__file__).resolve().parents[2] / ".venv-peers"
 """Where scripts/peer_env.sh makes environments."""
-DTYPES = ("bfloat16", "float32", "float16")
-_CHOICES: dict[str, tuple[object, ...]] = {"dtype": DTYPES, "device": DEVICES, "model_impl": MODEL_IMPLS}
-_CHOICES |= {"weights": ("auto", "dummy", "checkpoint"), "weight_bits": BITS}
 AUTO = "auto"
 _OWN = "h2o_flexgen.baselines.own"
 _PEER = "h2o_flexgen.baselines."
@@ -170,7 +167,7 @@ def _capacity(help: str) -> Any:
 
 
 @dataclass(frozen=True)
-class BenchSettings:
+class BenchSettings(Checked):
     """The settings of `bench`; UsageError for values that make no sense.
 
     Fields mean what the flags' help says; besides:
@@ -196,7 +193,7 @@ class BenchSettings:
         show=lambda name: name or "the first of ours, else the last",
     )
     model: str = option("opt-125m", "--model", "-m", help="name (opt-125m), folder, or demo")
-    weights: str = option(
+    weights: Literal["auto", "dummy", "checkpoint"] = option(
         AUTO,
         "--weights",
         "--load-format",
@@ -224,24 +221,24 @@ class BenchSettings:
         help="our own rows run by the searched plan, as run does: placement, and with several batch sizes the block; "
         "else by rule, all prompts in one GPU batch",
     )
-    prompt_len: int = option(512, "--prompt-len", "--input-len", "-p", help="tokens per prompt")
-    gen_len: int = option(64, "--gen-len", "--output-len", "-n", help="new tokens per sequence")
-    dtype: str = option("bfloat16", help=", ".join(DTYPES))
-    weight_bits: int = option(16, help="16, or 8 or 4: our own systems pack their weights while loading")
-    model_impl: str = option(
-        "auto", help=f"implementation in our own systems: {', '.join(MODEL_IMPLS)}, as of run", metavar="IMPL"
+    prompt_len: Count = option(512, "--prompt-len", "--input-len", "-p", help="tokens per prompt")
+    gen_len: Count = option(64, "--gen-len", "--output-len", "-n", help="new tokens per sequence")
+    dtype: Literal["bfloat16", "float32", "float16"] = option("bfloat16", help="bfloat16, float32, float16")
+    weight_bits: Bits = option(16, help="16, or 8 or 4: our own systems pack their weights while loading")
+    model_impl: ModelImpl = option(
+        "auto", help="implementation in our own systems: auto, native, transformers, as of run", metavar="IMPL"
     )
-    device: str = option("auto", help=", ".join(DEVICES))
-    hh_ratio: float = option(0.2, help="KV budget of h2o as a share of the sequence", metavar="R")
+    device: Device = option("auto", help="auto, cpu, cuda")
+    hh_ratio: Ratio = option(0.2, help="KV budget of h2o as a share of the sequence", metavar="R")
     cpu_mem: int | None = _capacity("host memory of every system")
     gpu_mem: int | None = _capacity("GPU memory of every system")
-    repetitions: int = option(
+    repetitions: Count = option(
         3, "--repetitions", "-r", help="runs of all systems in turn, with the runs already in the folder"
     )
-    threads: int = option(usable_threads, help="compute threads of each system")
-    seed: int = option(0, help="seed of prompts and random weights")
+    threads: Count = option(usable_threads, help="compute threads of each system")
+    seed: Natural = option(0, help="seed of prompts and random weights")
     timeout: float = option(3600.0, help="seconds after which a run is given up", metavar="S")
-    search_tokens: int = option(8, help="new tokens of a run that tries a batch; the rest is projected")
+    search_tokens: Count = option(8, help="new tokens of a run that tries a batch; the rest is projected")
     search_time: float = option(900.0, help="seconds after which a system's batch grows no more", metavar="S")
     only_best: bool = option(False, help="run each system at its best of several batch sizes, and no common one")
     peers: str = option(
@@ -255,6 +252,7 @@ class BenchSettings:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "systems", tuple(self._one_per_type()))
         if not self.systems:
             raise UsageError("--systems names no system", f"needed names among {', '.join(NAMES)}")
@@ -266,8 +264,6 @@ class BenchSettings:
             chosen = next((name for name in self.systems if SYSTEMS.get(name).own), self.systems[-1])
             object.__setattr__(self, "reference", chosen)
         one_of(self.reference, "--reference", self.systems)
-        for name, allowed in _CHOICES.items():
-            one_of(getattr(self, name), flag_of(name), allowed)
         if self.weights == AUTO:
             object.__setattr__(self, "weights", "checkpoint" if _has_checkpoint(self.model) else "dummy")
         for size in self.batch_sizes:
@@ -277,10 +273,6 @@ class BenchSettings:
             whole(size, "--batch-of", 1)
         if self.batch_of and self.searches:
             raise UsageError("--batch-of beside several sizes in --batch-size", "needed one size, or a search for all")
-        for name in ("prompt_len", "gen_len", "repetitions", "threads", "search_tokens"):
-            whole(getattr(self, name), flag_of(name), 1)
-        whole(self.seed, "--seed", 0)
-        share(self.hh_ratio, "--hh-ratio")
         for name in ("timeout", "search_time"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"{flag_of(name)} is {getattr(self, name)}", "needed seconds above 0")

@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
+from h2o_flexgen.config.flags import flags_of, without_none
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
 
@@ -37,11 +38,7 @@ def truth(value: object, label: str) -> bool:
 
 def share(value: object, label: str) -> float:
     """`value` as a float in (0, 1]; nan, zero and everything outside raise."""
-    number = _as(float, value, "__float__")
-    if number is None or not 0 < number <= 1:
-        found = shown(value if number is None else number)
-        raise UsageError(f"{label} is {found}", "needed a number above 0 and at most 1")
-    return number
+    return number(value, label, 0, 1, above=True, needed="needed a number above 0 and at most 1")
 
 
 def _as(kind: Callable[[Any], T], value: object, method: str) -> T | None:
@@ -50,28 +47,29 @@ def _as(kind: Callable[[Any], T], value: object, method: str) -> T | None:
         return None
     try:
         return kind(getattr(value, method)())
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
 
 
 def number(
     value: object, label: str, low: float, high: float = math.inf, *, above: bool = False, needed: str = ""
-) -> None:
-    """UsageError unless `value` is a finite number from `low`, or `above` it, to `high`; True is none. `needed`: the
-    same in other words."""
-    real = isinstance(value, int | float) and not isinstance(value, bool) and value != math.inf
-    if not real or not low <= value <= high or (above and value == low):  # type: ignore[operator]
+) -> float:
+    """`value` as a finite float from `low`, or `above` it, to `high`; True is none. `needed`: the same in words."""
+    real = _as(float, value, "__float__")
+    if real is None or not low <= real <= high or real == math.inf or (above and real == low):
         first, last = f"{'above' if above else 'from'} {low:g}", f" to {high:g}" if high < math.inf else ""
         raise UsageError(f"{label} is {shown(value)}", needed or f"needed a number {first}{last}")
+    return real
 
 
-def one_of(value: object, label: str, allowed: Collection[object]) -> None:
-    """UsageError with a suggestion where `value` is not among those `allowed`."""
+def one_of(value: T, label: str, allowed: Collection[object]) -> T:
+    """`value`; UsageError with a suggestion where it is not among those `allowed`."""
     if not among(value, allowed):
         words = [str(each) for each in allowed]
         raise UsageError(
             f"{label} is {shown(value)}", f"needed one of {', '.join(words)}", suggestion(str(value), words)
         )
+    return value
 
 
 def among(value: object, allowed: Collection[object]) -> bool:
@@ -190,6 +188,47 @@ def refuses_unknown(what: str) -> Callable[[type[T]], type[T]]:
         return cls
 
     return decorated
+
+
+Check = Callable[[Any, str], Any]
+"""From a value, and what messages call it, to the value that is kept; UsageError where there is none."""
+Count = Annotated[int, functools.partial(whole, minimum=1)]
+Natural = Annotated[int, functools.partial(whole, minimum=0)]
+Ratio = Annotated[float, share]
+Positive = Annotated[float, functools.partial(number, low=0, above=True)]
+Seconds = Annotated[float, functools.partial(number, low=0, needed="needed seconds, at least 0")]
+
+
+class Checked:
+    """Mixin of frozen dataclasses whose types say what fields may hold: Annotated types a Check, Literal types their
+    values, bool True or False; all others are not looked at. UsageError names the flag of a field, or BY_NAME the
+    field."""
+
+    BY_NAME: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for item, check, optional in _checks(type(self)):  # type: ignore[arg-type]
+            value = getattr(self, item.name)
+            if not (optional and value is None):
+                flagged = "names" in item.metadata and not self.BY_NAME
+                object.__setattr__(self, item.name, check(value, flags_of(item)[0] if flagged else item.name))
+
+
+@functools.cache
+def _checks(cls: type[Any]) -> list[tuple[dataclasses.Field[Any], Check, bool]]:
+    """The fields of `cls` that are checked, and whether each may be None."""
+    hints, found = typing.get_type_hints(cls, include_extras=True), list[tuple[dataclasses.Field[Any], Check, bool]]()
+    for item in dataclasses.fields(cls):
+        kind, check = without_none(hints[item.name]), None
+        if typing.get_origin(kind) is Annotated:
+            check = kind.__metadata__[0]
+        elif typing.get_origin(kind) is Literal:
+            check = functools.partial(one_of, allowed=typing.get_args(kind))
+        elif kind is bool:
+            check = truth
+        if check is not None:
+            found.append((item, check, kind is not hints[item.name]))
+    return found
 
 
 class KeptAsJson:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from os import PathLike, fspath
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from h2o_flexgen.config.checks import among, known_keys, one_of, shown, truth, whole
+from h2o_flexgen.config.checks import Checked, Count, Natural, among, known_keys, one_of, shown, whole
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import between_commas, option, with_commas
-from h2o_flexgen.config.model.packing import CACHE_ROTATIONS, CacheBits, CacheRotation
+from h2o_flexgen.config.model.packing import CacheBits, CacheRotation
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import DTYPES
 from h2o_flexgen.config.offload import OffloadPolicy
@@ -20,20 +21,17 @@ from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
 from h2o_flexgen.units import MIB, parse_bytes
 
-WEIGHTS = ("checkpoint", "dummy")
-DEVICES = ("auto", "cpu", "cuda")
-MODEL_IMPLS = ("auto", "native", "transformers")
+Device = Literal["auto", "cpu", "cuda"]
+ModelImpl = Literal["auto", "native", "transformers"]
 BITS = (16, 8, 4)
+Bits = Annotated[int, partial(one_of, allowed=BITS)]
+Dtype = Annotated[str, partial(one_of, allowed=("auto", *DTYPES))]
 LARGEST_GROUP = 1024
 NEWEST, LEAST_NEWEST, MOST_NEWEST = 40, 4, 16
 """Times the share of bytes that is a cache's budget, at least and at most: as many tokens it keeps in 16 bits besides.
 Queries look at what is near most of all; a small budget cannot afford many."""
 FEW = (4, 3)
 """Bits of its keys and values, unless asked for, where heads allow that: values bear more rounding than keys do."""
-VERIFY = ("first", "always", "never")
-_CHOICES: dict[str, tuple[object, ...]] = {"weights": WEIGHTS, "model_impl": MODEL_IMPLS, "dtype": ("auto", *DTYPES)}
-_CHOICES |= {"device": DEVICES, "weight_bits": BITS, "verify": VERIFY}
-"""The values that a setting may have, where they are few."""
 POLICY_FIELDS = frozenset(item.name for item in dataclasses.fields(OffloadPolicy))
 PLANNED_FIELDS = frozenset(
     {"gpu_batch_size", "num_gpu_batches", "weights", "cache", "hidden", "cpu_cache_compute", "lookahead"}
@@ -74,7 +72,7 @@ PREFIX_MEM, PREFIX_DISK = 1 << 30, 16 << 30
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Checked):
     """The settings of `LLM`. Sizes are given as bytes or text ("8GiB", a bare number counts GiB) and kept in bytes.
 
     Fields mean what the flags' help says; besides:
@@ -88,24 +86,25 @@ class EngineConfig:
     record_scores whether `LLM.score_log` has what the prompts' tokens scored; small prompts only
     """
 
+    BY_NAME = True
     model: str = option(
         "demo", "--model", "-m", help="name (opt-30b, facebook/opt-30b), folder, demo, demo-stream or -sums"
     )
     path: str | None = option(None, help="folder with models by name; _DUMMY_ is --weights dummy", metavar="DIR")
     revision: str | None = option(None, help="revision of the model on the hub", metavar="REV")
     offline: bool | None = option(None, help="never use the network", unset="HF_HUB_OFFLINE")
-    model_impl: str = option(
+    model_impl: ModelImpl = option(
         "auto",
         help="native: a family of this engine; transformers: its modules; auto: modules where there is no family",
         metavar="IMPL",
     )
     eviction: EvictionConfig = field(default_factory=EvictionConfig)
     policy: str | OffloadPolicy | Mapping[str, Any] = "auto"
-    weights: str = option(
+    weights: Literal["checkpoint", "dummy"] = option(
         "checkpoint", "--weights", "--load-format", help="checkpoint, or dummy: random weights", metavar="KIND"
     )
-    dtype: str = option("auto", help="auto, float32, bfloat16, float16")
-    weight_bits: int = option(16, help="bits of weights: 16, or 8 or 4, packed while loading")
+    dtype: Dtype = option("auto", help="auto, float32, bfloat16, float16")
+    weight_bits: Bits = option(16, help="bits of weights: 16, or 8 or 4, packed while loading")
     weight_group: int = option(64, help="inputs of a packed weight that share a scale")
     weight_importance: bool = option(True, help="measure which inputs matter before weights are packed in 4 bits, once")
     allow_compress: bool = option(False, help="let the search choose 16, 8 or 4 bits for weights")
@@ -122,18 +121,18 @@ class EngineConfig:
         metavar="HOW",
         unset="centre with --kv-bytes where logits have neither caps nor sinks, else scale",
     )
-    cache_newest: int | None = option(
+    cache_newest: Natural | None = option(
         None,
         help="newest tokens that packed caches also keep in 16 bits",
         unset="with --kv-bytes 40 times that, 4 to 16, else 0",
     )
     dequantize: bool = option(False, help="expand weights that the checkpoint has packed")
-    device: str = option("auto", help="auto, cpu, cuda")
+    device: Device = option("auto", help="auto, cpu, cuda")
     gpu_mem: int | None = _size(help="memory the run may use of each GPU")
     cpu_mem: int | None = _size(help="host memory the whole process may use")
     disk_mem: int | None = _size("--nvme-mem", "--disk-mem", help="disk space the run may use")
     emulate_gpu: int | None = _size(help="a gpu tier of this capacity in host memory", unset="none")
-    num_gpus: int = option(1, help="GPUs that the layers are divided among")
+    num_gpus: Count = option(1, help="GPUs that the layers are divided among")
     offload_dir: str | None = option(
         None,
         "--offload-dir",
@@ -142,7 +141,9 @@ class EngineConfig:
         metavar="DIR",
         unset="~/.cache/h2o_flexgen/offload",
     )
-    verify: str = option("first", help="checksums of packed weights: first, always or never read", metavar="WHEN")
+    verify: Literal["first", "always", "never"] = option(
+        "first", help="checksums of packed weights: first, always or never read", metavar="WHEN"
+    )
     check_finite: bool = option(False, help="say in which unit numbers stop being finite; slow")
     share_prefixes: bool = option(True, help="compute prefixes that prompts of a block share once")
     prefix_mem: int | None = _size(help="host memory for prefixes that come back", unset="none")
@@ -150,7 +151,7 @@ class EngineConfig:
     prefix_disk: int | None = _size(help="disk space for these prefixes", unset="16GiB")
     trace: bool = False
     record_scores: bool = False
-    seed: int = option(0, help="seed of sampling, dummy weights and random eviction")
+    seed: Natural = option(0, help="seed of sampling, dummy weights and random eviction")
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -166,16 +167,8 @@ class EngineConfig:
             raise UsageError("--prefix-disk is given without --prefix-dir", "needed the folder that it is the cap of")
         if self.keeps_prefixes and not self.share_prefixes:
             raise UsageError("a store of prefixes is asked for, and share_prefixes is off", "needed one or the other")
-        object.__setattr__(self, "num_gpus", whole(self.num_gpus, "--num-gpus", 1))
-        object.__setattr__(self, "seed", whole(self.seed, "seed", 0))
-        for name, allowed in _CHOICES.items():
-            one_of(getattr(self, name), name, allowed)
-        if self.cache_rotation is not None:
-            one_of(self.cache_rotation, "cache_rotation", CACHE_ROTATIONS)
         if isinstance(self.cache_bits, list):  # as JSON has pairs
             object.__setattr__(self, "cache_bits", tuple(self.cache_bits))
-        if self.cache_newest is not None:
-            object.__setattr__(self, "cache_newest", whole(self.cache_newest, "cache_newest", 0))
         if not among(self.cache_bits, (*BITS, *product(BITS[1:], (*BITS[1:], 3)))):
             needed = "needed 16, 8, 4, or two: of keys 8 or 4, of values 8, 4 or 3"
             raise UsageError(f"cache_bits is {self.cache_bits!r}", needed)
@@ -202,9 +195,7 @@ class EngineConfig:
                     )
 
     def _check_kinds(self) -> None:
-        for item in dataclasses.fields(self):
-            if isinstance(item.default, bool):
-                truth(getattr(self, item.name), item.name)
+        super().__post_init__()
         for name in ("path", "revision", "offload_dir", "prefix_dir"):
             value = getattr(self, name)
             if not isinstance(value, str | PathLike | None):

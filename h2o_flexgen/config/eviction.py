@@ -11,14 +11,13 @@ from typing import Literal
 from h2o_flexgen.config import budget as budgets
 from h2o_flexgen.config.budget import Budget as Budget
 from h2o_flexgen.config.budget import Range
-from h2o_flexgen.config.checks import KeptAsJson, iterable, one_of, refuses_unknown, share, truth, whole
+from h2o_flexgen.config.checks import Checked, Count, KeptAsJson, Natural, Ratio, iterable, refuses_unknown, whole
 from h2o_flexgen.config.flags import layer_numbers, option
-from h2o_flexgen.config.recall import EVERY, RECALL_TIERS, STATIC, RecallTier
-from h2o_flexgen.config.splits import AUTO, CHOSEN, LAYER_SPLITS, THEN_H2O, LayerSplit, Share, Split, split_of
+from h2o_flexgen.config.recall import EVERY, STATIC, RecallTier
+from h2o_flexgen.config.splits import AUTO, CHOSEN, THEN_H2O, LayerSplit, Share, Split, split_of
 from h2o_flexgen.errors import UsageError
 
 SpanRule = Literal["whitelist", "fair"]
-SPAN_RULES: tuple[SpanRule, ...] = ("whitelist", "fair")
 FAR_RECENT = 32
 """With the split "far": the most recent tokens of a layer that sees everything, unless asked for."""
 LAST_QUERIES = 400
@@ -28,26 +27,26 @@ ROW_LOGITS = 1 << 20
 
 @refuses_unknown("an option of EvictionConfig")
 @dataclass(frozen=True)
-class EvictionConfig(KeptAsJson):
+class EvictionConfig(Checked, KeptAsJson):
     """The eviction policy and its budget, as asked for; `resolve` gives tokens. Raises UsageError naming the flag."""
 
     name: str = option("full", "--eviction", help="eviction policy, or auto", metavar="NAME")
-    ratio: float = option(
+    ratio: Ratio = option(
         1.0, "--hh-ratio", help="KV budget as a share of prompt and generated tokens, in (0, 1]", metavar="R"
     )
-    budget: int | None = option(
+    budget: Count | None = option(
         None, "--kv-budget", help="KV budget in tokens, instead of --hh-ratio", unset="by ratio"
     )
-    bytes: float | None = option(
+    bytes: Ratio | None = option(
         None,
         "--kv-bytes",
         help="KV budget as a share of the bytes of a full 16-bit cache; --cache-bits is 4,3 unless given",
         metavar="R",
         unset="by ratio",
     )
-    recent: int | None = option(None, help="most recent tokens kept", unset="half the budget")
-    sinks: int | None = option(None, help="first tokens kept", unset="4 for streaming, else 0")
-    recent_ratio: float | None = option(
+    recent: Natural | None = option(None, help="most recent tokens kept", unset="half the budget")
+    sinks: Natural | None = option(None, help="first tokens kept", unset="4 for streaming, else 0")
+    recent_ratio: Ratio | None = option(
         None, help="--recent as a share of prompt and generated tokens", metavar="R", unset="half the budget"
     )
     keep_prompt: bool = option(False, help="the whole prompt stays; only the answer is evicted from")
@@ -79,8 +78,8 @@ class EvictionConfig(KeptAsJson):
         metavar="TIER",
         unset="they are lost",
     )
-    recall_every: int = option(EVERY, help="steps from one look at what waits to the next, after the first 16")
-    seed: int = 0
+    recall_every: Count = option(EVERY, help="steps from one look at what waits to the next, after the first 16")
+    seed: Natural = 0
     """Of the random policy."""
     token_bytes: tuple[int, int, int] = (1, 1, 0)
     """Of a token in all caches, and in 16 bits, and those beside all tokens: what makes tokens of a share of bytes."""
@@ -91,25 +90,15 @@ class EvictionConfig(KeptAsJson):
     """Of each layer, where `far_layers` names heads."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.name == AUTO:
             object.__setattr__(self, "name", CHOSEN[0])
             if self.budget_split is None:
                 object.__setattr__(self, "budget_split", CHOSEN[1])
         split = split_of(self.name)
-        object.__setattr__(self, "ratio", share(self.ratio, "--hh-ratio"))
-        if self.bytes is not None:
-            object.__setattr__(self, "bytes", share(self.bytes, "--kv-bytes"))
         object.__setattr__(self, "token_bytes", tuple(self.token_bytes))  # as JSON has lists
         object.__setattr__(self, "window_bytes", tuple(map(tuple, self.window_bytes)))
-        if self.recent_ratio is not None:
-            object.__setattr__(self, "recent_ratio", share(self.recent_ratio, "--recent-ratio"))
-        for name, label, minimum in (("budget", "--kv-budget", 1), ("recent", "--recent", 0), ("sinks", "--sinks", 0)):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, whole(getattr(self, name), label, minimum))
-        if self.budget_split is not None:
-            one_of(self.budget_split, "--budget-split", LAYER_SPLITS)
         self._check_far_layers()
-        truth(self.keep_prompt, "--keep-prompt")
         if self.keep_prompt and (split.prompt_only or not split.takes_sinks or self.sinks):
             given = f"with --sinks {self.sinks}" if self.sinks else f"with --eviction {self.name}"
             raise UsageError(
@@ -117,7 +106,6 @@ class EvictionConfig(KeptAsJson):
                 "needed a policy that evicts while decoding and keeps sinks, which the prompt then is",
                 "--eviction h2o --keep-prompt",
             )
-        truth(self.rolling_positions, "--rolling-positions")
         if self.rolling_positions and split.looks_back:
             raise UsageError(
                 f"--rolling-positions with --eviction {self.name}, which asks again what queries asked before",
@@ -126,7 +114,6 @@ class EvictionConfig(KeptAsJson):
             )
         self._check_spans()
         self._check_recall()
-        object.__setattr__(self, "seed", whole(self.seed, "seed", 0))
         if self.recent is not None and self.recent_ratio is not None:
             raise UsageError("--recent and --recent-ratio are both given", "needed one of them")
         asked = [f"--kv-budget {self.budget}"] * (self.budget is not None)
@@ -161,7 +148,6 @@ class EvictionConfig(KeptAsJson):
     def _check_spans(self) -> None:
         if self.spans is None:
             return
-        one_of(self.spans, "--spans", SPAN_RULES)
         if self.keep_prompt:
             raise UsageError(f"--spans {self.spans} with --keep-prompt, which keeps all of the prompt", "needed one")
         if self.spans == "fair" and self.split.replays:
@@ -172,12 +158,10 @@ class EvictionConfig(KeptAsJson):
             )
 
     def _check_recall(self) -> None:
-        object.__setattr__(self, "recall_every", whole(self.recall_every, "--recall-every", 1))
         if self.recall is None:
             if self.recall_every != EVERY:
                 raise UsageError(f"--recall-every is {self.recall_every} without --recall", "needed both, or neither")
             return
-        one_of(self.recall, "--recall", RECALL_TIERS)
         asked = f"--recall {self.recall}"
         if self.name != "h2o" and not self.name.endswith(THEN_H2O):
             raise UsageError(

@@ -197,7 +197,7 @@ def _read(cls: type[Any]) -> Iterator[_Flagged]:
         default = item.default
         if item.default_factory is not dataclasses.MISSING:
             default = item.default_factory()
-        kind, meta = _without_none(hints[item.name]), item.metadata
+        kind, meta = without_none(hints[item.name]), item.metadata
         origin = typing.get_origin(kind) or kind
         usual: Any = {bool: parse_bool, tuple: between_commas, Literal: str}.get(origin, kind)
         yield _Flagged(
@@ -214,7 +214,7 @@ def _read(cls: type[Any]) -> Iterator[_Flagged]:
         )
 
 
-def _without_none(hint: Any) -> Any:
+def without_none(hint: Any) -> Any:
     """`int` for `int | None`."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         kinds = [part for part in typing.get_args(hint) if part is not types.NoneType]

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
-from h2o_flexgen.config.checks import KeptAsJson, made_of, refuses_unknown, truth, whole
-from h2o_flexgen.config.flags import flag_of, option
+from h2o_flexgen.config.checks import Checked, Count, KeptAsJson, made_of, refuses_unknown, whole
+from h2o_flexgen.config.flags import option
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
 
@@ -122,6 +123,12 @@ def parse_shares(text: str) -> Shares:
     return Shares(shares, f"{text!r}")
 
 
+def _placed(value: Mapping[str, float], flag: str) -> Shares:
+    """The value of a placement's `flag`."""
+    kind = flag.removeprefix("--").removesuffix("-placement")
+    return value if isinstance(value, Shares) else Shares(value, f"the placement of {kind}")
+
+
 def _placement(name: str, what: str) -> Any:
     text = f"shares of the {what} over the tiers, cpu=0.3,disk=0.7; whole units, spread over the depth"
     default = Shares({"cpu": 1.0})
@@ -130,43 +137,31 @@ def _placement(name: str, what: str) -> Any:
 
 @refuses_unknown("an option of OffloadPolicy")
 @dataclass(frozen=True)
-class OffloadPolicy(KeptAsJson):
+class OffloadPolicy(Checked, KeptAsJson):
     """The placements and the block shape of a run (FlexGen, arXiv 2303.06865, section 4). Hashable; raises UsageError.
 
     Placements are given as any mapping from tier to share and kept as Shares.
     """
 
-    gpu_batch_size: int = option(
+    gpu_batch_size: Count = option(
         1, "--gpu-batch-size", "--gbs", help="sequences that go through a layer together", unset="planned"
     )
-    num_gpu_batches: int = option(
+    num_gpu_batches: Count = option(
         1, "--num-gpu-batches", "--num-gb", help="GPU batches per pass over the weights", unset="planned"
     )
-    weights: Mapping[str, float] = _placement("--weights-placement", "weights")
-    cache: Mapping[str, float] = _placement("--cache-placement", "KV cache")
-    hidden: Mapping[str, float] = _placement("--hidden-placement", "hidden states")
+    weights: Annotated[Mapping[str, float], _placed] = _placement("--weights-placement", "weights")
+    cache: Annotated[Mapping[str, float], _placed] = _placement("--cache-placement", "KV cache")
+    hidden: Annotated[Mapping[str, float], _placed] = _placement("--hidden-placement", "hidden states")
     cpu_cache_compute: bool = option(False, help="compute the attention of a cache on the CPU there", unset="planned")
     overlap: bool = option(True, help="copy and compute at the same time")
-    lookahead: int = option(1, help="streamed weight groups in flight beyond the current", unset="planned")
-    prefill_chunk: int | None = option(
+    lookahead: Count = option(1, help="streamed weight groups in flight beyond the current", unset="planned")
+    prefill_chunk: Annotated[int, partial(whole, minimum=16)] | None = option(
         None,
         help="prompt tokens that go through a unit at once",
         unset=f"{Kernels.CPU.chunk}, or {Kernels.TRITON.chunk} where a GPU has the memory",
     )
     """A long prompt takes no more working memory than a chunk, its keys and values of one layer, and its hidden states.
     None: by the device and its memory, see `cuts`; plans always have a number."""
-
-    def __post_init__(self) -> None:
-        for name in ("gpu_batch_size", "num_gpu_batches", "lookahead"):
-            object.__setattr__(self, name, whole(getattr(self, name), flag_of(name), 1))
-        if self.prefill_chunk is not None:
-            object.__setattr__(self, "prefill_chunk", whole(self.prefill_chunk, "--prefill-chunk", 16))
-        for name in ("cpu_cache_compute", "overlap"):
-            truth(getattr(self, name), flag_of(name))
-        for name in ("weights", "cache", "hidden"):
-            value = getattr(self, name)
-            if not isinstance(value, Shares):
-                object.__setattr__(self, name, Shares(value, f"the placement of {name}"))
 
     @property
     def block_size(self) -> int:

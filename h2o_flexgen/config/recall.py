@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from h2o_flexgen.config.model.spec import ModelSpec
 
 RecallTier = Literal["cpu", "disk"]
-RECALL_TIERS: tuple[RecallTier, ...] = ("cpu", "disk")
 EVERY = 4
 """Steps of a row from one look through what is away to the next, unless asked for."""
 FIRST = 16

@@ -6,9 +6,10 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
-from h2o_flexgen.config.checks import iterable, number, refuses_unknown, shown, truth, whole
+from h2o_flexgen.config.checks import Checked, Count, Natural, Positive, iterable, number, refuses_unknown, shown, whole
 from h2o_flexgen.config.flags import option
 from h2o_flexgen.config.fold import Fold, Thinking
 from h2o_flexgen.config.response_format import ResponseFormat
@@ -16,11 +17,14 @@ from h2o_flexgen.errors import UsageError
 
 Words = tuple[tuple[int, ...], ...]
 """Sequences of token ids."""
+Probability = Annotated[float, partial(number, low=0, high=1)]
+AboveZero = Annotated[float, partial(number, low=0, high=1, above=True)]
+Penalty = Annotated[float, partial(number, low=-2, high=2)]
 
 
 @refuses_unknown("a generation setting")
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(Checked):
     """One sequence's generation settings; greedy unless `do_sample`. Raises UsageError for values that make no sense.
 
     The settings mean what transformers' GenerationConfig says they do; a default is a setting that does nothing. Lists
@@ -36,34 +40,35 @@ class SamplingParams:
     answer may begin with, how long it may get, and that a form is for what follows.
     """
 
-    max_new_tokens: int = option(
+    BY_NAME = True
+    max_new_tokens: Count = option(
         32, "--gen-len", "--max-new-tokens", "--output-len", "-n", help="most new tokens per prompt"
     )
-    min_new_tokens: int = option(0, help="new tokens before which no eos is taken")
+    min_new_tokens: Natural = option(0, help="new tokens before which no eos is taken")
     do_sample: bool = option(False, help="draw tokens instead of taking the likeliest")
-    temperature: float = option(
+    temperature: Positive = option(
         1.0, help="with --do-sample: above 1 flattens the distribution, below 1 sharpens it", metavar="T"
     )
-    top_k: int = option(50, help="with --do-sample: draw among the K likeliest tokens, 0 for all", metavar="K")
-    top_p: float = option(
+    top_k: Natural = option(50, help="with --do-sample: draw among the K likeliest tokens, 0 for all", metavar="K")
+    top_p: Probability = option(
         1.0, help="with --do-sample: draw among the likeliest tokens of this total probability", metavar="P"
     )
-    min_p: float = option(
+    min_p: Probability = option(
         0.0, help="with --do-sample: draw only tokens of P times the likeliest one's probability or more", metavar="P"
     )
-    repetition_penalty: float = option(1.0, help="above 1 discourages tokens already there", metavar="X")
-    no_repeat_ngram_size: int = option(0, help="no N tokens in a row occur twice, 0 for off")
+    repetition_penalty: Positive = option(1.0, help="above 1 discourages tokens already there", metavar="X")
+    no_repeat_ngram_size: Natural = option(0, help="no N tokens in a row occur twice, 0 for off")
     stop_strings: tuple[str, ...] = ()
     eos_token_id: int | tuple[int, ...] | None = None
     ignore_eos: bool = option(False, help="go on to --gen-len tokens in any case")
     seed: int | None = None
-    num_return_sequences: int = option(1, help="with --do-sample: answers per prompt")
-    logprobs: int | None = option(None, help="report log-probabilities, with the N likeliest beside")
-    max_time: float | None = None
-    top_h: float | None = None
-    typical_p: float = 1.0
-    epsilon_cutoff: float = 0.0
-    eta_cutoff: float = 0.0
+    num_return_sequences: Count = option(1, help="with --do-sample: answers per prompt")
+    logprobs: Natural | None = option(None, help="report log-probabilities, with the N likeliest beside")
+    max_time: Annotated[float, partial(number, low=0)] | None = None
+    top_h: AboveZero | None = None
+    typical_p: AboveZero = 1.0
+    epsilon_cutoff: Probability = 0.0
+    eta_cutoff: Probability = 0.0
     bad_words_ids: Words = ()
     suppress_tokens: tuple[int, ...] = ()
     begin_suppress_tokens: tuple[int, ...] = ()
@@ -71,10 +76,10 @@ class SamplingParams:
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | tuple[int, ...] | None = None
     exponential_decay_length_penalty: tuple[int, float] | None = None
-    encoder_repetition_penalty: float = 1.0
-    encoder_no_repeat_ngram_size: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    encoder_repetition_penalty: Positive = 1.0
+    encoder_no_repeat_ngram_size: Natural = 0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
     remove_invalid_values: bool = False
     renormalize_logits: bool = False
     response_format: ResponseFormat | None = None
@@ -84,8 +89,14 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, value in _frozen(self).items():
             object.__setattr__(self, name, value)
-        self._check_counts()
-        self._check_shares()
+        if isinstance(self.temperature, int | float) and 0 <= self.temperature < LEAST_TEMPERATURE:
+            found, greedy = f"temperature is {self.temperature!r}", "for greedy search leave it and do_sample out"
+            raise UsageError(found, f"needed {LEAST_TEMPERATURE} or more", greedy)
+        super().__post_init__()
+        if self.min_new_tokens > self.max_new_tokens:
+            raise UsageError(
+                f"min_new_tokens={self.min_new_tokens} is larger than max_new_tokens={self.max_new_tokens}"
+            )
         self._check_tokens()
         self._check_form()
         for stop in self.stop_strings:
@@ -124,46 +135,18 @@ class SamplingParams:
                 if token >= size:
                     raise UsageError(f"{name} holds token id {token}", f"needed 0 to {size - 1}")
 
-    def _check_counts(self) -> None:
-        for name, minimum in _COUNTS.items():
-            value = getattr(self, name)
-            if value is not None or name != "logprobs":
-                object.__setattr__(self, name, whole(value, name, minimum))
-        for name in ("do_sample", "ignore_eos", "remove_invalid_values", "renormalize_logits"):
-            truth(getattr(self, name), name)
+    def _check_tokens(self) -> None:
         seeds = () if self.seed is None else (self.seed,)
         for name, values in (("seed", seeds), ("eos_token_id", _tokens(self.eos_token_id))):
             for value in values:
                 if isinstance(value, bool) or not isinstance(value, int):
                     raise UsageError(f"{name} is {shown(value)}", "needed a whole number")
-        if self.min_new_tokens > self.max_new_tokens:
-            raise UsageError(
-                f"min_new_tokens={self.min_new_tokens} is larger than max_new_tokens={self.max_new_tokens}"
-            )
-
-    def _check_shares(self) -> None:
-        if isinstance(self.temperature, int | float) and 0 <= self.temperature < LEAST_TEMPERATURE:
-            found, greedy = f"temperature is {self.temperature!r}", "for greedy search leave it and do_sample out"
-            raise UsageError(found, f"needed {LEAST_TEMPERATURE} or more", greedy)
-        for name in ("temperature", "repetition_penalty", "encoder_repetition_penalty"):
-            number(getattr(self, name), name, 0, above=True)
-        for name in ("presence_penalty", "frequency_penalty"):
-            number(getattr(self, name), name, -2, 2)
-        for name in ("top_p", "min_p", "epsilon_cutoff", "eta_cutoff"):
-            number(getattr(self, name), name, 0, 1)
-        number(self.typical_p, "typical_p", 0, 1, above=True)
-        if self.top_h is not None:
-            number(self.top_h, "top_h", 0, 1, above=True)
-        if self.max_time is not None:
-            number(self.max_time, "max_time", 0)
         decay = self.exponential_decay_length_penalty
         if decay is not None:
             if not isinstance(decay, tuple) or len(decay) != 2:
                 raise UsageError(f"exponential_decay_length_penalty={decay}", "needed (tokens before it, factor)")
             whole(decay[0], "the start of exponential_decay_length_penalty", 0)
             number(decay[1], "the factor of exponential_decay_length_penalty", 0, above=True)
-
-    def _check_tokens(self) -> None:
         for name, tokens in self._named_tokens():
             if not tokens:
                 raise UsageError(f"{name} holds an empty list", "needed one token id or more")
@@ -212,11 +195,9 @@ _ELSEWHERE: tuple[str, ...] = ("max_new_tokens", "do_sample", "eos_token_id", "i
 _ELSEWHERE += ("seed", "num_return_sequences", "logprobs", "response_format", "fold", "thinking")
 """Settings that change no logits; all the others do, those in SAMPLING_ONLY of sampled rows alone."""
 
-_COUNTS = {"max_new_tokens": 1, "num_return_sequences": 1, "logprobs": 0, "min_new_tokens": 0, "top_k": 0}
-_COUNTS |= {"no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0}
-"""Whole numbers, and the least that each may be."""
-
-_NUMBERS = ("seed", "eos_token_id", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")
+_NUMBERS: tuple[str, ...] = ("max_new_tokens", "num_return_sequences", "logprobs", "min_new_tokens", "top_k", "seed")
+_NUMBERS += ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty")
+_NUMBERS += ("eos_token_id", "forced_bos_token_id", "forced_eos_token_id")
 """Settings that may come as numpy's numbers or arrays, or as tensors."""
 
 _USUAL = frozenset(
@@ -254,7 +235,7 @@ def _frozen(params: SamplingParams) -> dict[str, Any]:
     try:
         for name in ("suppress_tokens", "begin_suppress_tokens"):
             made[name] = tuple(map(plain, getattr(params, name) or ()))
-        for name in (*_NUMBERS, *_COUNTS):
+        for name in _NUMBERS:
             value = plain(getattr(params, name))
             made[name] = tuple(map(plain, value)) if isinstance(value, (list, tuple, set, frozenset)) else value
         made["bad_words_ids"] = tuple(tuple(map(plain, word)) for word in params.bad_words_ids or ())

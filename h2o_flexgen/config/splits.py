@@ -9,7 +9,6 @@ from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import Registry
 
 LayerSplit = Literal["uniform", "global", "far", "pyramid"]
-LAYER_SPLITS: tuple[LayerSplit, ...] = ("uniform", "global", "far", "pyramid")
 
 
 class Share(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, replace
 from pathlib import PurePath
 
-from h2o_flexgen.config.checks import whole
+from h2o_flexgen.config.checks import Checked, Count
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import option
 from h2o_flexgen.config.model.packing import channel_numbers, first_tokens
@@ -17,17 +17,12 @@ from h2o_flexgen.errors import ContextLengthError, UsageError
 
 
 @dataclass(frozen=True)
-class Workload:
+class Workload(Checked):
     """Sequences and their lengths in tokens; where these differ, the largest of the call. Raises UsageError."""
 
-    prompt_len: int = option(MISSING, "--prompt-len", "--input-len", help="tokens per prompt")
-    gen_len: int = option(MISSING, "--gen-len", "--output-len", help="tokens to generate per prompt")
-    num_sequences: int = option(1, "--num-prompts", help="number of prompts")
-
-    def __post_init__(self) -> None:
-        labels = {"prompt_len": "--prompt-len", "gen_len": "--gen-len", "num_sequences": "--num-prompts"}
-        for name, label in labels.items():
-            object.__setattr__(self, name, whole(getattr(self, name), label, 1))
+    prompt_len: Count = option(MISSING, "--prompt-len", "--input-len", help="tokens per prompt")
+    gen_len: Count = option(MISSING, "--gen-len", "--output-len", help="tokens to generate per prompt")
+    num_sequences: Count = option(1, "--num-prompts", help="number of prompts")
 
     @property
     def total_len(self) -> int:

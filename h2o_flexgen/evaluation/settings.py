@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from h2o_flexgen.config.checks import one_of, share, whole
+from h2o_flexgen.config.checks import Checked, Count, one_of, share
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import between_commas, option
 from h2o_flexgen.config.reports.quality import POSITIONS, Positions
@@ -32,7 +32,7 @@ def _ratios(text: str) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class EvaluationSettings:
+class EvaluationSettings(Checked):
     """The measurements of `evaluate`. Raises UsageError for values that make no sense."""
 
     policies: tuple[str, ...] = option(
@@ -45,22 +45,22 @@ class EvaluationSettings:
         None, help='questions: .jsonl with {"prompt", "answer"}', metavar="FILE", unset="the demo's"
     )
     text: str | None = option(None, help="held-out text for the perplexity", metavar="FILE", unset="the demo's")
-    context: int | None = option(
+    context: Count | None = option(
         None, help="tokens prefilled and pruned before the scored ones", unset="768, or 3/4 of the model's context"
     )
-    continuation: int | None = option(None, help="tokens scored after each context", unset="a third of --context")
-    limit: int | None = option(None, help="most questions, and most windows of text", unset="all questions, 32 windows")
+    continuation: Count | None = option(None, help="tokens scored after each context", unset="a third of --context")
+    limit: Count | None = option(
+        None, help="most questions, and most windows of text", unset="all questions, 32 windows"
+    )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.policies or not self.ratios:
             raise UsageError("--policies or --ratios is empty", "needed at least one of each")
         for name in self.policies:
             EvictionConfig(name)
         for ratio in self.ratios:
             share(ratio, "--ratios")
-        for name in ("context", "continuation", "limit"):
-            if getattr(self, name) is not None:
-                whole(getattr(self, name), f"--{name}", 1)
 
     @property
     def cells(self) -> tuple[EvictionConfig, ...]:
@@ -73,16 +73,16 @@ class EvaluationSettings:
 
 
 @dataclass(frozen=True)
-class StreamSettings:
+class StreamSettings(Checked):
     """The measurements of `evaluate --stream`, besides its policies and its text. UsageError for what makes no
     sense."""
 
-    stream: int | None = option(
+    stream: Count | None = option(
         None,
         help="score streams of this many tokens, far beyond the model's context, instead of recall",
         unset="no streams",
     )
-    budget: int | None = option(
+    budget: Count | None = option(
         None, "--kv-budget", help="KV budget of a stream, in tokens", unset="half the model's context"
     )
     positions: tuple[Positions, ...] = option(
@@ -90,15 +90,11 @@ class StreamSettings:
         help="kinds of positions: recomputed for each window, rolling within the cache, absolute past the context",
         metavar="A,B",
     )
-    window: int = option(64, "--stream-window", help="scored tokens to a point of the curve")
-    streams: int = option(4, help="parts of the text, a stream each")
+    window: Count = option(64, "--stream-window", help="scored tokens to a point of the curve")
+    streams: Count = option(4, help="parts of the text, a stream each")
 
     def __post_init__(self) -> None:
-        for name, label in (("stream", "--stream"), ("budget", "--kv-budget")):
-            if getattr(self, name) is not None:
-                whole(getattr(self, name), label, 1)
-        whole(self.window, "--stream-window", 1)
-        whole(self.streams, "--streams", 1)
+        super().__post_init__()
         if not self.positions:
             raise UsageError("--positions is empty", f"needed some of {', '.join(POSITIONS)}")
         for kind in self.positions:

@@ -10,13 +10,15 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated
 
-from h2o_flexgen.config.checks import number, truth, whole
+from h2o_flexgen.config.checks import Checked, Count, Seconds, number
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import UsageError
 
 Points = tuple[tuple[float, float], ...]
-_POSITIVE, _SECONDS = "needed a positive number", "needed seconds, at least 0"
+Rate = Annotated[float, partial(number, low=0, above=True, needed="needed a positive number")]
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class LinkRate:
+class LinkRate(Checked):
     """A link in one direction, while nothing else runs: a transfer takes `latency_s` + bytes / `bytes_per_s`.
 
     Measured as the engine moves things: through the copy engine, unit-sized transfers queued one behind the other, so
@@ -64,12 +66,8 @@ class LinkRate:
     cold, of packed units, without a checksum; disk writes go to a preallocated region, with its checksum.
     """
 
-    bytes_per_s: float
-    latency_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        number(self.bytes_per_s, "bytes_per_s", 0, above=True, needed=_POSITIVE)
-        number(self.latency_s, "latency_s", 0, needed=_SECONDS)
+    bytes_per_s: Rate
+    latency_s: Seconds = 0.0
 
     def seconds(self, nbytes: float) -> float:
         """Of one transfer; nothing takes no time."""
@@ -77,16 +75,12 @@ class LinkRate:
 
 
 @dataclass(frozen=True)
-class GemmShape:
+class GemmShape(Checked):
     """Seconds of x (rows, in) times a weight (out, in) that is not in any cache, over the number of rows."""
 
-    out_features: int
-    in_features: int
+    out_features: Count
+    in_features: Count
     seconds: Curve
-
-    def __post_init__(self) -> None:
-        for name in ("out_features", "in_features"):
-            whole(getattr(self, name), name, 1)
 
 
 UNMEASURED_PACKED: Mapping[int, Curve] = {
@@ -101,7 +95,7 @@ UNIT_KINDS = ("embed", "attn", "mlp", "head")
 
 
 @dataclass(frozen=True)
-class ComputeRates:
+class ComputeRates(Checked):
     """One compute device in one dtype, while no link is busy.
 
     gemm_flops          FLOP/s over the number of rows, weights large and not in any cache: for shapes not in `shapes`
@@ -136,14 +130,14 @@ class ComputeRates:
     """
 
     gemm_flops: Curve
-    memory_bytes_per_s: float
+    memory_bytes_per_s: Rate
     decode_attention: Mapping[str, Curve]
     prefill_attention: Mapping[str, Curve]
-    elementwise_bytes_per_s: float
+    elementwise_bytes_per_s: Rate
     tick_s: Mapping[str, float | Curve]
-    sample_s: float
+    sample_s: Seconds
     shapes: tuple[GemmShape, ...] = ()
-    fresh_bytes_per_s: float | None = None
+    fresh_bytes_per_s: Rate | None = None
     reads_all_slots: bool = False
     graph_tick_s: Curve | None = None
     fused_products: bool = False
@@ -153,12 +147,7 @@ class ComputeRates:
     experts: Mapping[str, Curve] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("memory_bytes_per_s", "elementwise_bytes_per_s"):
-            number(getattr(self, name), name, 0, above=True, needed=_POSITIVE)
-        if self.fresh_bytes_per_s is not None:
-            number(self.fresh_bytes_per_s, "fresh_bytes_per_s", 0, above=True, needed=_POSITIVE)
-        for name in ("reads_all_slots", "fused_products", "torch_attention"):
-            truth(getattr(self, name), name)
+        super().__post_init__()
         for name, keys in (
             ("decode_attention", ("plain", "scored")),
             ("prefill_attention", ("plain", "scored")),
@@ -170,9 +159,9 @@ class ComputeRates:
             raise UsageError(f"prompt_tick_s has {sorted(self.prompt_tick_s)}", f"needed {', '.join(UNIT_KINDS)}")
         if not set(self.packed) <= set(PACKED_BITS):
             raise UsageError(f"packed has {sorted(self.packed)}", f"needed bits among {', '.join(PACKED_BITS)}")
-        ticks = [("tick_s", value) for value in self.tick_s.values() if not isinstance(value, Curve)]
-        for name, value in [*ticks, ("sample_s", self.sample_s)]:
-            number(value, name, 0, needed=_SECONDS)
+        for tick in self.tick_s.values():
+            if not isinstance(tick, Curve):
+                number(tick, "tick_s", 0, needed="needed seconds, at least 0")
 
     def tick_seconds(self, kind: str, tokens: int, *, replayed: bool = False) -> float:
         """`tick_s` of one tick of a unit of `kind` that computes so many tokens, or `graph_tick_s`."""

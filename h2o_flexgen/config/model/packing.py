@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from math import gcd
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 
 def _signed(step: float, *sizes: int) -> tuple[float, ...]:
@@ -143,7 +143,6 @@ CacheRotation = Literal["centre", "scale", "rotate", "none"]
 FIRST = 1
 """Tokens of a prompt, its first ones, whose rounding errors are kept where keys are centred: what draws most of the
 attention to itself is far from the mean."""
-CACHE_ROTATIONS: tuple[CacheRotation, ...] = get_args(CacheRotation)
 
 
 def cache_packings(

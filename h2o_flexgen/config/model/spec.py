@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from h2o_flexgen.config.checks import whole
+from h2o_flexgen.config.checks import Checked, Count
 from h2o_flexgen.config.model.arch import ArchSpec, ExpertSpec, RotarySpec
 from h2o_flexgen.config.model.packing import CacheBits, CachePacking, CacheRotation, Packing, cache_packings, groupwise
 from h2o_flexgen.config.model.tensors import LayerHeads, StateSpec, TensorSpec, WeightGroup, dtype_bytes
@@ -56,20 +56,20 @@ class ProductCall(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ModelSpec:
+class ModelSpec(Checked):
     """The sizes of one model. Weights and costs follow from them; a size that cannot be raises ModelError."""
 
     name: str
-    vocab_size: int
-    hidden_size: int
-    ffn_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    embed_dim: int
+    vocab_size: Count
+    hidden_size: Count
+    ffn_size: Count
+    num_layers: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    embed_dim: Count
     """Width of the token embedding; where it differs from hidden_size, project_in and project_out bridge them."""
-    max_positions: int
+    max_positions: Count
     arch: ArchSpec
     bos_token_id: int
     eos_token_id: int | tuple[int, ...]
@@ -83,9 +83,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         try:
-            sizes = ("vocab_size", "hidden_size", "ffn_size", "num_layers", "num_heads", "num_kv_heads")
-            for name in (*sizes, "head_dim", "embed_dim", "max_positions"):
-                whole(getattr(self, name), name, 1)
+            super().__post_init__()
             dtype_bytes(self.dtype)
         except UsageError as error:
             raise ModelError(f"{self.name}: {error.found}", error.needed, error.change) from None

@@ -6,10 +6,11 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import NormalDist, fmean, stdev
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from h2o_flexgen.config.checks import KeptAsJson, number, one_of, share, whole
+from h2o_flexgen.config.checks import Checked, KeptAsJson, Natural, Ratio, number, whole
 from h2o_flexgen.config.reports.record import Report, RunRecord
 from h2o_flexgen.errors import UsageError
 
@@ -63,29 +64,23 @@ def ratio_of(right: int, cases: int) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QualityRow(KeptAsJson):
+class QualityRow(Checked, KeptAsJson):
     """One policy at one ratio. Counts, nats per token, bytes and seconds; the accuracies are computed from the counts.
 
     `eviction` is that of the recall run's record: tokens per head, [smallest, largest] where prompts differ.
     """
 
     policy: str
-    ratio: float
+    ratio: Ratio
     eviction: dict[str, Any]
     recall: tuple[RecallTally, ...]
-    nll: float
+    nll: Annotated[float, partial(number, low=0, needed="needed a finite number, at least 0")]
     """Mean negative log-likelihood of the scored tokens, in nats."""
-    scored_tokens: int
-    kv_bytes: int
+    scored_tokens: Natural
+    kv_bytes: Natural
     """KV cache of the largest block of the recall run."""
     seconds: float
     DERIVED = ("recall_accuracy", "perplexity")
-
-    def __post_init__(self) -> None:
-        share(self.ratio, "ratio")
-        whole(self.scored_tokens, "scored_tokens", 0)
-        whole(self.kv_bytes, "kv_bytes", 0)
-        number(self.nll, "nll", 0, needed="needed a finite number, at least 0")
 
     @property
     def recall_accuracy(self) -> float | None:
@@ -205,7 +200,7 @@ rolling: within the cache. absolute: in the stream, past the context."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamRow(KeptAsJson):
+class StreamRow(Checked, KeptAsJson):
     """One eviction policy with one kind of positions, over all streams.
 
     `nll` has the mean negative log-likelihood of each window of the stream in nats per token, first window first.
@@ -216,14 +211,13 @@ class StreamRow(KeptAsJson):
     positions: Positions
     eviction: dict[str, Any]
     nll: tuple[float, ...]
-    kv_bytes: int
+    kv_bytes: Natural
     """KV cache of the largest block."""
     seconds: float
     DERIVED = ("perplexity",)
 
     def __post_init__(self) -> None:
-        whole(self.kv_bytes, "kv_bytes", 0)
-        one_of(self.positions, "positions", POSITIONS)
+        super().__post_init__()
         if not self.nll or any(not math.isfinite(value) or value < 0 for value in self.nll):
             raise UsageError(f"nll is {self.nll}", "needed finite numbers, at least 0")
 

@@ -11,9 +11,9 @@ import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from h2o_flexgen.config.checks import KeptAsJson, known_keys, number, one_of, plain, truth, whole
+from h2o_flexgen.config.checks import Checked, KeptAsJson, Natural, Seconds, known_keys, plain
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.errors import UsageError
 
@@ -138,15 +138,14 @@ class Report(KeptAsJson):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRecord(Report, Throughput):
+class RunRecord(Report, Throughput, Checked):
     """A run, the bytes that it moved and its speed, predicted and measured: seconds, bytes, tokens per second.
 
     Everything is a plain JSON value; a number that is not finite, an unknown key or a negative count raises UsageError.
     Rates are properties, None where no time was spent.
     """
 
-    weights: str
-    """"checkpoint" or "dummy"."""
+    weights: Literal["checkpoint", "dummy"]
     quantization: dict[str, Any] | None = None
     """`weights` {format, bits, group} and `cache` {bits, group}, each None where that is not packed; None: neither is.
     Bits of weights of several kinds are the mean per number, with scales, and their group is None."""
@@ -155,27 +154,27 @@ class RunRecord(Report, Throughput):
     that computing with all of them would have read, each once per layer and pass. None: the model has no experts."""
     eviction: dict[str, Any]
     policy: dict[str, Any]
-    prompt_len: int
+    prompt_len: Natural
     """Of the longest prompt."""
-    gen_len: int
+    gen_len: Natural
     """Asked for, of the sequence that asked for most."""
-    sequences: int
-    prompt_tokens: int
-    generated_tokens: int
-    load_s: float
-    prefill_s: float
-    decode_s: float
-    total_s: float
+    sequences: Natural
+    prompt_tokens: Natural
+    generated_tokens: Natural
+    load_s: Seconds
+    prefill_s: Seconds
+    decode_s: Seconds
+    total_s: Seconds
     bytes_moved: dict[str, int]
     """By link: "disk->cpu" and so on."""
     bandwidth: dict[str, float | None]
     """Bytes per second of each link while it was busy."""
-    flops: int
+    flops: Natural
     """Matmul FLOPs of prefill and decode together."""
     peak_bytes: dict[str, int | None]
-    kv_bytes: int
+    kv_bytes: Natural
     """Of keys and values in the largest block, with the newest tokens that packed caches also keep in 16 bits."""
-    state_bytes: int = 0
+    state_bytes: Natural = 0
     """What layers keep of each row besides keys and values: of short convolutions and recurrences."""
     computed_prompt_tokens: int | None = None
     """`prompt_tokens`, but what prompts of a block begin with in common is counted once, as it was computed."""
@@ -210,13 +209,7 @@ class RunRecord(Report, Throughput):
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             object.__setattr__(self, item.name, plain(getattr(self, item.name), item.name, "RunRecord"))
-        one_of(self.weights, "weights", ("checkpoint", "dummy"))
-        counts = ("prompt_len", "gen_len", "sequences", "prompt_tokens", "generated_tokens", "flops")
-        for name in (*counts, "kv_bytes", "state_bytes"):
-            whole(getattr(self, name), name, 0)
-        for name in ("load_s", "prefill_s", "decode_s", "total_s"):
-            number(getattr(self, name), name, 0, needed="needed seconds, at least 0")
-        truth(self.projected, "projected")
+        super().__post_init__()
         for name, keys in _NESTED.items():
             nested = getattr(self, name)
             if nested is None and name == "bound":
