@@ -166,30 +166,6 @@ def given_as(cls: type[T], asked: Any, name: str, needed: str) -> T | None:
     return cls(**known_keys(asked, cls))
 
 
-def refuses_unknown(what: str) -> Callable[[type[T]], type[T]]:
-    """Decorates a dataclass: an option that it has not is a UsageError with those that it has, not Python's TypeError.
-
-    what: an option of it in words, such as "a generation setting".
-    """
-
-    def decorated(cls: type[T]) -> type[T]:
-        made: Any = vars(cls)["__init__"]
-        names = [item.name for item in dataclasses.fields(cls) if item.init]  # type: ignore[arg-type]
-
-        @functools.wraps(made)
-        def checked(self: T, *values: Any, **options: Any) -> None:
-            for name in options:
-                if name not in names:
-                    found, needed = f"{name!r} is not {what}", f"needed one of {', '.join(names)}"
-                    raise UsageError(found, needed, suggestion(name, names))
-            made(self, *values, **options)
-
-        cls.__init__ = checked  # type: ignore[method-assign, assignment]
-        return cls
-
-    return decorated
-
-
 Check = Callable[[Any, str], Any]
 """From a value, and what messages call it, to the value that is kept; UsageError where there is none."""
 Count = Annotated[int, functools.partial(whole, minimum=1)]
@@ -202,9 +178,19 @@ Seconds = Annotated[float, functools.partial(number, low=0, needed="needed secon
 class Checked:
     """Mixin of frozen dataclasses whose types say what fields may hold: Annotated types a Check, Literal types their
     values, bool True or False; all others are not looked at. UsageError names the flag of a field, or BY_NAME the
-    field."""
+    field; an unknown field is one, too, not Python's TypeError."""
 
     BY_NAME: ClassVar[bool] = False
+    FIELD: ClassVar[str] = ""
+    """What messages call a field."""
+
+    def __new__(cls, *values: Any, **options: Any) -> Self:
+        names: Mapping[str, Any] = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        for name in options:
+            if name not in names:
+                found = f"{name!r} is not {cls.FIELD or f'an option of {cls.__name__}'}"
+                raise UsageError(found, f"needed one of {', '.join(names)}", suggestion(name, names))
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for item, check, optional in _checks(type(self)):  # type: ignore[arg-type]

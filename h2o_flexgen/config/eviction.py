@@ -11,7 +11,7 @@ from typing import Literal
 from h2o_flexgen.config import budget as budgets
 from h2o_flexgen.config.budget import Budget as Budget
 from h2o_flexgen.config.budget import Range
-from h2o_flexgen.config.checks import Checked, Count, KeptAsJson, Natural, Ratio, iterable, refuses_unknown, whole
+from h2o_flexgen.config.checks import Checked, Count, KeptAsJson, Natural, Ratio, iterable, whole
 from h2o_flexgen.config.flags import layer_numbers, option
 from h2o_flexgen.config.recall import EVERY, STATIC, RecallTier
 from h2o_flexgen.config.splits import AUTO, CHOSEN, THEN_H2O, LayerSplit, Share, Split, split_of
@@ -25,7 +25,6 @@ ROW_LOGITS = 1 << 20
 """Logits of a prompt's queries that are alive at once where a policy looks at them: float32."""
 
 
-@refuses_unknown("an option of EvictionConfig")
 @dataclass(frozen=True)
 class EvictionConfig(Checked, KeptAsJson):
     """The eviction policy and its budget, as asked for; `resolve` gives tokens. Raises UsageError naming the flag."""

@@ -9,7 +9,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Annotated, Any
 
-from h2o_flexgen.config.checks import Checked, Count, KeptAsJson, made_of, refuses_unknown, whole
+from h2o_flexgen.config.checks import Checked, Count, KeptAsJson, made_of, whole
 from h2o_flexgen.config.flags import option
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
@@ -135,7 +135,6 @@ def _placement(name: str, what: str) -> Any:
     return option(default, name, help=text, metavar="TIER=SHARE,...", parse=parse_shares, show=str, unset="planned")
 
 
-@refuses_unknown("an option of OffloadPolicy")
 @dataclass(frozen=True)
 class OffloadPolicy(Checked, KeptAsJson):
     """The placements and the block shape of a run (FlexGen, arXiv 2303.06865, section 4). Hashable; raises UsageError.

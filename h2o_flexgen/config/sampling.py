@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Annotated, Any
 
-from h2o_flexgen.config.checks import Checked, Count, Natural, Positive, iterable, number, refuses_unknown, shown, whole
+from h2o_flexgen.config.checks import Checked, Count, Natural, Positive, iterable, number, shown, whole
 from h2o_flexgen.config.flags import option
 from h2o_flexgen.config.fold import Fold, Thinking
 from h2o_flexgen.config.response_format import ResponseFormat
@@ -22,7 +22,6 @@ AboveZero = Annotated[float, partial(number, low=0, high=1, above=True)]
 Penalty = Annotated[float, partial(number, low=-2, high=2)]
 
 
-@refuses_unknown("a generation setting")
 @dataclass(frozen=True)
 class SamplingParams(Checked):
     """One sequence's generation settings; greedy unless `do_sample`. Raises UsageError for values that make no sense.
@@ -40,7 +39,7 @@ class SamplingParams(Checked):
     answer may begin with, how long it may get, and that a form is for what follows.
     """
 
-    BY_NAME = True
+    BY_NAME, FIELD = True, "a generation setting"
     max_new_tokens: Count = option(
         32, "--gen-len", "--max-new-tokens", "--output-len", "-n", help="most new tokens per prompt"
     )
@@ -109,7 +108,7 @@ class SamplingParams(Checked):
                 change="set do_sample=True",
             )
         if not self.do_sample and (idle := [name for name in SAMPLING_ONLY if getattr(self, name) != _DEFAULTS[name]]):
-            warn_idle(idle, stacklevel=4)
+            warn_idle(idle, stacklevel=3)
 
     @classmethod
     def read(cls, given: Any, where: str) -> SamplingParams:
