@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from h2o_flexgen.baselines.work import Outcome
 from h2o_flexgen.config.flags import flag_of
-from h2o_flexgen.config.reports.record import DERIVED, Throughput, host_facts, package_version
+from h2o_flexgen.config.reports.record import RATES, Throughput, host_facts, package_version
 from h2o_flexgen.errors import StorageError, UsageError, writing
 from h2o_flexgen.folders import whole_file
 
@@ -111,7 +111,7 @@ class Measurement(Outcome, Throughput):
         """The record as it is written. Tokens only where they mean something: those of random weights do not."""
         data = dataclasses.asdict(self)
         detail, tokens, origin = (data.pop(name) for name in ("detail", "token_ids", "origin"))
-        data.update((name, getattr(self, name)) for name in ("peak_bytes", *DERIVED))
+        data.update((name, getattr(self, name)) for name in ("peak_bytes", *RATES))
         if settings["weights"] == "checkpoint":
             data["token_ids"] = tokens
         return {"bench_run": SCHEMA, **data, **origin, "settings": settings, "detail": detail}

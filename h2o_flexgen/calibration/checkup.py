@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from h2o_flexgen.calibration.links import Disk
-from h2o_flexgen.config.hardware.profile import METHOD, HardwareProfile, cache_folder
+from h2o_flexgen.config.hardware.profile import kept_profiles
 from h2o_flexgen.config.reports.record import host_facts, version_of
 from h2o_flexgen.engine.limits import devices
-from h2o_flexgen.errors import H2OFlexGenError, UsageError
+from h2o_flexgen.errors import H2OFlexGenError
 from h2o_flexgen.folders import cached, expanded, nearest
 from h2o_flexgen.kernels import native, triton_available
 from h2o_flexgen.units import MIB
@@ -165,7 +165,7 @@ def _off(kernels: dict[str, Any], limits: dict[str, Any]) -> list[dict[str, str]
 def _bandwidth(folder: Path) -> dict[str, Any]:
     """Bytes per second of the links: of the newest calibration of this machine where there is one, else by a quick
     measure, which is rougher."""
-    kept = _newest_profile()
+    kept = next(kept_profiles(), None)
     if kept is not None:
         known = {name: rate.bytes_per_s for name, rate in kept.links.items()}
         return {"source": f"calibrated {kept.date} ({kept.dtype})", **known}
@@ -186,15 +186,6 @@ def _bandwidth(folder: Path) -> dict[str, Any]:
     except H2OFlexGenError as error:
         rates["why_no_disk"] = str(error)
     return rates
-
-
-def _newest_profile() -> HardwareProfile | None:
-    """Of the profiles that were calibrated here the one written last, None where there is none that can be read."""
-    with suppress(OSError):
-        for path in sorted(cache_folder().glob(f"{METHOD}-*.json"), key=lambda path: -path.stat().st_mtime):
-            with suppress(UsageError):
-                return HardwareProfile.load(path)
-    return None
 
 
 def _folders(offload: Path) -> dict[str, Any]:

@@ -88,6 +88,12 @@ def iterable(value: object, label: str, needed: str) -> Iterable[Any]:
     raise UsageError(f"{label} is {shown(value)}", needed)
 
 
+def token_ids(value: object, label: str) -> tuple[int, ...]:
+    """`value` as a tuple of numbers from 0 on."""
+    given = iterable(value, label, "needed a list of token ids")
+    return tuple(whole(token, f"a token of {label}", 0) for token in given)
+
+
 def is_text(text: str) -> bool:
     """Whether `text` can be encoded: halves of surrogate pairs cannot."""
     try:
@@ -173,16 +179,18 @@ Natural = Annotated[int, functools.partial(whole, minimum=0)]
 Ratio = Annotated[float, share]
 Positive = Annotated[float, functools.partial(number, low=0, above=True)]
 Seconds = Annotated[float, functools.partial(number, low=0, needed="needed seconds, at least 0")]
+TokenIds = Annotated[tuple[int, ...], token_ids]
 
 
 class Checked:
     """Mixin of frozen dataclasses whose types say what fields may hold: Annotated types a Check, Literal types their
-    values, bool True or False; all others are not looked at. UsageError names the flag of a field, or BY_NAME the
-    field; an unknown field is one, too, not Python's TypeError."""
+    values, bool True or False; all others are not looked at. UsageError also for an unknown field, instead of
+    Python's TypeError."""
 
-    BY_NAME: ClassVar[bool] = False
+    CALLED: ClassVar[str] = ""
+    """How messages call a field, "{}" being its name; by its flag where they say nothing else, and it has one."""
     FIELD: ClassVar[str] = ""
-    """What messages call a field."""
+    """What messages call any field."""
 
     def __new__(cls, *values: Any, **options: Any) -> Self:
         names: Mapping[str, Any] = cls.__dataclass_fields__  # type: ignore[attr-defined]
@@ -196,8 +204,9 @@ class Checked:
         for item, check, optional in _checks(type(self)):  # type: ignore[arg-type]
             value = getattr(self, item.name)
             if not (optional and value is None):
-                flagged = "names" in item.metadata and not self.BY_NAME
-                object.__setattr__(self, item.name, check(value, flags_of(item)[0] if flagged else item.name))
+                label = flags_of(item)[0] if "names" in item.metadata else item.name
+                label = self.CALLED.format(item.name) or label
+                object.__setattr__(self, item.name, check(value, label))
 
 
 @functools.cache

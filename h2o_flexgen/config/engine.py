@@ -86,7 +86,7 @@ class EngineConfig(Checked):
     record_scores whether `LLM.score_log` has what the prompts' tokens scored; small prompts only
     """
 
-    BY_NAME = True
+    CALLED = "{}"
     model: str = option(
         "demo", "--model", "-m", help="name (opt-30b, facebook/opt-30b), folder, demo, demo-stream or -sums"
     )

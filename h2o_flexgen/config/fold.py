@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from h2o_flexgen.config.checks import given_as, iterable, whole
+from h2o_flexgen.config.checks import Checked, Natural, TokenIds, given_as
 from h2o_flexgen.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Fold:
+class Fold(Checked):
     """What becomes of a thought when the token `trigger` has been generated behind it.
 
     The answer goes on with the tokens `keep` and then with those of `then`, which are given instead of sampled. Once
@@ -19,14 +19,13 @@ class Fold:
     LightThinker's mechanism (Zhang et al. 2025, arXiv 2502.15589).
     """
 
-    trigger: int
-    keep: tuple[int, ...]
-    then: tuple[int, ...] = ()
+    CALLED = "the {} of a fold"
+    trigger: Natural
+    keep: TokenIds
+    then: TokenIds = ()
 
     def __post_init__(self) -> None:
-        whole(self.trigger, "the trigger of a fold", 0)
-        for name in ("keep", "then"):
-            object.__setattr__(self, name, _token_ids(getattr(self, name), f"{name} of a fold"))
+        super().__post_init__()
         if not self.keep:
             raise UsageError("keep of a fold is empty", "needed one token id or more")
 
@@ -37,7 +36,7 @@ class Fold:
 
 
 @dataclass(frozen=True)
-class Thinking:
+class Thinking(Checked):
     """The thought that an answer may begin with: from the tokens `begin` to the tokens `end`.
 
     inside   the prompt has begun it
@@ -47,28 +46,21 @@ class Thinking:
     A form (`response_format`) is that of what follows; within a thought an eos then counts as its end.
     """
 
-    begin: tuple[int, ...]
-    end: tuple[int, ...]
+    CALLED = "{} of thinking"
+    begin: TokenIds
+    end: TokenIds
     inside: bool = False
     opens: bool = False
-    most: int | None = None
-    then: tuple[int, ...] = ()
+    most: Natural | None = None
+    then: TokenIds = ()
     joins: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("begin", "end", "then"):
-            object.__setattr__(self, name, _token_ids(getattr(self, name), f"{name} of thinking"))
+        super().__post_init__()
         if not self.begin or not self.end:
             raise UsageError("thinking has no begin or no end", "needed one token id or more for each")
-        if self.most is not None:
-            whole(self.most, "most of thinking", 0)
 
     @classmethod
     def read(cls, asked: Any) -> Thinking | None:
         """A Thinking, or the dict of one; None stays None."""
         return given_as(cls, asked, "thinking", '{"begin": [token ids], "end": [token ids], ...}')
-
-
-def _token_ids(given: Any, label: str) -> tuple[int, ...]:
-    given = iterable(given, label, "needed a list of token ids")
-    return tuple(whole(token, f"a token of {label}", 0) for token in given)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from h2o_flexgen.config.budget import Range
-from h2o_flexgen.config.checks import iterable, known_keys, one_of, truth, whole
+from h2o_flexgen.config.checks import known_keys, one_of, token_ids, truth, whole
 from h2o_flexgen.errors import UsageError
 
 _UNITS = ("token", "char")
@@ -59,8 +59,7 @@ class Prompt:
     def __post_init__(self) -> None:
         if isinstance(self.spans, str | Mapping) or not isinstance(self.spans, Sequence):
             raise UsageError(f"spans are {self.spans!r}", "needed a list of them")
-        ends = iterable(self.ends, "ends of a prompt", "needed a list of token ids")
-        object.__setattr__(self, "ends", tuple(whole(token, "a token in ends of a prompt", 0) for token in ends))
+        object.__setattr__(self, "ends", token_ids(self.ends, "ends of a prompt"))
         object.__setattr__(self, "spans", tuple(sorted(map(_checked, self.spans), key=lambda span: span.start)))
         if len({span.unit for span in self.spans}) > 1:
             raise UsageError("spans of one prompt are in tokens and in characters", "needed one unit")

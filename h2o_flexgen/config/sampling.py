@@ -39,7 +39,7 @@ class SamplingParams(Checked):
     answer may begin with, how long it may get, and that a form is for what follows.
     """
 
-    BY_NAME, FIELD = True, "a generation setting"
+    CALLED, FIELD = "{}", "a generation setting"
     max_new_tokens: Count = option(
         32, "--gen-len", "--max-new-tokens", "--output-len", "-n", help="most new tokens per prompt"
     )

@@ -16,7 +16,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from h2o_flexgen.config.model.spec import UnitSpec
-from h2o_flexgen.config.reports.record import DERIVED, Throughput
+from h2o_flexgen.config.reports.record import RATES, Throughput
 from h2o_flexgen.cost.executor import SimulatedExecutor, Span
 from h2o_flexgen.cost.model import CostModel
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY
@@ -243,7 +243,7 @@ class Prediction(_Expected):
         return {
             "prefill_s": self.prefill_s,
             "decode_s": self.decode_s,
-            **{name: getattr(self, name) for name in DERIVED},
+            **{name: getattr(self, name) for name in RATES},
             "busy": dict(self.busy),
             "bytes_moved": dict(self.bytes_moved),
             "bound": self.bound._asdict(),

@@ -12,13 +12,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from h2o_flexgen import LLM, OffloadPolicy, SamplingParams
 from h2o_flexgen.checkpoint.gguf.header import read_header
-from h2o_flexgen.config.hardware.profile import cache_folder
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
+from h2o_flexgen.folders import cached
 from tests.checkpoint.gguf_files import large_by_transformers, read_once
 from tests.engine.test_gguf_tokenizer import TEXTS
 from tests.engine.test_vocabularies import MORE
 
-FILE = cache_folder().parent / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+FILE = cached() / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 pytestmark = [
     pytest.mark.real,
     pytest.mark.slow,

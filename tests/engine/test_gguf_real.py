@@ -16,13 +16,13 @@ from h2o_flexgen.checkpoint.gguf.header import read_header
 from h2o_flexgen.checkpoint.gguf.names import bind
 from h2o_flexgen.checkpoint.gguf.source import GgufSource
 from h2o_flexgen.checkpoint.hub import resolve_model
-from h2o_flexgen.config.hardware.profile import cache_folder
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
+from h2o_flexgen.folders import cached
 from tests.checkpoint.gguf_files import large_by_transformers, read_once
 from tests.engine.test_chats_real import tricky
 from tests.engine.test_gguf_tokenizer import TEXTS
 
-FILE = cache_folder().parent / "models" / "gemma-3-270m-q4_k_m.gguf"
+FILE = cached() / "models" / "gemma-3-270m-q4_k_m.gguf"
 pytestmark = [
     pytest.mark.real,
     pytest.mark.slow,

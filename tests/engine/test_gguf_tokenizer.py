@@ -18,13 +18,13 @@ from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import generate_merges
 
 from h2o_flexgen.checkpoint.gguf.header import read_header
-from h2o_flexgen.config.hardware.profile import cache_folder
 from h2o_flexgen.engine.requests import merges as merging
 from h2o_flexgen.engine.requests.chat import marked_chat
 from h2o_flexgen.engine.requests.gguf_tokenizer import gguf_tokenizer
 from h2o_flexgen.engine.requests.merges import merges_of
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import ModelError
+from h2o_flexgen.folders import cached
 from tests.checkpoint.gguf_files import model_keys, tiny_model
 
 CORPUS = [
@@ -198,7 +198,7 @@ def test_merges_of_a_large_vocabulary_are_kept(monkeypatch: pytest.MonkeyPatch, 
         assert merges_of(tokens, scores) == found
     assert merges_of(tokens, scores[::-1]) == found[::-1][:2][::-1] + found[1::-1]  # another vocabulary
     for damaged in (b"", b"x" * 200):
-        for path in (cache_folder().parent / "merges").iterdir():
+        for path in (cached() / "merges").iterdir():
             path.write_bytes(damaged)
         assert merges_of(tokens, scores) == found
         assert "looked for again" in caplog.text

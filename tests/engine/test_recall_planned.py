@@ -8,11 +8,11 @@ import pytest
 
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.hardware.profile import cache_folder
 from h2o_flexgen.config.recall import RecallTier
 from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.folders import cached
 
-FILE = cache_folder().parent / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+FILE = cached() / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 DATA = Path(__file__).parents[2] / "h2o_flexgen" / "data"
 REAL = [
     pytest.mark.real,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,13 +105,9 @@ def profile_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in folder.glob("*.json"))) if folder else ()
 
 
-def cache_folder() -> Path:
-    return cached("hardware")
-
-
 def kept_file(key: str) -> Path:
     """Where the profile called `key` is kept, among those that were measured by the same method."""
-    return cache_folder() / f"{METHOD}-{key}.json"
+    return cached("hardware") / f"{METHOD}-{key}.json"
 
 
 def load_kept(path: Path) -> HardwareProfile | None:
@@ -140,6 +136,12 @@ def find_profile(name: str) -> HardwareProfile:
     )
 
 
+def kept_profiles() -> Iterator[HardwareProfile]:
+    """All that was calibrated here, the newest first."""
+    files = sorted(cached("hardware").glob(f"{METHOD}-*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+    return (profile for path in reversed(files) if (profile := load_kept(path)) is not None)
+
+
 def kept_profile(spec: ModelSpec, dtype: str, device: str) -> HardwareProfile:
     """The nearest of what was calibrated here: of the device that `run` takes, then of `dtype`, then at the shapes of
     `spec`, then the newest. UsageError where there is nothing.
@@ -150,8 +152,7 @@ def kept_profile(spec: ModelSpec, dtype: str, device: str) -> HardwareProfile:
     def nearness(profile: HardwareProfile) -> tuple[int, bool, bool]:
         return _gpu(profile) if device != "cpu" else 0, dtype in ("auto", profile.dtype), _measured(profile, spec)
 
-    files = sorted(cache_folder().glob(f"{METHOD}-*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
-    found = [profile for path in reversed(files) if (profile := load_kept(path)) is not None]
+    found = list(kept_profiles())
     if not found:
         raise UsageError(
             "no --hardware is given, and this machine was not calibrated yet",

@@ -17,7 +17,7 @@ from h2o_flexgen.config.checks import Checked, KeptAsJson, Natural, Seconds, kno
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.errors import UsageError
 
-DERIVED = ("gen_throughput", "total_token_throughput", "prefill_throughput", "decode_throughput")
+RATES = ("gen_throughput", "total_token_throughput", "prefill_throughput", "decode_throughput")
 """Keys of a record that are computed from others."""
 
 _NESTED: dict[str, tuple[str, ...]] = {
@@ -145,6 +145,7 @@ class RunRecord(Report, Throughput, Checked):
     Rates are properties, None where no time was spent.
     """
 
+    DERIVED = RATES
     weights: Literal["checkpoint", "dummy"]
     quantization: dict[str, Any] | None = None
     """`weights` {format, bits, group} and `cache` {bits, group}, each None where that is not packed; None: neither is.
@@ -218,15 +219,6 @@ class RunRecord(Report, Throughput, Checked):
             if missing:
                 raise UsageError(f"{name} of a RunRecord lacks {', '.join(missing)}", f"found {nested!r}")
 
-    def to_json(self) -> dict[str, Any]:
-        """Every field and every rate, as plain JSON values. Rates follow the times they come from."""
-        data: dict[str, Any] = {}
-        for item in dataclasses.fields(self):
-            data[item.name] = plain(getattr(self, item.name), item.name, "RunRecord")
-            if item.name == "total_s":
-                data.update((name, getattr(self, name)) for name in DERIVED)
-        return data
-
     def to_line(self) -> str:
         return json.dumps(self.to_json(), allow_nan=False)
 
@@ -239,8 +231,8 @@ class RunRecord(Report, Throughput, Checked):
             ]
             if missing:
                 raise UsageError(f"RunRecord lacks the keys {', '.join(missing)}")
-        record = cls(**known_keys(data, cls, derived=DERIVED))
-        for name in DERIVED:
+        record = cls(**known_keys(data, cls, derived=RATES))
+        for name in RATES:
             stored, computed = data.get(name), getattr(record, name)
             if name in data and stored != computed and not (stored and computed and math.isclose(stored, computed)):
                 raise UsageError(f"{name} is {stored!r}", f"its tokens and seconds give {computed!r}")

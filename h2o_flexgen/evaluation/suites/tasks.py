@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from h2o_flexgen.cache.eviction import EVICTION_POLICIES
 from h2o_flexgen.cache.eviction.ceiling import CEILING, CeilingPolicy, Foresight
-from h2o_flexgen.config.checks import KeptAsJson, one_of, whole
+from h2o_flexgen.config.checks import Checked, Count, KeptAsJson
 from h2o_flexgen.config.prompt import Prompt, Span, token_spans
 from h2o_flexgen.config.reports.quality import FigureKind
 from h2o_flexgen.config.sampling import SamplingParams
@@ -35,7 +35,6 @@ from h2o_flexgen.evaluation.settings import (
 from h2o_flexgen.planning.llm import LLM
 
 TaskKind = Literal["perplexity", "recall", "keys", "instructions", "reasoning", "agreement"]
-KINDS: tuple[TaskKind, ...] = ("perplexity", "recall", "keys", "instructions", "reasoning", "agreement")
 _COLOURS = ("red", "blue", "green", "white", "black", "yellow", "brown", "silver", "orange", "grey", "golden")
 _WORDS: tuple[str, ...] = ("apple", "river", "window", "horse", "music", "garden", "paper", "winter", "bread", "stone")
 _WORDS += ("island", "doctor", "summer", "letter", "tiger")
@@ -43,7 +42,7 @@ _PLACES = ("cabinet", "barn", "gate", "office", "bridge", "desk", "locker", "gar
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuiteTask(KeptAsJson):
+class SuiteTask(Checked, KeptAsJson):
     """What is measured, and of how much. Raises UsageError for values that make no sense.
 
     perplexity: `cases` windows of `text`, `context` tokens read and evicted from, `continuation` more scored. recall:
@@ -57,7 +56,7 @@ class SuiteTask(KeptAsJson):
     """
 
     kind: TaskKind
-    cases: int
+    cases: Count
     text: str | None = None
     part: tuple[float, float] = (0.0, 1.0)
     """Of the text: from which share of it to which."""
@@ -67,27 +66,23 @@ class SuiteTask(KeptAsJson):
     asked: Literal["after", "before"] = "after"
     only: str | None = None
     """Of the questions, those of this kind."""
-    keys: int = 1
+    keys: Count = 1
     lengths: tuple[int, ...] = ()
     depths: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
-    told: int = 1
+    told: Count = 1
     """How often each of `keys` facts is told, one time after the other."""
-    answers: Literal["number", "words"] = "number"
-    """Of the facts of `keys`: four digits, or the last four of five common words, which are easier to copy."""
+    answers: str = "number"
+    """"number" or "words", of the facts of `keys`: four digits, or the last four of five common words, which are easier to copy."""
 
     def __post_init__(self) -> None:
-        one_of(self.kind, "the kind of a task", KINDS)
-        whole(self.cases, "cases", 1)
+        super().__post_init__()
         if len(self.part) != 2 or not 0 <= self.part[0] < self.part[1] <= 1:
             raise UsageError(f"part is {self.part}", "needed two shares of the text, from and to: [0, 0.5]")
-        one_of(self.asked, "asked", ("after", "before"))
         if self.kind in ("keys", "instructions"):
             if not self.lengths or not self.depths:
                 raise UsageError("keys without lengths or depths", "needed at least one of each")
             if any(not 0 <= depth <= 1 for depth in self.depths):
                 raise UsageError(f"depths are {self.depths}", "needed shares from 0 to 1")
-            whole(self.keys, "keys", 1)
-            whole(self.told, "told", 1)
             if self.answers not in ("number", "words"):
                 raise UsageError(f"answers is {self.answers!r}", 'needed "number" or "words"')
             if self.keys > len(_COLOURS) * len(_PLACES):
