@@ -72,7 +72,8 @@ class SuiteTask(Checked, KeptAsJson):
     told: Count = 1
     """How often each of `keys` facts is told, one time after the other."""
     answers: str = "number"
-    """"number" or "words", of the facts of `keys`: four digits, or the last four of five common words, which are easier to copy."""
+    """"number" or "words", of the facts of `keys`: four digits, or the last four of five common words, which are easier
+    to copy."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
