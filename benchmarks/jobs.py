@@ -23,8 +23,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import ROOT, facts, print_record
+from benchmarks.records import ROOT, facts
 from h2o_flexgen.baselines.process import run_command
+from h2o_flexgen.baselines.store import RecordFile
 
 AGE = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}, "required": ["age"]}
 SCHEMAS: tuple[dict[str, Any], ...] = ({"enum": ["yes", "no", "perhaps"]}, AGE)
@@ -47,7 +48,10 @@ def main() -> None:
         measures = {"memory": memory, "ray": actors, "ranges": ranges}
         found = measures[args.what](Path(folder), args)
     command = ["python", "-m", "benchmarks.jobs", *sys.argv[1:]]
-    print_record({"what": args.what, **facts(command), **found}, args.output)
+    record = {"what": args.what, **facts(command), **found}
+    print(json.dumps(record))
+    if args.output is not None:
+        RecordFile(args.output.parent, args.output.name).add(record)
 
 
 def prompts(count: int, words: int) -> list[str]:

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from benchmarks.records import ROOT, arguments, provenance, run_all, run_json
 from h2o_flexgen.baselines.memcap import cap_command, read_report
@@ -124,12 +123,8 @@ def _read(record: Record) -> str:
 def _bounds(record: Record) -> str:
     """What bounds prefill and decode by known rates, and how near the run came."""
     phases = (record.get("roofline") or {}).items()
-    found = {phase: each for phase, each in phases if isinstance(each, dict) and each.get("achieved")}
-    return ", ".join(f"{phase}: {_name(each['bound'])} {each['achieved']:.0%}" for phase, each in found.items())
-
-
-def _name(bound: Any) -> str:
-    return str(bound["resource"] if isinstance(bound, dict) else bound)
+    found = {phase: each for phase, each in phases if each.get("achieved")}
+    return ", ".join(f"{phase}: {each['bound']['resource']} {each['achieved']:.0%}" for phase, each in found.items())
 
 
 def main() -> int:

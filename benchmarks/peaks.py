@@ -16,11 +16,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from threading import Thread
 
 from benchmarks.records import arguments, in_process, provenance, run_all, spread
 from h2o_flexgen.baselines.store import Record
@@ -81,13 +81,10 @@ def loops(folder: Path) -> ctypes.CDLL:
 
 def by_all(work: Callable[[int], object], threads: int) -> float:
     """Seconds that threads take together, each with its number."""
-    team = [Thread(target=work, args=(number,)) for number in range(threads)]
-    begun = time.perf_counter()
-    for each in team:
-        each.start()
-    for each in team:
-        each.join()
-    return time.perf_counter() - begun
+    with ThreadPoolExecutor(threads) as team:
+        begun = time.perf_counter()
+        list(team.map(work, range(threads)))
+        return time.perf_counter() - begun
 
 
 def rate(product: Callable[..., object], weights: Sequence[object], flops: int) -> float:

@@ -55,11 +55,6 @@ _MOST = 2048  # tokens of a batch's prompts
 _CELLS = 256  # to which llama.cpp rounds the cells of a sequence
 
 
-def run(point: Record) -> Record:
-    """One side of a point, in this process or one of llama.cpp's."""
-    return (ours if point["side"] == OURS else peer)(point)
-
-
 def measure(point: Record) -> Record:
     """A process for each side of a point, of the tier that it names: what the kernels are is settled when they are
     imported."""
@@ -70,25 +65,22 @@ def measure(point: Record) -> Record:
 
 
 def ours(point: Record) -> Record:
+    """Seconds of a batch and its steps of decoding, after a warm-up that does not count."""
     model, bits = _model(point), point["bits"]
     made: dict[str, Any] = {} if bits is None else {"weights": "dummy", "weight_bits": bits}
     policy = {"gpu_batch_size": point["batch"], "num_gpu_batches": 1}
     with Engine(str(model), policy=policy, **made) as engine:
-        return timed(engine, _prompts(engine, point["batch"], point), point["new"])
-
-
-def timed(engine: Engine, prompts: list[list[int]], new: int) -> Record:
-    """Seconds of a batch and so many steps of decoding, after a warm-up that does not count."""
-    engine.generate([prompt[:8] for prompt in prompts], max_new_tokens=3, ignore_eos=True)
-    engine.generate(prompts, max_new_tokens=new + 1, ignore_eos=True)
-    record = required(engine.last_record, "a run has just ended")
+        prompts = _prompts(engine, point)
+        engine.generate([prompt[:8] for prompt in prompts], max_new_tokens=3, ignore_eos=True)
+        engine.generate(prompts, max_new_tokens=point["new"] + 1, ignore_eos=True)
+        record = required(engine.last_record, "a run has just ended")
     return {"prefill_s": record.prefill_s, "decode_s": record.decode_s}
 
 
-def _prompts(engine: Engine, batch: int, point: Record) -> list[list[int]]:
+def _prompts(engine: Engine, point: Record) -> list[list[int]]:
     """As many stretches of ids as the batch has sequences: of random weights by the demo's tokenizer, whose ids they
     know too."""
-    length = point["prompt"]
+    batch, length = point["batch"], point["prompt"]
     if point["random_ids"]:
         return random_prompts(batch, length, engine.model.spec.vocab_size, 0)
     codec = engine.model.codec or TextCodec.open(DEMO)
@@ -193,7 +185,8 @@ def main() -> int:
             raise KeyboardInterrupt
         return measure(point)
 
-    return run_all(args, points_of(args), in_time, "point", table, run)
+    sides = {OURS: ours, PEER: peer}
+    return run_all(args, points_of(args), in_time, "point", table, lambda point: sides[point["side"]](point))
 
 
 if __name__ == "__main__":

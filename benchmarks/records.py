@@ -104,11 +104,10 @@ def repeat(
     `label` is the key of a point's name, for progress on stderr. A run that fails is said and left out; returned is how
     many did.
     """
-    orders = [list(points) if number % 2 == 0 else list(reversed(points)) for number in range(repetitions)]
     todo = [
         (number, point)
-        for number, order in enumerate(orders)
-        for point in order
+        for number in range(repetitions)
+        for point in (points if number % 2 == 0 else reversed(points))
         if not store.done(**point, repetition=number)
     ]
     begun, failed = time.monotonic(), 0
@@ -148,13 +147,6 @@ def run_all(
     print(store.write(table(store.records)))
     print(f"records and table.md are in {shown(store.folder)}", file=sys.stderr)
     return 1 if failed else 0
-
-
-def print_record(record: Record, output: Path | None) -> None:
-    """Prints a record as a line of JSON, and appends it to the file `output`, if one is named."""
-    print(json.dumps(record))
-    if output is not None:
-        RecordFile(output.parent, output.name).add(record)
 
 
 def spread(values: Sequence[float], form: str = ".3g") -> str:

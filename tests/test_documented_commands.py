@@ -89,7 +89,6 @@ COMMANDS: dict[str, str] = {
     "evaluate --ratios 0.2 --context 384 --continuation 128 --limit 24": STARTED,
     "scripts/prefixes.sh": SCRIPT,
     "python -m benchmarks.jobs ray": STARTED,
-    "python -m benchmarks.schemas": STARTED,
     "python -m benchmarks.overnight": STARTED,
     "python -m benchmarks.processors --kernels avx2,native --bits 4,8 --batches 1,8,32": STARTED,
     "python -m h2o_flexgen.batch -i requests.jsonl -o results.jsonl --model allenai/OLMoE-1B-7B-0924-Instruct "

@@ -185,7 +185,7 @@ def measured(calls: list[Call], nbytes: int, rate: float) -> dict[str, Any]:
 def decode_attention(section: Section, rate: float) -> None:
     compile_decode(section)
     for name, *how in decode_kinds(section):
-        _attempt(section, name, partial(_decode, *how, rate))
+        section.attempt(name, partial(_decode, *how, rate))
 
 
 def _decode(shape: Shape, packed: bool, scored: bool, rate: float) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def column_sums(section: Section, rate: float) -> None:
         facts |= {"flops_per_s": flops / facts["seconds"], "flash_seconds": flash}
         return {"kernel": "column sums", "shape": shape, **facts}
 
-    _attempt(section, f"column sums, {rows} x {heads} heads x {length:,}", sums)
+    section.attempt(f"column sums, {rows} x {heads} heads x {length:,}", sums)
 
 
 def quantisation(section: Section, rate: float) -> None:
@@ -227,7 +227,7 @@ def quantisation(section: Section, rate: float) -> None:
         return {"kernel": "dequantise" if back else "quantise", "shape": {"numbers": x.numel()}, **facts}
 
     for back in (True, False):
-        _attempt(section, f"{'dequantise' if back else 'quantise'}, 4 bit", partial(numbers, back))
+        section.attempt(f"{'dequantise' if back else 'quantise'}, 4 bit", partial(numbers, back))
 
 
 def experts(section: Section, rate: float) -> None:
@@ -235,9 +235,8 @@ def experts(section: Section, rate: float) -> None:
     them; beside it the same in torch, expert by expert. Bytes are those of the experts' weights."""
     count, hidden, ffn = (2, 64, 32) if section.dry_run else (128, 2048, 768)
     for rows in (2,) if section.dry_run else (4, 64, 256):
-        _attempt(
-            section, f"experts, {count} for {rows} tokens each", partial(_experts, (count, hidden, ffn), rows, rate)
-        )
+        name = f"experts, {count} for {rows} tokens each"
+        section.attempt(name, partial(_experts, (count, hidden, ffn), rows, rate))
 
 
 def _experts(sizes: tuple[int, int, int], rows: int, rate: float) -> dict[str, Any]:
@@ -275,15 +274,6 @@ def _experts(sizes: tuple[int, int, int], rows: int, rate: float) -> dict[str, A
     facts |= {"flops_per_s": 6 * count * rows * hidden * ffn / facts["seconds"], "torch_seconds": apart}
     shape = {"experts": count, "tokens": rows, "hidden": hidden, "ffn": ffn}
     return {"kernel": "experts", "shape": shape, "error": error, **facts}
-
-
-def _attempt(section: Section, name: str, measure: Callable[[], dict[str, Any]]) -> None:
-    def in_time() -> dict[str, Any]:
-        if section.left() < 5:
-            raise RunFailed("no time was left in the budget")
-        return measure()
-
-    section.attempt(name, in_time)
 
 
 def measure(section: Section) -> None:

@@ -29,6 +29,7 @@ SCHEMA = 1
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "deepspeed", "flexgen", "numpy")
 KEPT = "gpu-check"
 """In the cache folder, for the next call on this machine: checkpoints of random weights, compiled kernels."""
+LEAST_S = 5.0  # in which nothing can be measured
 ONE = "one"
 """Says to a section's module that it is to do one work of it, in a process of its own, and to print its facts."""
 WARM_UP = 8
@@ -81,6 +82,8 @@ class Section:
         if not self.wanted(name):
             return
         try:
+            if self.left() < LEAST_S:
+                raise RunFailed("no time is left in the budget")
             self.keep(name, **{**known, **measure()})
         except RunFailed as error:
             self.keep(name, failed=str(error), **known)
