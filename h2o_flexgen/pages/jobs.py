@@ -11,22 +11,6 @@ from h2o_flexgen.pages.page import asset, filled, hashed
 
 RELOADED_EVERY = 5
 _SHOWN = 200
-_STYLE = """
-th, td { text-align: left; white-space: normal; vertical-align: top; }
-td.name { overflow-wrap: anywhere; min-width: 9rem; }
-td.whole { white-space: nowrap; }
-code { font-size: .75rem; color: var(--faint); }
-progress { display: block; width: 8rem; accent-color: var(--accent); }
-.bad { color: var(--bad); }
-@media (max-width: 48rem) {
-  thead { display: none; }
-  tr, td { display: block; }
-  tr { border-bottom: 1px solid var(--line); padding: .4rem 0; }
-  td { border: 0; padding: .1rem .4rem; }
-  td:empty { display: none; }
-}
-"""
-"""Beside page.css."""
 
 
 class JobsPage(NamedTuple):
@@ -44,7 +28,7 @@ def jobs_page(
 ) -> JobsPage:
     """The newest batches of a service for `models`. `left`: how long a batch still takes, in words."""
     newest = sorted(batches, key=lambda batch: int(batch["_number"]), reverse=True)[:_SHOWN]
-    style = asset("page.css") + _STYLE
+    style = asset("page.css") + asset("jobs.css")
     html = filled(
         "jobs.html",
         {"style": style},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from h2o_flexgen.pages.page import Chapter, Figure, Passage, Table, line_figure
 from h2o_flexgen.pages.reading import Json, Material, Run, number_in, object_in
@@ -42,7 +42,7 @@ def _timeline(trace: TraceFile, several: bool) -> Iterator[Passage]:
         return
     total = sum(len(timeline.rows) for _, timeline in there)
     names, causes, lanes = dict[str, int](), dict[str, int](), list[Json]()
-    gaps = {name: stalls(timeline, 0.0) for name, timeline in there}
+    gaps = {name: stalls(timeline) for name, timeline in there}
     for name, timeline in there:
         share = max(1_000, MOST_TASKS * len(timeline.rows) // total)
         lanes += _lanes(name, timeline, share, gaps[name], names, causes)
@@ -137,7 +137,9 @@ def _memory_over_time(trace: TraceFile) -> Iterator[Passage]:
     timeline = trace.measured
     if timeline is None or not timeline.memory:
         return
-    lines, most = list[Json](), _most(timeline.memory)
+    lines, most = list[Json](), dict[str, int]()
+    for level in timeline.memory:
+        most[level.tier] = max(level.nbytes, most.get(level.tier, 0))
     for colour, tier in enumerate(most):
         levels = [level for level in timeline.memory if level.tier == tier]
         points = [[max(0.0, level.at - timeline.start), level.nbytes] for level in _thin_levels(levels)]
@@ -159,17 +161,8 @@ def _memory_over_time(trace: TraceFile) -> Iterator[Passage]:
     yield Passage("", texts, [figure])
 
 
-def _most(levels: Iterable[Level]) -> dict[str, int]:
-    most = dict[str, int]()
-    for level in levels:
-        most[level.tier] = max(level.nbytes, most.get(level.tier, 0))
-    return most
-
-
 def _thin_levels(levels: Sequence[Level]) -> list[Level]:
     """At most about MOST_LEVELS, of each window the highest, so that no peak is lost."""
-    if len(levels) <= MOST_LEVELS:
-        return list(levels)
     step = -(-len(levels) // MOST_LEVELS)
     return [max(levels[at : at + step], key=lambda level: level.nbytes) for at in range(0, len(levels), step)]
 

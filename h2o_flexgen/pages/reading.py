@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,10 @@ class Material:
 
     def add(self, source: str, data: Any) -> str:
         """Takes one object; returns what it is. UsageError for one of no known kind."""
-        if isinstance(data, Mapping):
-            for what, keys, take in _KINDS:
-                if keys <= data.keys():
-                    take(self, source, dict(data))
-                    return what
+        if (kind := _kind_of(data)) is not None:
+            what, _, into, read = kind
+            getattr(self, into).extend(read(source, dict(data)))
+            return what
         found = f"the keys {', '.join(list(data)[:8])}" if isinstance(data, Mapping) else f"a {type(data).__name__}"
         found = "an object without keys" if data == {} else found
         raise UsageError(f"{source}: not a record that this page can show: it is {found}", KINDS)
@@ -85,7 +85,7 @@ def read(paths: list[Path]) -> Material:
         if path.is_dir():
             _read_folder(material, path)
         else:
-            _read_file(material, path, str(path))
+            _read_file(material, path)
     return material
 
 
@@ -97,27 +97,20 @@ def _read_folder(material: Material, folder: Path) -> None:
     for path in inside:
         if path.name == "summary.json" and runs:
             continue
-        objects = list(_objects(path))
         try:
-            trial = Material()
-            for where, data in objects:
-                trial.add(where, data)
+            _read_file(material, path)
         except UsageError as error:
-            if any(keys <= data.keys() for _, data in objects if isinstance(data, Mapping) for _, keys, _ in _KINDS):
+            if any(_kind_of(data) for _, data in _objects(path)):
                 raise
             material.files[str(path)] = f"left out: {error.found.partition(': ')[2]}"
-            continue
-        _read_file(material, path, str(path))
 
 
-def _read_file(material: Material, path: Path, name: str) -> None:
+def _read_file(material: Material, path: Path) -> None:
     found: dict[str, int] = {}
     for where, data in _objects(path):
         what = material.add(where, data)
         found[what] = found.get(what, 0) + 1
-    if not found:
-        raise UsageError(f"{name}: no record in this file", KINDS)
-    material.files[name] = ", ".join(f"{count} x {what}" if count > 1 else what for what, count in found.items())
+    material.files[str(path)] = ", ".join(f"{count} x {what}" if count > 1 else what for what, count in found.items())
 
 
 def _objects(path: Path) -> Iterator[tuple[str, Any]]:
@@ -180,85 +173,76 @@ def _checked(source: str, data: Json) -> None:
         object_in(data, "peak_bytes", source)
 
 
-def _run(material: Material, source: str, data: Json) -> None:
+def _run(source: str, data: Json) -> list[Run]:
     _checked(source, data)
-    system = str(object_in(data, "eviction", source).get("name", "run"))
-    material.runs.append(Run(source, system, data, data))
+    return [Run(source, str(object_in(data, "eviction", source).get("name", "run")), data, data)]
 
 
-def _bench_run(material: Material, source: str, data: Json) -> None:
+def _bench_run(source: str, data: Json) -> list[Run]:
     _checked(source, data)
     detail = object_in(data, "detail", source)
     record = detail if "eviction" in detail else None
     if record is not None:
         _checked(source, record)
-    material.runs.append(Run(source, str(data["system"]), data, record))
+    return [Run(source, str(data["system"]), data, record)]
 
 
-def _demo(material: Material, source: str, data: Json) -> None:
-    for which in ("full", "evicted"):
-        _run(material, f"{source}, {which}", object_in(data, which, source))
+def _demo(source: str, data: Json) -> list[Run]:
+    return [run for which in ("full", "evicted") for run in _run(f"{source}, {which}", object_in(data, which, source))]
 
 
-def _strict(into: str, kind: Any) -> Callable[[Material, str, Json], None]:
-    """Takes a report that its own class reads."""
-
-    def take(material: Material, source: str, data: Json) -> None:
-        try:
-            report = kind.from_json(data)
-        except (UsageError, TypeError, KeyError) as error:
-            raise UsageError(f"{source}: not a whole {kind.__name__}: {error}", KINDS) from None
-        getattr(material, into).append(Sourced(source, report))
-
-    return take
+def _report(kind: Any, source: str, data: Json) -> list[Sourced]:
+    """A report that its own class reads."""
+    try:
+        return [Sourced(source, kind.from_json(data))]
+    except (UsageError, TypeError, KeyError) as error:
+        raise UsageError(f"{source}: not a whole {kind.__name__}: {error}", KINDS) from None
 
 
-def _summary(material: Material, source: str, data: Json) -> None:
+def _summary(source: str, data: Json) -> list[Sourced]:
     for name, system in object_in(data, "systems", source).items():
         if not isinstance(system, dict):
             raise UsageError(f"{source}: systems.{name} is {system!r}", "needed an object")
-    material.summaries.append(Sourced(source, data))
+    return [Sourced(source, data)]
 
 
-def _plan(material: Material, source: str, data: Json) -> None:
+def _plan(source: str, data: Json) -> list[Sourced]:
     for name in ("policy", "predicted"):
         object_in(data, name, source)
-    material.plans.append(Sourced(source, data))
+    return [Sourced(source, data)]
 
 
-def _policy_file(material: Material, source: str, data: Json) -> None:
+def _policy_file(source: str, data: Json) -> list[Sourced]:
     policy = {name: value for name, value in data.items() if name != "made_for"}
-    _plan(material, source, {**object_in(data, "made_for", source), "policy": policy})
+    return _plan(source, {**object_in(data, "made_for", source), "policy": policy})
 
 
-def _trace(material: Material, source: str, data: Json) -> None:
-    material.traces.append(trace_of(data, source))
-
-
-def _of_a_suite(material: Material, source: str, data: Json) -> None:
+def _of_a_suite(source: str, data: Json) -> list[Sourced]:
     for name in ("suite", "model", "policy", "task", "metric", "kind"):
         if not isinstance(data.get(name), str):
             raise UsageError(f"{source}: {name} is {data.get(name)!r}", "needed a text")
     for name in ("budget", "value", "low", "high"):
         number(data.get(name), f"{source}: {name}", -math.inf, needed="needed a number")
-    material.suites.append(Sourced(source, data))
+    return [Sourced(source, data)]
 
 
-def _scores(material: Material, source: str, data: Json) -> None:
-    material.scores.append(Sourced(source, data))
-
-
-_KINDS: tuple[tuple[str, set[str], Callable[[Material, str, Json], None]], ...] = (
-    ("trace", {"traceEvents"}, _trace),
-    ("scores", {"heavy_hitters"}, _scores),
-    ("run of bench", {"bench_run", "system"}, _bench_run),
-    ("summary of bench", {"bench", "systems"}, _summary),
-    ("full cache beside an evicted one", {"full", "evicted"}, _demo),
-    ("evaluation along a stream", {"rows", "streams"}, _strict("streams", StreamReport)),
-    ("evaluation of quality", {"rows", "recall_file"}, _strict("qualities", QualityReport)),
-    ("figure of a suite", {"suite", "metric"}, _of_a_suite),
-    ("run", {"eviction", "decode_s"}, _run),
-    ("policy file", {"made_for"}, _policy_file),
-    ("plan of search", {"predicted", "policy"}, _plan),
+_Kind = tuple[str, set[str], str, Callable[[str, Json], list[Any]]]
+_KINDS: tuple[_Kind, ...] = (
+    ("trace", {"traceEvents"}, "traces", lambda source, data: [trace_of(data, source)]),
+    ("scores", {"heavy_hitters"}, "scores", lambda source, data: [Sourced(source, data)]),
+    ("run of bench", {"bench_run", "system"}, "runs", _bench_run),
+    ("summary of bench", {"bench", "systems"}, "summaries", _summary),
+    ("full cache beside an evicted one", {"full", "evicted"}, "runs", _demo),
+    ("evaluation along a stream", {"rows", "streams"}, "streams", partial(_report, StreamReport)),
+    ("evaluation of quality", {"rows", "recall_file"}, "qualities", partial(_report, QualityReport)),
+    ("figure of a suite", {"suite", "metric"}, "suites", _of_a_suite),
+    ("run", {"eviction", "decode_s"}, "runs", _run),
+    ("policy file", {"made_for"}, "plans", _policy_file),
+    ("plan of search", {"predicted", "policy"}, "plans", _plan),
 )
-"""Name, keys and reader of each kind; the first that fits is taken."""
+"""Of each kind its name, the keys that tell it, where it goes in a Material, and its reader."""
+
+
+def _kind_of(data: Any) -> _Kind | None:
+    """The first that fits."""
+    return next((kind for kind in _KINDS if isinstance(data, Mapping) and kind[1] <= data.keys()), None)

@@ -58,8 +58,9 @@ class Spread:
         known = [value for value in values if value is not None]
         return cls(median(known), min(known), max(known), len(known)) if known else None
 
-    def ends(self) -> str:
-        return f"{rate_text(self.median)} ({rate_text(self.low)} to {rate_text(self.high)})"
+    def __str__(self) -> str:
+        ends = f" ({rate_text(self.low)} to {rate_text(self.high)})" if self.count > 1 else ""
+        return rate_text(self.median) + ends
 
 
 def measured(run: Run) -> PlottedRun:
@@ -67,7 +68,6 @@ def measured(run: Run) -> PlottedRun:
     record: Json = run.record or {}
     data, settings, source = run.data, object_in(run.data, "settings", run.source), run.source
     host = object_in(data, "host", source) or object_in(record, "host", source)
-
     detail = record or object_in(data, "detail", source)
 
     def said(name: str) -> str:
@@ -188,14 +188,15 @@ def _table(systems: Mapping[str, Sequence[PlottedRun]]) -> Table:
     head = ["run", "runs", *(f"{what}, tokens/s" for what in RATES.values()), "predicted", "measured / predicted"]
     rows = []
     for system, runs in systems.items():
-        cells = [_spread([run.rates[name] for run in runs]) for name in RATES]
-        expected = [run.predicted["gen_throughput"] for run in runs]
+        spreads = [Spread.of(run.rates[name] for run in runs) for name in RATES]
+        spreads.append(Spread.of(run.predicted["gen_throughput"] for run in runs))
         ratios = [
             real / plan
             for run in runs
             if (real := run.rates["gen_throughput"]) and (plan := run.predicted["gen_throughput"])
         ]
-        rows.append([system, str(len(runs)), *cells, _spread(expected), f"{median(ratios):.2f}" if ratios else "-"])
+        cells = [str(spread or "-") for spread in spreads]
+        rows.append([system, str(len(runs)), *cells, f"{median(ratios):.2f}" if ratios else "-"])
     return Table("Median (least to most), tokens per second; predicted: end to end, by the cost model", head, rows)
 
 
@@ -203,13 +204,6 @@ def rate_text(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def _spread(values: Iterable[float | None]) -> str:
-    spread = Spread.of(values)
-    if spread is None:
-        return "-"
-    return rate_text(spread.median) if spread.count == 1 else spread.ends()
 
 
 def _number(text: str) -> float | None:
@@ -286,7 +280,7 @@ def _summary(source: str, data: Json) -> Passage:
     spreads = {name: {system: _kept(one, name) for system, one in systems.items()} for name in RATES}
     rows = []
     for system, one in systems.items():
-        cells = [spread.ends() if (spread := each[system]) else "-" for each in spreads.values()]
+        cells = [str(each[system] or "-") for each in spreads.values()]
         rows.append([system, str(one.get("repetitions", "?")), str(one.get("batch", "?")), *cells])
     lengths = f"{settings.get('prompt_len', '?')} + {settings.get('gen_len', '?')} tokens"
     host = object_in(data, "host", source)

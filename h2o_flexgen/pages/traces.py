@@ -78,8 +78,8 @@ def is_compute(resource: str) -> bool:
     return "->" not in resource
 
 
-def stalls(timeline: Timeline, least: float) -> list[Stall]:
-    """Gaps of at least `least` seconds in which no stage computed, in order, each with its cause.
+def stalls(timeline: Timeline) -> list[Stall]:
+    """Gaps in which no stage computed, in order, each with its cause.
 
     A gap is laid to the transfer that ended last before computing went on, if one ended in the gap: the task after it
     waited for that. Otherwise the computing thread did something that no row tells.
@@ -89,7 +89,7 @@ def stalls(timeline: Timeline, least: float) -> list[Stall]:
     ends = [row.end for row in moved]
     found, until = list[Stall](), computed[0].end if computed else 0.0
     for row in computed:
-        if row.start - until >= least and row.start > until:
+        if row.start > until:
             # Its end is seen a little after the thread that waited goes on, or before.
             slack = 0.05 * (row.start - until)
             inside = moved[bisect_left(ends, until) : bisect_right(ends, row.start + slack)]
@@ -105,21 +105,12 @@ def _cause(last: Row | None) -> str:
 
 
 KINDS = ("attention", "MLP", "embedding and head", "weights", "KV cache", "hidden states", "experts", "other")
-_WORDS = (
-    ("weights", 3),
-    ("cache", 4),
-    ("hidden", 5),
-    ("expert", 6),
-    (".attn", 0),
-    (".mlp", 1),
-    ("embed", 2),
-    ("head", 2),
-)
+_WORDS = {"weights": 3, "cache": 4, "hidden": 5, "expert": 6, ".attn": 0, ".mlp": 1, "embed": 2, "head": 2}
 
 
 def kind_of(row: Row) -> int:
     """Which of KINDS a row is, by the words of its task; on a link a group's own name stands for its weights."""
-    kind = next((kind for word, kind in _WORDS if word in row.task.lower()), len(KINDS) - 1)
+    kind = next((kind for word, kind in _WORDS.items() if word in row.task.lower()), len(KINDS) - 1)
     return 3 if kind not in (3, 4, 5, 6) and not is_compute(row.resource) else kind
 
 

@@ -71,22 +71,17 @@ def _sources(material: Material, missing: list[str]) -> Chapter:
     """The files that were read, what they lack, and which sections other records would add: the last."""
     rows = [[name, what] for name, what in material.files.items()]
     parts = [Passage(tables=[Table("Files", ["file", "what is in it"], rows)])] if rows else []
-    absent = [f"{name} in {count} of {len(material.runs)} records" for name, count in _absent(material).items()]
+    ours = [run.record for run in material.runs if run.record]
+    absent = [
+        f"{name} in {count} of {len(material.runs)} records"
+        for name in ("predicted", "roofline", "peak_bytes", "host", "date")
+        if (count := sum(not record.get(name) for record in ours))
+    ]
     if absent:
         parts.append(Passage("Missing in the records", [", ".join(absent) + "."]))
     if missing:
         parts.append(Passage("Other records would add", missing))
     return Chapter("sources", "Files read", [], parts)
-
-
-def _absent(material: Material) -> dict[str, int]:
-    """What records of our own runs could tell, and do not."""
-    ours = [run.record for run in material.runs if run.record]
-    lacking = {
-        name: sum(not record.get(name) for record in ours)
-        for name in ("predicted", "roofline", "peak_bytes", "host", "date")
-    }
-    return {name: count for name, count in lacking.items() if count}
 
 
 def _facts(run: Run) -> Passage:

@@ -30,13 +30,13 @@ def test_a_trace_file_comes_back(tmp_path: Path) -> None:
 
 
 def test_stalls_and_their_causes() -> None:
-    found = stalls(Timeline(ROWS), 0.0)
+    found = stalls(Timeline(ROWS))
     assert [(stall.start, stall.end) for stall in found] == [(1.0, 3.0), (4.0, 4.5)]
     assert [stall.cause for stall in found] == [
         "waiting for disk->cpu: weights",
         "no transfer ended meanwhile: choosing tokens, bookkeeping",
     ]
-    assert stalls(Timeline(()), 0.0) == []
+    assert stalls(Timeline(())) == []
 
 
 @given(
