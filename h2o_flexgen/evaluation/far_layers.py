@@ -72,7 +72,7 @@ def measure_layers(
     """
     with evicting(model, engine, EvictionConfig()) as llm:
         spec = llm.model.spec
-        pairs, count = cut_windows(llm, read_text(settings.text), settings).pairs, spec.num_layers
+        pairs, count = cut_windows(llm, read_text(settings.text), settings), spec.num_layers
         exact = _scored(llm, pairs)
     if count < 3:
         raise UsageError(f"{model} has {count} layers", "needed three to compare", "leave --measure-layers out")

@@ -58,14 +58,6 @@ class AskedCase(NamedTuple):
 ASKED = "asked"
 
 
-class Windows(NamedTuple):
-    """Pieces of one text, all of the same lengths."""
-
-    pairs: list[Window]
-    context: int
-    continuation: int
-
-
 def evicting(model: str, engine: Mapping[str, Any] | None, eviction: EvictionConfig) -> LLM:
     """An engine with the settings `engine` and this eviction, which takes its seed from them."""
     settings = dict(engine or {})
@@ -90,15 +82,9 @@ def encoded(llm: LLM, text: str) -> tuple[list[int], list[int]]:
     return ids[:count], ids[count:]
 
 
-class Likelihood(NamedTuple):
-    """Mean negative log-likelihood in nats, over `tokens`."""
-
-    nll: float
-    tokens: int
-
-
-def cut_windows(llm: LLM, text: str, settings: EvaluationSettings) -> Windows:
-    """Windows spread evenly over `text`, none of whose continuations overlap; UsageError where none fits.
+def cut_windows(llm: LLM, text: str, settings: EvaluationSettings) -> list[Window]:
+    """Windows of the same lengths, spread evenly over `text`, none of whose continuations overlap; UsageError where
+    none fits.
 
     Each starts as the tokenizer starts a text (with BOS, if it adds one), which counts as one token of the context.
     """
@@ -114,15 +100,15 @@ def cut_windows(llm: LLM, text: str, settings: EvaluationSettings) -> Windows:
         )
     starts = range(0, last + 1, continuation)
     chosen = spread(starts, settings.limit or MOST_WINDOWS)
-    pairs = [(head + body[at : at + inside], body[at + inside : at + inside + continuation]) for at in chosen]
-    return Windows(pairs, context, continuation)
+    return [(head + body[at : at + inside], body[at + inside : at + inside + continuation]) for at in chosen]
 
 
-def likelihood(llm: LLM, windows: Sequence[Window]) -> Likelihood:
-    """Scores every window's continuation through `llm`, at its eviction policy and budget."""
+def likelihood(llm: LLM, windows: Sequence[Window]) -> tuple[float, int]:
+    """Scores every window's continuation through `llm`, at its eviction policy and budget: mean negative log-likelihood
+    in nats, and over how many tokens."""
     scores = whole(llm.score(windows))
     tokens = sum(len(score.token_logprobs) for score in scores)
-    return Likelihood(-sum(score.logprob for score in scores) / tokens, tokens)
+    return -sum(score.logprob for score in scores) / tokens, tokens
 
 
 def whole(scores: list[Score]) -> list[Score]:
@@ -203,25 +189,26 @@ def evaluate(
             row, record = _measure(llm, cell, cases, windows)
         rows.append(row)
         on_row(row)
+    context, continuation = map(len, windows[0])
     return QualityReport(
         model=record.model,
         dtype=record.dtype,
         device=record.device,
         recall_file=settings.recall or RECALL_FILE,
         text_file=settings.text or TEXT_FILE,
-        context=windows.context,
-        continuation=windows.continuation,
-        windows=len(windows.pairs),
+        context=context,
+        continuation=continuation,
+        windows=len(windows),
         rows=tuple(rows),
     )
 
 
 def _measure(
-    llm: LLM, eviction: EvictionConfig, cases: list[Question], windows: Windows
+    llm: LLM, eviction: EvictionConfig, cases: list[Question], windows: list[Window]
 ) -> tuple[QualityRow, RunRecord]:
     started = time.perf_counter()
     tallies, record = recall(llm, cases), record_of(llm)
-    nll, tokens = likelihood(llm, windows.pairs)
+    nll, tokens = likelihood(llm, windows)
     row = QualityRow(
         policy=eviction.name,
         ratio=eviction.ratio,

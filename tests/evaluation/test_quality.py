@@ -38,7 +38,7 @@ def test_layers_that_look_far(tiny: str, files: tuple[str, str], capsys: pytest.
     count, found = len(data["losses"]), []
     for eviction in (EvictionConfig(), EvictionConfig("h2o", (count - 0.5) / count, far_layers=tuple(range(1, count)))):
         with evicting(tiny, {"dtype": "float32"}, eviction) as llm:
-            scores = llm.score(cut_windows(llm, Path(files[1]).read_text(), settings).pairs)
+            scores = llm.score(cut_windows(llm, Path(files[1]).read_text(), settings))
             found.append([x for score in scores for x in score.token_logprobs])
             budgets = llm.last_record.eviction.get("budget_by_layer")
     assert budgets[1:] == [48] * (count - 1)

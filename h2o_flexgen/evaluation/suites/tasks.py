@@ -192,7 +192,7 @@ def make(task: SuiteTask, llm: LLM) -> Measured:
     if task.kind in ("perplexity", "agreement"):
         settings = EvaluationSettings(context=task.context, continuation=task.continuation, limit=task.cases)
         windows = cut_windows(llm, _text(task), settings)
-        return Measured(task, [AskedCase(context, rest, 0) for context, rest in windows.pairs])
+        return Measured(task, [AskedCase(context, rest, 0) for context, rest in windows])
     if task.kind in ("recall", "reasoning"):
         cases = read_cases(task.questions, SUMS_FILE if task.kind == "reasoning" else RECALL_FILE)
         questions = [case for case in cases if task.only in (None, case.kind) and case.question_at is not None]
