@@ -136,16 +136,16 @@ def _eviction(eviction: dict[str, Any]) -> str:
         return "none: the full cache"
     shares = ""
     if "share_of_sequence" in eviction:
-        of_sequence, of_prompt = _span(eviction["share_of_sequence"], ".0%"), _span(eviction["share_of_prompt"], ".0%")
-        shares = f" ({of_sequence} of the sequence, {of_prompt} of the prompt)"
-    parts = ", ".join(f"{_span(eviction[part])} {part}" for part in ("heavy", "recent", "sinks") if eviction[part])
-    return f"{eviction['name']} keeps {_span(eviction['budget'])} tokens per head{shares}: {parts}"
+        of = [f"{span_text(eviction[f'share_of_{what}'], '.0%')} of the {what}" for what in ("sequence", "prompt")]
+        shares = f" ({', '.join(of)})"
+    parts = ", ".join(f"{span_text(eviction[part])} {part}" for part in ("heavy", "recent", "sinks") if eviction[part])
+    return f"{eviction['name']} keeps {span_text(eviction['budget'])} tokens per head{shares}: {parts}"
 
 
-def _span(value: Any, form: str = "") -> str:
-    """`value`, or "least to most" of a pair whose ends look different."""
+def span_text(value: Any, form: str = "", joint: str = " to ") -> str:
+    """A number of a record, or the [smallest, largest] it has where sequences differ and these look different."""
     ends = [format(end, form) for end in (value if isinstance(value, list) else [value])]
-    return ends[0] if ends[0] == ends[-1] else f"{ends[0]} to {ends[-1]}"
+    return joint.join(dict.fromkeys((ends[0], ends[-1])))
 
 
 def _shares(shares: dict[str, float]) -> str:

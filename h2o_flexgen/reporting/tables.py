@@ -16,7 +16,8 @@ from h2o_flexgen.config.reports.quality import (
     SuiteRecord,
 )
 from h2o_flexgen.config.reports.record import RunRecord
-from h2o_flexgen.units import format_bytes, format_seconds
+from h2o_flexgen.reporting.run_report import span_text
+from h2o_flexgen.units import format_bytes, format_seconds, format_speed
 
 COLUMNS = 98
 """Of prose: it fits a terminal of 100."""
@@ -58,13 +59,12 @@ def _right_answers(row: QualityRow) -> list[tuple[str, float | None]]:
     return [*shown, *((f"{tally.kind} later".strip(), tally.later) for tally in row.recall if tally.later_cases)]
 
 
-def span(value: Any) -> str:
-    """A number of a record, or the [smallest, largest] it has where sequences differ."""
-    return f"{value[0]}-{value[1]}" if isinstance(value, list) else str(value)
+def _tokens(eviction: dict[str, Any], part: str = "budget") -> str:
+    return span_text(eviction[part], joint="-")
 
 
 def _quality_cells(row: QualityRow) -> list[str]:
-    cells = [row.policy, f"{row.ratio:g}", span(row.eviction["budget"]), format_bytes(row.kv_bytes)]
+    cells = [row.policy, f"{row.ratio:g}", _tokens(row.eviction), format_bytes(row.kv_bytes)]
     shares = [row.recall_accuracy, *(share for _, share in _right_answers(row))]
     return [*cells, *map(_percent, shares), _number(row.perplexity)]
 
@@ -153,7 +153,7 @@ def stream_table(report: StreamReport) -> str:
     ranges = ((report.prompt, context), (context, length), (max(context, length - context), length))
     header = ["policy", "positions", "tokens", "KV cache", f"within {context:,}", "beyond", f"last {context:,}"]
     rows = [
-        [row.policy, row.positions, span(row.eviction["budget"]), _cache(row)]
+        [row.policy, row.positions, _tokens(row.eviction), _cache(row)]
         + [_number(report.between(row, first, last)) for first, last in ranges]
         for row in report.rows
     ]
@@ -242,14 +242,10 @@ def _tail(prompt: str, columns: int) -> str:
 def _figures(record: RunRecord) -> dict[str, str]:
     return {
         "KV cache": format_bytes(record.kv_bytes),
-        "tokens kept per head, by prompt": span(record.eviction["budget"]),
-        "of them heavy hitters": span(record.eviction["heavy"]),
-        "prefill": _rate(record.prefill_throughput),
-        "decode": _rate(record.decode_throughput),
-        "generated, prefill and decode": _rate(record.gen_throughput),
+        "tokens kept per head, by prompt": _tokens(record.eviction),
+        "of them heavy hitters": _tokens(record.eviction, "heavy"),
+        "prefill": format_speed(record.prefill_throughput),
+        "decode": format_speed(record.decode_throughput),
+        "generated, prefill and decode": format_speed(record.gen_throughput),
         "time, prefill and decode": format_seconds(record.prefill_s + record.decode_s),
     }
-
-
-def _rate(tokens_per_second: float | None) -> str:
-    return "-" if tokens_per_second is None else f"{tokens_per_second:,.0f} tokens/s"
