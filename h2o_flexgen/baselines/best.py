@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +49,7 @@ class Search:
 
 
 def search(
-    runner: Runner,
-    name: str,
-    say: Say,
-    found: Search | None = None,
-    keep: Callable[[Search], None] = lambda found: None,
+    runner: Runner, name: str, say: Say, found: Search | None = None, keep: Callable[[], None] = lambda: None
 ) -> Search:
     """Tries the batch sizes of the settings, or doubles from FIRST (halves where that fails) up to LARGEST.
 
@@ -70,7 +65,7 @@ def search(
         if not found.stopped:
             found.tried.append(_try(runner, name, size))
             say(f"{name}, batch {size}: {_said(found.tried[-1])}")
-        keep(found)
+        keep()
         size = None if found.stopped else _next(found, settings.batch_sizes)
     return found
 
@@ -168,10 +163,6 @@ class Batches:
                 raise UsageError(f"{found.path} is not one of bench: {error!r}", "", "name another folder") from None
         return found
 
-    def keep(self, name: str, found: Search) -> None:
-        self.searches[name] = found
-        self.write()
-
     def write(self) -> None:
         """The file, anew. StorageError where that is not possible."""
         systems = {name: asdict(found) for name, found in self.searches.items()}
@@ -188,9 +179,9 @@ def at_best(runner: Runner, folder: Path, say: Say) -> list[tuple[str, Compariso
     names = [name for name in settings.systems if runner.missing(name) is None]
     batches = Batches.open(folder, kept)
     for name in names:
-        found = batches.searches.get(name, Search())
+        found = batches.searches.setdefault(name, Search())
         known = len(found.tried)
-        search(runner, name, say, found, partial(batches.keep, name))
+        search(runner, name, say, found, batches.write)
         if found.best is None and len(found.tried) == known:
             say(f"{name}: no batch worked before (without its entry in {batches.path} it would be tried again)")
     if batches.common is None:

@@ -9,6 +9,7 @@ import csv
 import io
 import math
 from collections.abc import Sequence
+from itertools import groupby
 from statistics import median
 from typing import Any
 
@@ -304,12 +305,8 @@ def _provenance(summary: dict[str, Any]) -> list[str]:
 
 def _ranges(numbers: list[int]) -> str:
     """ "1-3, 5" for 1, 2, 3, 5."""
-    groups: list[list[int]] = []
-    for number in sorted(numbers):
-        if groups and number == groups[-1][-1] + 1:
-            groups[-1].append(number)
-        else:
-            groups.append([number])
+    places = enumerate(sorted(numbers))  # neighbours are as far from their places
+    groups = [[number for _, number in group] for _, group in groupby(places, lambda pair: pair[1] - pair[0])]
     return ", ".join(str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}" for group in groups)
 
 
