@@ -170,11 +170,9 @@ class JobResults(Closing):
     def _create(self, job: Mapping[str, Any]) -> None:
         """New files; with `overwrite` in the place of old ones."""
         if self._journal is None:
-            try:
+            with suppress(FileExistsError):
                 self._journal = AppendedFile(self._beside, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            except FileExistsError:
-                raise LockedError(f"{self.paths[0]} has just been begun by another process") from None
-            if not locked(self._journal.fd):
+            if self._journal is None or not locked(self._journal.fd):
                 raise LockedError(f"{self.paths[0]} has just been begun by another process")
         if self._overwrite:
             _remove(*self.paths, *self._aside())

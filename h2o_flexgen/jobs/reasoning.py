@@ -17,20 +17,12 @@ from h2o_flexgen.engine.requests.tokenizer import TextCodec, stop_in
 from h2o_flexgen.jobs.requests import Refused
 from h2o_flexgen.jobs.tools import TOOL_FIELDS, CallStyle, Tools, calls_of, style_of, with_texts
 
-SPEECH_FIELDS = (
-    *TOOL_FIELDS,
-    "chat_template_kwargs",
-    "reasoning_effort",
-    "enable_thinking",
-    "include_reasoning",
-    "max_reasoning_tokens",
-    "thinking_token_budget",
-)
-"""Fields of a chat's body that this is about."""
 REASONING_FIELDS = ("reasoning_effort", "enable_thinking")
 """Fields of a body that are arguments of the template."""
 LIMITS = ("max_reasoning_tokens", "thinking_token_budget")
 """What tokens of reasoning are bounded by, ours and vLLM's."""
+SPEECH_FIELDS = (*TOOL_FIELDS, "chat_template_kwargs", *REASONING_FIELDS, "include_reasoning", *LIMITS)
+"""Fields of a chat's body that this is about."""
 _TAIL = 32
 _PLAIN = ("<think>", "</think>")
 _TAGS = (_PLAIN, ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"), ("<seed:think>", "</seed:think>"))

@@ -83,7 +83,7 @@ class Source:
             while data := file.read(_CHUNK):
                 digest.update(data)
                 size += len(data)
-        scan, ids = Scan(digest.hexdigest(), size), _Ids()
+        scan, ids = Scan(digest.hexdigest(), size), array("Q")
         if self.format == "parquet":
             scan.lines = self._parquet_file().metadata.num_rows
             scan.requests = sum(map(self._mine, range(1, scan.lines + 1)))
@@ -92,8 +92,8 @@ class Source:
             scan.lines = record.line
             scan.requests += self._mine(record.line)
             if self.format == "openai":
-                ids.add(record)
-        scan.doubled = ids.doubled()
+                ids.extend(_noted(record))
+        scan.doubled = _doubled(ids)
         return scan
 
     def records(self) -> Iterator[Record]:
@@ -207,23 +207,21 @@ def custom_id_of(record: Record) -> str | None:
     return None
 
 
-class _Ids:
-    """Which custom_ids stand twice: 24 bytes a line."""
+def _noted(record: Record) -> tuple[int, ...]:
+    """A custom_id as two numbers, and its line: 24 bytes. () for a line without one."""
+    name = custom_id_of(record)
+    if name is None:
+        return ()
+    digest = xxhash.xxh3_128_intdigest(name.encode())
+    return digest >> 64, digest & (2**64 - 1), record.line
 
-    def __init__(self) -> None:
-        self._rows = array("Q")
 
-    def add(self, record: Record) -> None:
-        name = custom_id_of(record)
-        if name is not None:
-            digest = xxhash.xxh3_128_intdigest(name.encode())
-            self._rows.extend((digest >> 64, digest & (2**64 - 1), record.line))
-
-    def doubled(self) -> frozenset[int]:
-        high, low, lines = np.array(self._rows).reshape(-1, 3).T
-        order = np.lexsort((lines, low, high))
-        same = (high[order][1:] == high[order][:-1]) & (low[order][1:] == low[order][:-1])
-        return frozenset(lines[order][1:][same].tolist())
+def _doubled(ids: array[int]) -> frozenset[int]:
+    """The lines whose custom_id stood in an earlier one, of what was noted of all."""
+    high, low, lines = np.array(ids).reshape(-1, 3).T
+    order = np.lexsort((lines, low, high))
+    same = (high[order][1:] == high[order][:-1]) & (low[order][1:] == low[order][:-1])
+    return frozenset(lines[order][1:][same].tolist())
 
 
 def _guessed(path: Path, prompts: tuple[str, ...]) -> str:
