@@ -161,17 +161,15 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.model.bfloat16().train()
-        trained = [(name, param) for name, param in self.model.named_parameters() if param.requires_grad]
-        self.names, self.params = [name for name, _ in trained], [param for _, param in trained]
+        names, self.params = zip(*((n, p) for n, p in self.model.named_parameters() if p.requires_grad), strict=True)
         self.masters = [param.detach().float() for param in self.params]
-        pairs = list(zip(self.names, self.masters, strict=True))
-        matrices = [m for n, m in pairs if m.ndim == 2 and "embed" not in n]
-        others = [m for n, m in pairs if not (m.ndim == 2 and "embed" not in n)]
+        matrices, others = list[torch.Tensor](), list[torch.Tensor]()
+        for name, master in zip(names, self.masters, strict=True):
+            (matrices if master.ndim == 2 and "embed" not in name else others).append(master)
         self.optimizers = [
             torch.optim.Muon(matrices, lr=self.recipe.lr_matrix, weight_decay=0.03, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(others, lr=self.recipe.lr_other, betas=(0.9, 0.98), weight_decay=0.0),
         ]
-        self.base_rates = [self.recipe.lr_matrix, self.recipe.lr_other]
         self.loss = torch.compile(self.plain_loss, dynamic=False)
 
     def plain_loss(self, ids: torch.Tensor, positions: torch.Tensor | None, weights: torch.Tensor) -> torch.Tensor:
@@ -189,8 +187,8 @@ class Trainer:
                 assert param.grad is not None, "every trained parameter takes part in the loss"
                 master.grad, param.grad = param.grad.float(), None
             torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
-            for optimizer, base in zip(self.optimizers, self.base_rates, strict=True):
-                optimizer.param_groups[0]["lr"] = base * self.recipe.rate(self.step)
+            for optimizer in self.optimizers:
+                optimizer.param_groups[0]["lr"] = optimizer.defaults["lr"] * self.recipe.rate(self.step)
                 optimizer.step()
             for master, param in zip(self.masters, self.params, strict=True):
                 param.copy_(master)
