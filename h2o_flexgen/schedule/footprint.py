@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Self
@@ -54,10 +54,6 @@ class Footprint:
     def total(self, tier: str) -> int:
         """Bytes needed on `tier` at the peak."""
         return sum(item.nbytes for item in self.items if item.tier == tier)
-
-    def over(self, caps: Mapping[str, int]) -> dict[str, int]:
-        """Bytes above the cap, for each tier that exceeds it."""
-        return {tier: need - cap for tier, cap in caps.items() if (need := self.total(tier)) > cap}
 
     def table(self) -> str:
         """One line per item and a total per tier: fastest tier first, largest item first."""
@@ -113,7 +109,8 @@ class PlacedPolicy:
     @cached_property
     def over(self) -> dict[str, int]:
         """Bytes above the cap, for each tier that exceeds it."""
-        return self.footprint.over(self.request.capped)
+        needs = {tier: self.footprint.total(tier) - cap for tier, cap in self.request.capped.items()}
+        return {tier: nbytes for tier, nbytes in needs.items() if nbytes > 0}
 
     @property
     def moves(self) -> bool:

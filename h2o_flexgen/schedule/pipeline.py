@@ -6,25 +6,29 @@ stage right after it has left the last, and no stage waits while there are as ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate, chain, pairwise
 
 from h2o_flexgen.config.model.spec import ModelSpec, UnitSpec
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.schedule.tasks import GroupBatches, GroupLast, ScheduleShape, Tick
-from h2o_flexgen.schedule.zigzag import Pass, StageTicks, still_active
+from h2o_flexgen.schedule.tasks import ScheduleShape, Tick
+from h2o_flexgen.schedule.zigzag import BatchGroup, Pass, StageTicks
 
 
-def pipeline(shape: ScheduleShape, active: GroupBatches | None = None, last: GroupLast | None = None) -> Iterator[Tick]:
+def pipeline(
+    shape: ScheduleShape,
+    active: Callable[[int, int], Sequence[int]] | None = None,
+    last: Callable[[int, int], bool] | None = None,
+) -> Iterator[Tick]:
     """Yield the ticks of a block on `shape.stages`; with one stage those of `zigzag`.
 
     Stages that are busy in one slot take turns, so that one host keeps all devices supplied; the output head comes
-    last, since the host then waits for tokens. `active(step, group)` and `last(step, group)`: as for `zigzag`, asked
-    when the group's `step` begins.
+    last, since the host then waits for tokens. `active(step, group)` and `last(step, group)`: as for `zigzag`, of the
+    batches of one group, asked when its `step` begins.
     """
-    groups = [_BatchGroup(shape, index, active, last) for index in range(len(shape.groups))]
+    groups = [BatchGroup(shape, index, active, last) for index in range(len(shape.groups))]
     stages = [StageTicks(shape, units, number) for number, units in enumerate(shape.stages)]
     here: list[Pass | None] = [None] * len(stages)
     index = slot = 0
@@ -49,31 +53,7 @@ def pipeline(shape: ScheduleShape, active: GroupBatches | None = None, last: Gro
             index += 1
 
 
-class _BatchGroup:
-    def __init__(self, shape: ScheduleShape, index: int, active: GroupBatches | None, last: GroupLast | None) -> None:
-        self._index, self._active, self._last, self._num_steps = index, active, last, shape.num_steps
-        self._batches: Sequence[int] = shape.groups[index]
-        self.step = -1
-        """Of the last step that has begun."""
-        self.over = False
-        """Whether no other step will begin."""
-
-    def enter(self) -> Pass | None:
-        """The group's next step; None if there is none."""
-        if self.over:
-            return None
-        step, batches = self.step + 1, tuple(self._batches)
-        if self._active is not None:
-            batches = still_active(self._active(step, self._index), self._batches, step)
-        if not batches:
-            self.over = True
-            return None
-        self.over = step == self._num_steps - 1 or (self._last is not None and self._last(step, self._index))
-        self.step, self._batches = step, batches
-        return Pass(self._index, step, batches, self.over)
-
-
-def _next_step(groups: Sequence[_BatchGroup], number: int, here: Sequence[Pass | None]) -> int | None:
+def _next_step(groups: Sequence[BatchGroup], number: int, here: Sequence[Pass | None]) -> int | None:
     """The step of the next pass of a stage, if any group may go on; else None."""
     now = here[number]
     if now is None:

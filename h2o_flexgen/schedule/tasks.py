@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
-from typing import TypeAlias
 
 from h2o_flexgen.config.model.spec import UnitSpec
 
@@ -79,7 +77,7 @@ class ScheduleShape:
     """The inputs of a schedule. Raises ValueError for a shape that has none.
 
     units         input embedding first, output head last
-    num_steps     steps at most: fewer if every row finishes early, or if `LastStep` ends the schedule
+    num_steps     steps at most: fewer if every row finishes early, or if `last` of `zigzag` ends the schedule
     streamed      keys of the weight groups that are not resident on the compute tier
     cache_moves   (layer, batch) of the caches that are not resident on the compute tier
     hidden_moves  batches whose hidden states are parked off the compute tier while other batches are computed
@@ -143,27 +141,6 @@ def alone(num_batches: int, num_stages: int = 1) -> tuple[int, ...]:
     """GPU batches that are a group of their own. They are never parked: the next unit needs their hidden states."""
     return tuple(group[0] for group in groups_of(num_batches, num_stages) if len(group) == 1)
 
-
-ActiveBatches: TypeAlias = Callable[[int], Sequence[int]]
-"""Maps a step to the ascending indices of the GPU batches that still have unfinished rows; [] ends the schedule."""
-
-LastStep: TypeAlias = Callable[[int], bool]
-"""Whether this step is certainly the last; False if that is not known."""
-
-WholeStep: TypeAlias = Callable[[int], bool]
-"""Whether a GPU batch's whole step ran in the tick of its first unit; of the other units only the last is left."""
-
-ChosenExperts: TypeAlias = Callable[[int, UnitSpec], Sequence[int]]
-"""The experts of a unit that the tokens of a step chose, ascending, once all its GPU batches have been routed."""
-
-ReadsAhead: TypeAlias = Callable[[int, UnitSpec], bool]
-"""Whether the tokens of a step will choose nearly all experts of a unit, so that these can be read in advance."""
-
-GroupBatches: TypeAlias = Callable[[int, int], Sequence[int]]
-"""As ActiveBatches, but of one group: maps a step and the index of a group to its batches that go on."""
-
-GroupLast: TypeAlias = Callable[[int, int], bool]
-"""As LastStep, but of one group: whether no step of it can follow this one, given a step and the group's index."""
 
 # Decode steps as CUDA graphs: recorded once, then launched as a whole.
 PATIENCE = 3

@@ -50,12 +50,10 @@ class WeightRoom:
         count = self.count if self.experts else 0
         return tuple(Place("", first + number * self.experts, self.experts) for number in range(count))
 
-    def first(self, key: str) -> int:
-        """The index of the first place in the cycle for `key`; KeyError if it has none."""
-        for index, place in enumerate(self.cycle):
-            if place.key == key:
-                return index
-        raise KeyError(key)
+    @property
+    def first(self) -> dict[str, int]:
+        """The index of the first place in the cycle for each key."""
+        return {place.key: index for index, place in reversed([*enumerate(self.cycle)])}
 
 
 def weight_room(sizes: Mapping[str, int], lookahead: int, experts: int = 0, count: int = EXPERT_SLOTS) -> WeightRoom:

@@ -13,28 +13,17 @@ from itertools import groupby, takewhile
 from typing import NamedTuple
 
 from h2o_flexgen.config.model.spec import UnitSpec
-from h2o_flexgen.schedule.tasks import (
-    NO_BATCH,
-    ActiveBatches,
-    ChosenExperts,
-    LastStep,
-    ReadsAhead,
-    ScheduleShape,
-    Task,
-    TaskKind,
-    Tick,
-    WholeStep,
-)
+from h2o_flexgen.schedule.tasks import NO_BATCH, ScheduleShape, Task, TaskKind, Tick
 
 
 def zigzag(
     shape: ScheduleShape,
-    active: ActiveBatches | None = None,
-    last: LastStep | None = None,
-    whole: WholeStep | None = None,
-    chosen: ChosenExperts | None = None,
+    active: Callable[[int], Sequence[int]] | None = None,
+    last: Callable[[int], bool] | None = None,
+    whole: Callable[[int], bool] | None = None,
+    chosen: Callable[[int, UnitSpec], Sequence[int]] | None = None,
     streams: Callable[[str], bool] | None = None,
-    ahead: ReadsAhead | None = None,
+    ahead: Callable[[int, UnitSpec], bool] | None = None,
 ) -> Iterator[Tick]:
     """Yield the ticks of a block: for each step, for each unit, one tick per active GPU batch.
 
@@ -50,15 +39,10 @@ def zigzag(
     ahead(step, unit)   whether the unit's experts are read before tokens choose, see `ExpertStream`. None: never
     """
     stage = StageTicks(shape, range(len(shape.units)), whole=whole, chosen=chosen, streams=streams, ahead=ahead)
-    batches: Sequence[int] = range(shape.num_batches)
-    for step in range(shape.num_steps):
-        batches = batches if active is None else still_active(active(step), batches, step)
-        if not batches:
-            break
-        ends = step == shape.num_steps - 1 or (last is not None and last(step))
-        yield from stage.walk(Pass(0, step, tuple(batches), ends), next_step=None if ends else step + 1)
-        if ends:
-            break
+    of_group = None if active is None else lambda step, group: active(step)
+    group = BatchGroup(shape, 0, of_group, None if last is None else lambda step, group: last(step))
+    while (now := group.enter()) is not None:
+        yield from stage.walk(now, next_step=None if now.ends else now.step + 1)
     yield from stage.drain()
 
 
@@ -71,6 +55,38 @@ class Pass(NamedTuple):
     ends: bool
 
 
+class BatchGroup:
+    """GPU batches that go through a stage together, step by step. `active` and `last`: those of `pipeline`."""
+
+    def __init__(
+        self,
+        shape: ScheduleShape,
+        index: int,
+        active: Callable[[int, int], Sequence[int]] | None,
+        last: Callable[[int, int], bool] | None,
+    ) -> None:
+        self._index, self._active, self._last, self._num_steps = index, active, last, shape.num_steps
+        self._batches: Sequence[int] = shape.groups[index]
+        self.step = -1
+        """Of the last step that has begun."""
+        self.over = False
+        """Whether no other step will begin."""
+
+    def enter(self) -> Pass | None:
+        """The group's next step; None if there is none."""
+        if self.over:
+            return None
+        step, batches = self.step + 1, tuple(self._batches)
+        if self._active is not None:
+            batches = still_active(self._active(step, self._index), self._batches, step)
+        if not batches:
+            self.over = True
+            return None
+        self.over = step == self._num_steps - 1 or (self._last is not None and self._last(step, self._index))
+        self.step, self._batches = step, batches
+        return Pass(self._index, step, batches, self.over)
+
+
 class StageTicks:
     """The ticks of one device, pass by pass. The callables are those of `zigzag`."""
 
@@ -80,10 +96,10 @@ class StageTicks:
         units: range,
         number: int = 0,
         *,
-        whole: WholeStep | None = None,
-        chosen: ChosenExperts | None = None,
+        whole: Callable[[int], bool] | None = None,
+        chosen: Callable[[int, UnitSpec], Sequence[int]] | None = None,
         streams: Callable[[str], bool] | None = None,
-        ahead: ReadsAhead | None = None,
+        ahead: Callable[[int, UnitSpec], bool] | None = None,
     ) -> None:
         """`units`: those that stage `number` computes."""
         self._shape, self._number, self._index = shape, number, 0
@@ -289,7 +305,7 @@ class ExpertStream:
         shape: ScheduleShape,
         stage: Sequence[UnitSpec],
         streams: Callable[[str], bool],
-        ahead: ReadsAhead | None,
+        ahead: Callable[[int, UnitSpec], bool] | None,
     ) -> None:
         """`stage`: the units that a pass computes."""
         self._slots, self._together = shape.expert_slots, shape.experts_per_tick

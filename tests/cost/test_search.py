@@ -159,7 +159,7 @@ def grid(request: PlanRequest) -> float:
         # Hidden states of one GPU batch stay where they are.
         for weights, cache, hidden in itertools.product(quarters, quarters, ends if batches > 1 else ends[:1]):
             found = place(request, OffloadPolicy(rows, batches, weights, cache, hidden))
-            if not found.footprint.over(request.capped):
+            if not found.over:
                 done = predict(CostModel(request, found.policy, found.placement))
                 best = min(best, (done.prefill_s + done.decode_s) / done.sequences)
     return best

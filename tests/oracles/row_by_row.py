@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from h2o_flexgen.schedule.tasks import ActiveBatches, LastStep, ScheduleShape, Task, TaskKind, Tick
+from h2o_flexgen.schedule.tasks import ScheduleShape, Task, TaskKind, Tick
 from h2o_flexgen.schedule.zigzag import WeightStream, state_loads, state_stores, still_active
 
 
 def row_by_row(
-    shape: ScheduleShape, active: ActiveBatches | None = None, last: LastStep | None = None
+    shape: ScheduleShape,
+    active: Callable[[int], Sequence[int]] | None = None,
+    last: Callable[[int], bool] | None = None,
 ) -> Iterator[Tick]:
     """Yield the ticks of a block whose GPU batches go through all units one after the other.
 

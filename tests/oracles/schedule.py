@@ -11,17 +11,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby, product
 from typing import NamedTuple
 
-from h2o_flexgen.schedule.tasks import (
-    NO_BATCH,
-    ActiveBatches,
-    LastStep,
-    ScheduleShape,
-    Task,
-    TaskKind,
-    Tick,
-)
+from h2o_flexgen.schedule.tasks import NO_BATCH, ScheduleShape, Task, TaskKind, Tick
 
-Schedule = Callable[[ScheduleShape, ActiveBatches | None, LastStep | None], Iterator[Tick]]
+Schedule = Callable[
+    [ScheduleShape, Callable[[int], Sequence[int]] | None, Callable[[int], bool] | None], Iterator[Tick]
+]
 """The signature of a generator of ticks: `zigzag` and `row_by_row`."""
 LOADS = frozenset({TaskKind.LOAD_WEIGHTS, TaskKind.LOAD_CACHE, TaskKind.LOAD_HIDDEN})
 STORES = frozenset({TaskKind.STORE_CACHE, TaskKind.STORE_HIDDEN})
@@ -57,8 +51,8 @@ def check(
     """Prove that `ticks` is a sound schedule for `shape`, or raise ScheduleError naming the tick and the rule.
 
     active: the batches that were active in each step (a final empty entry is allowed); None: taken from the ticks, and
-    then the schedule may end after any step. One that `LastStep` ended is that of a shape with so many steps; `steps`
-    has them group by group, for those that `GroupLast` ended. Rules:
+    then the schedule may end after any step. One that `last` ended is that of a shape with so many steps; `steps`
+    has them group by group, for those that it ended. Rules:
     - form: ticks are numbered; each task stands where its kind belongs, in a tick of its unit's stage; only the last
       tick of a stage may lack a compute, and then it loads nothing;
     - order: every (step, unit, active batch) is computed once, steps in order, within a step unit by unit (zig-zag) or

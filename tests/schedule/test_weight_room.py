@@ -59,6 +59,6 @@ def test_sizes_are_rounded_to_pages() -> None:
 
 def test_a_pass_may_begin_with_any_group() -> None:
     room = weight_room({"a": 1, "b": 1}, 1)
-    assert [room.first(key) for key in "ab"] == [0, 1]
+    assert [room.first[key] for key in "ab"] == [0, 1]
     with pytest.raises(KeyError):
-        room.first("c")
+        room.first["c"]

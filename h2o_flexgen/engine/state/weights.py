@@ -62,13 +62,13 @@ class WeightStore:
                 raise RuntimeError(f"{key} takes more than the {nbytes} bytes that were planned")
         self.expert_slots = room.count
         self._cycle = room.cycle
-        self._first = {place.key: room.first(place.key) for place in room.cycle}
+        self._first = room.first
         self._places = (*room.cycle, *room.slots)
         self._free = deque(range(len(room.cycle), len(self._places)))  # places that no expert is in
         self._buffer = tiers.compute.allocate(room.nbytes, "weight buffers") if self.streamed else None
         staged = compute != "cpu" and any(locations[key].tier == "disk" for key in self.streamed)
         self._staging = tiers.cpu.allocate(room.nbytes, "staging buffers", Pin.FIRST) if staged else None
-        self._expert_memory = {index: self._slot(index) for index in self._free}
+        self._expert_memory = {index: self._place(self._buffer, index) for index in self._free}
         self._held = defaultdict[str, dict[str, Tensor]](dict)
         """Buffers of resident experts that a streamed expert may replace, by layer."""
         for key, location in locations.items():
@@ -125,19 +125,16 @@ class WeightStore:
         return index
 
     def _at(self, buffer: Buffer | None, key: str, index: int) -> Tensor:
-        layout = self._layout(key)
-        if index in self._expert_memory and buffer is self._buffer:
-            return self._expert_memory[index][: layout.nbytes]
-        start = self._places[index].start
-        return required(buffer, "no weight group streams").tensor[start : start + layout.nbytes]
+        swaps = index in self._expert_memory and buffer is self._buffer
+        return (self._expert_memory[index] if swaps else self._place(buffer, index))[: self._layout(key).nbytes]
 
     def _layout(self, key: str) -> UnitLayout:
         location = self._locations[key]
         return location.layout if location.unit is None else location.unit.layout
 
-    def _slot(self, index: int) -> Tensor:
-        place = self._places[index]
-        return required(self._buffer, "no weight group streams").tensor[place.start : place.start + place.nbytes]
+    def _place(self, buffer: Buffer | None, index: int) -> Tensor:
+        _, start, nbytes = self._places[index]
+        return required(buffer, "no weight group streams").tensor[start : start + nbytes]
 
     def _left(self, index: int) -> Ticket | None:
         """The last copy out of any of a place's bytes of the staging buffer."""
