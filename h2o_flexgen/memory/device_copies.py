@@ -49,9 +49,6 @@ class DeviceTicket(Ticket):
         if self.end is not None:
             (device or self._device).wait(Stream.COMPUTE, self.end)
 
-    def done(self) -> bool:
-        return self.issued() and (self.end is None or self._device.passed(self.end))
-
 
 class _Copy(NamedTuple):
     """The copies to be made, and `ready`: behind what was computed when that was asked for, on all GPUs concerned."""

@@ -31,18 +31,9 @@ class Ledger:
         self.used = self.peak = 0
         """Bytes in use now, and the most that were in use at once. Changed by `charge` and `refund` alone."""
         self._lock = threading.Lock()
-        self._items: dict[str, int] = {}
+        self.items: dict[str, int] = {}
+        """Bytes in use by what they are for."""
         self._live: set[Closing] = set()
-
-    @property
-    def free(self) -> int | None:
-        """Bytes left, None without a capacity."""
-        return None if self.capacity is None else self.capacity - self.used
-
-    def usage(self) -> dict[str, int]:
-        """Bytes in use by what they are for, largest first."""
-        with self._lock:
-            return dict(sorted(self._items.items(), key=lambda item: -item[1]))
 
     def charge(self, nbytes: int, what: str) -> None:
         """Count `nbytes` made elsewhere. PlanError, and nothing counted, where they do not fit."""
@@ -56,20 +47,20 @@ class Ledger:
                     f"needed a cap of {format_bytes(self.used + nbytes)}",
                     f"raise --{self.name}-mem, or move a share of it to another tier",
                 )
-            self._items[what] = self._items.get(what, 0) + nbytes
+            self.items[what] = self.items.get(what, 0) + nbytes
             self.used += nbytes
             self.peak = max(self.peak, self.used)
 
     def refund(self, nbytes: int, what: str) -> None:
         """Give back what was charged for `what`; ValueError for more than that."""
         with self._lock:
-            held = self._items.get(what, 0)
+            held = self.items.get(what, 0)
             if not 0 <= nbytes <= held:
                 raise ValueError(f"cannot refund {nbytes} bytes of {what}: {held} are charged to the {self.name} tier")
             self.used -= nbytes
-            self._items[what] = held - nbytes
+            self.items[what] = held - nbytes
             if held == nbytes:
-                del self._items[what]
+                del self.items[what]
 
     @contextmanager
     def charged(self, nbytes: int, what: str) -> Iterator[None]:
@@ -308,17 +299,15 @@ def make_tiers(
     emulate_gpu: bool,
     run_dir: OffloadDir | None,
     *,
-    device: torch.device | None = None,
+    device: torch.device,
     pins: PinnedPool | None = None,
 ) -> Tiers:
     """The tiers of a run; capacities in bytes, None for no limit.
 
-    `device` is the compute device, by default CUDA where there is one. `emulate_gpu` adds a gpu tier in host memory,
-    and computes on the CPU. `pins`: the GPU that the gpu tier is on, and what locks pages for it; made for `device`
-    where it is not given. Without `run_dir` the disk tier refuses every allocation.
+    `device` is the compute device; `emulate_gpu` adds a gpu tier in host memory beside it. `pins`: the GPU that the gpu
+    tier is on, and what locks pages for it; made for `device` where it is not given. Without `run_dir` the disk tier
+    refuses every allocation.
     """
-    if device is None:
-        device = torch.device("cuda" if torch.cuda.is_available() and not emulate_gpu else "cpu")
     if pins is None and not emulate_gpu:
         opened = open_device(device)
         pins = None if opened is None else PinnedPool(opened)

@@ -57,10 +57,6 @@ class Ticket:
         if self.error is not None:
             raise self.error
 
-    def done(self) -> bool:
-        """True once nothing of it is running any more, whether it went well or not."""
-        return self._finished.is_set()
-
     def wait_on_device(self, device: Device | None = None) -> None:
         """Work that is computed from now on finds the bytes there, or the source read. Raises what is known to be
         wrong.

@@ -97,7 +97,7 @@ def test_caches_and_weights_take_what_was_planned(
         llm.generate(prompts_of([PROMPT] * ROWS * BATCHES), max_new_tokens=NEW, ignore_eos=True)
         plan, record = llm.last_plan, llm.last_record
         assert llm._loaded is not None
-        held = llm._loaded.stages[0].tiers.cpu.usage()
+        held = dict(llm._loaded.stages[0].tiers.cpu.items)
     assert plan is not None
     assert record is not None
     planned = {item.what: item.nbytes for item in plan.footprint.items if item.tier == "cpu"}

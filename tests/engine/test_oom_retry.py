@@ -107,7 +107,7 @@ def test_running_out_while_computing(
         assert record.prompt_tokens == sum(LENGTHS)
         assert [text for text in record.warnings if "unfinished sequences run again" in text]
         tiers = llm._loaded.stages[0].tiers
-        left = {tier.name: tier.usage() for tier in (tiers.gpu, tiers.cpu) if tier}
+        left = {tier.name: dict(tier.items) for tier in (tiers.gpu, tiers.cpu) if tier}
         held = {what for usage in left.values() for what in usage}
         assert held <= {"weights", "weight buffers", "staging buffers"}
     assert Counter(thread.name for thread in threading.enumerate()) == threads

@@ -39,7 +39,7 @@ def taken(llm: Engine) -> Counter[tuple[str, str]]:
     (stage,) = llm._loaded.stages
     found = Counter[tuple[str, str]]()
     for tier in {stage.tiers.compute, stage.tiers.cpu}:
-        found.update({(tier.name, what): n for what, n in tier.usage().items() if what in NAMES.values()})
+        found.update({(tier.name, what): n for what, n in tier.items.items() if what in NAMES.values()})
     for location in stage.weights._locations.values():
         if location.unit is not None:
             found["disk", "weights"] += location.layout.nbytes

@@ -247,5 +247,5 @@ def test_an_end_in_the_middle_leaves_an_engine_that_works(checkpoint, alone) -> 
                 next(stream)
             used = {"weights", "weight buffers", "staging buffers"}
             stream.close()
-            assert set(llm._loaded.stages[0].tiers.cpu.usage()) <= used
+            assert set(llm._loaded.stages[0].tiers.cpu.items) <= used
             _assert_same(llm.generate(PROMPTS, _params()), alone("opt", policy))

@@ -168,7 +168,7 @@ def test_buffers_between_gpus_are_what_was_planned(gpus: int, batches: int, chec
     inner = ActivationTransfer.send
 
     def send(self: ActivationTransfer, gpu_batch: Any) -> None:
-        held.update(stage.tiers.compute.usage().get(what, 0) for stage in llm._loaded.stages)
+        held.update(stage.tiers.compute.items.get(what, 0) for stage in llm._loaded.stages)
         inner(self, gpu_batch)
 
     monkeypatch.setattr(ActivationTransfer, "send", send)

@@ -111,7 +111,7 @@ def test_row_05_an_engine_survives_an_interrupt(tmp_path: Path, model: Path, mon
     with LLM(str(model), policy=policy, offload_dir=str(tmp_path / "offload")) as llm:
         expected = [output.token_ids for output in llm.generate(prompts, max_new_tokens=4, ignore_eos=True)]
         assert llm._loaded is not None
-        used = dict(llm._loaded.stages[0].tiers.cpu.usage())
+        used = dict(llm._loaded.stages[0].tiers.cpu.items)
         for ticks in range(0, 60, 7):
             calls = iter(range(1000))
             original = Executor._compute
@@ -125,7 +125,7 @@ def test_row_05_an_engine_survives_an_interrupt(tmp_path: Path, model: Path, mon
                 patch.setattr(Executor, "_compute", compute)
                 with pytest.raises(KeyboardInterrupt):
                     llm.generate(prompts, max_new_tokens=4, ignore_eos=True)
-            assert dict(llm._loaded.stages[0].tiers.cpu.usage()) == used
+            assert dict(llm._loaded.stages[0].tiers.cpu.items) == used
             assert llm._loaded.stages[0].tiers.disk.used == 0
         assert [output.token_ids for output in llm.generate(prompts, max_new_tokens=4, ignore_eos=True)] == expected
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 
 import pytest
+import torch
 
 from h2o_flexgen.memory import copies
 from h2o_flexgen.memory.disk import DirectFile
@@ -85,7 +86,10 @@ def _no_threads_left() -> Iterator[None]:
 
 @pytest.fixture
 def tiers(tmp_path: Path) -> Iterator[Tiers]:
-    with OffloadDir(tmp_path / "off") as folder, make_tiers(None, None, None, True, folder) as made:
+    with (
+        OffloadDir(tmp_path / "off") as folder,
+        make_tiers(None, None, None, True, folder, device=torch.device("cpu")) as made,
+    ):
         yield made
 
 

@@ -130,7 +130,7 @@ def test_a_missing_file_surfaces_at_wait(tmp_path: Path) -> None:
         ticket = engine.read_extents(whole(str(tmp_path / "gone"), 10), padded(10))
         with pytest.raises(ModelError, match="gone"):
             ticket.wait()
-        assert ticket.done()
+        assert ticket.issued()
         assert isinstance(ticket.error, ModelError)
 
 
@@ -142,7 +142,7 @@ def test_regions_round_trip_and_remember_their_digest(tiers: Tiers, monkeypatch:
         written = engine.write(region, data)
         read = engine.read_region(region, out, after=written)
         read.wait()
-        assert written.done()
+        assert written.issued()
         assert torch.equal(out, data)
         assert engine.bytes_moved == {"cpu->disk": 299_999, "disk->cpu": 299_999}
 

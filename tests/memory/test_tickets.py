@@ -56,7 +56,7 @@ def test_a_blocked_ticket_does_not_hold_up_the_queue() -> None:
         slow = engine.run(lambda: gate.wait(10) and None, "cpu->disk")
         blocked = engine.run(lambda: order.append("blocked"), "disk->cpu", after=slow)
         engine.run(lambda: order.append("free"), "disk->cpu").wait()
-        assert not blocked.done()
+        assert not blocked.issued()
         gate.set()
         blocked.wait()
     assert order == ["free", "blocked"]
@@ -98,7 +98,7 @@ def test_a_ticket_is_not_done_while_a_piece_of_it_runs(
         ticket = engine.read_extents(whole(path, len(data)), padded(len(data)))
         inside.wait(10)
         time.sleep(0.1)  # room for the error to end it too early
-        assert not ticket.done()
+        assert not ticket.issued()
         gate.set()
         with pytest.raises(StorageError, match="refused"):
             ticket.wait()
