@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,16 +19,9 @@ class ChunkedCache(KVCache):
     from the text's. Budgets are within a window of `chunk` tokens.
     """
 
-    chunk = 0
+    chunk: int
     _looked_at: CacheLengths | None = None
     _restarts = 0  # in this step of the lengths that were looked at
-
-    @classmethod
-    def joined(cls, parts: Sequence[tuple[KVCache, Sequence[int]]], k: Tensor, v: Tensor) -> KVCache:
-        made = super().joined(parts, k, v)
-        if isinstance(made, ChunkedCache) and isinstance(parts[0][0], ChunkedCache):
-            made.chunk = parts[0][0].chunk
-        return made
 
     def begins(self, row: int, start: int) -> None:
         """What `row` is filled with begins there in its text."""

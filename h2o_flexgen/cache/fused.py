@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -71,6 +72,8 @@ class FusedStep:
                 native.scale_keys(kept.scales.of, kept.scales.means)
             if self._by_rows and scored is not None:
                 scored.pick = native.pick
+        self.rereads = not triton
+        """Whether `again` can be asked: not where steps are counted on the device."""
         self.used = self._kernel.used
         """Where the newest token was written, (b, kv_heads) int64; the next step changes it in place."""
         self.detach = self._kernel.detach
@@ -112,21 +115,10 @@ class FusedStep:
         grow with the cache."""
         return self._number is not None and not self._by_rows and not self._thins
 
-    @property
-    def rereads(self) -> bool:
-        """Whether `again` can be asked: not where steps are counted on the device."""
-        return self._number is None
-
     def again(self, asked: Queries, new: KeysValues) -> Tensor:
         """The current step again with other queries; scores and slots are restored afterwards."""
-        scored, slots = self._scored, None
-        saved = None if scored is None else scored.saved()
-        if scored is not None:
-            slots = scored.rewound(self.used)
-        out = self._step(self._lengths.step, asked, new, slots=slots if self._by_rows else None)
-        if scored is not None and saved is not None:
-            scored.restore(saved)
-        return out
+        with nullcontext() if self._scored is None else self._scored.rewound(self.used) as slots:
+            return self._step(self._lengths.step, asked, new, slots=slots if self._by_rows else None)
 
     def attend(self, asked: Queries, new: KeysValues, keys: Tensor | None, held: Held) -> Tensor:
         """The step of the lengths, which the caller moves on afterwards; see `KVCache.attend`.

@@ -12,7 +12,7 @@ from torch import Tensor
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.cache.lengths import CacheLengths
-from h2o_flexgen.cache.packing import Keeping, Leading
+from h2o_flexgen.cache.packing import Keeping
 from h2o_flexgen.cache.recall import Recall
 from h2o_flexgen.cache.ring_slots import CacheSlots, Queries, RingSlots, Rows, SlotChoice, arrived
 from h2o_flexgen.cache.shape import CacheShape
@@ -53,6 +53,9 @@ class KVCache:
     In a layer with a `window` each budget must be `within` it (else ValueError). Tokens that leave the window are
     evicted first; sinks that have left it are kept but not attended to.
     """
+
+    chunk: int | None = None
+    """Queries see only their own part of so many tokens; None: everything. See `ChunkedCache`."""
 
     def __init__(
         self,
@@ -120,15 +123,11 @@ class KVCache:
                 move_down(cache.buffers[i], rows, target[start : start + len(rows)], used)
                 start += len(rows)
         joined.attach(k, v)
+        joined.chunk = first.chunk
         joined._kept = Keeping.joined(joined.shape, [(cache._kept, rows) for cache, rows in parts])
         joined._slots.resume([(cache._slots, rows) for cache, rows in parts])
         joined.recall = Recall.joined([(cache.recall, rows) for cache, rows in parts])
         return joined
-
-    def lengths_for_another_layer(self) -> CacheLengths:
-        """For a cache of the same rows in another layer with the same window and capacity: what follows from budgets
-        and lengths alone is then worked out once."""
-        return self._lengths.for_another_layer()
 
     @property
     def parts(self) -> tuple[KVCache, ...]:
@@ -209,7 +208,7 @@ class KVCache:
                 ends = KeysValues(*(ending(x[source], past and past[i], last) for i, x in enumerate((k, v))))
                 starts = KeysValues(*(beginning(x[source], past and past[i]) for i, x in enumerate((k, v))))
                 there = torch.tensor(True) if kept is None else kept[..., 0] == 0
-                self._kept.fill(target, held, ends, Leading(starts, torch.atleast_2d(there)), self.buffers)
+                self._kept.fill(target, held, ends, starts, torch.atleast_2d(there), self.buffers)
 
     def scores_of(self, rows: Sequence[int], prompts: AttendedPrompts) -> Tensor | None:
         """The scores by which `fill` chooses: float32, (n, parts, kv_heads, S); None if no score decides.
@@ -271,8 +270,8 @@ class KVCache:
                 for tokens in (slice(end - last, end), slice(row.first, row.first + 1))
             )
             there = torch.tensor([whole or row.sinks > 0]) if table is None else table[1][row.place, :, 0] == 0
-            leading, place = Leading(starts, there.unsqueeze(0)), slice(row.place, row.place + 1)
-            self._kept.fill(place, min(row.length, row.total), ends, leading, self.buffers)
+            place, held = slice(row.place, row.place + 1), min(row.length, row.total)
+            self._kept.fill(place, held, ends, starts, there.unsqueeze(0), self.buffers)
 
     @property
     def buffers(self) -> KeysValues:
@@ -436,11 +435,6 @@ class KVCache:
         return decode_attention(q, keys, values, scale, seen, self._slots.needs_rows, sinks, soft_cap)
 
     @property
-    def counts(self) -> list[int]:
-        """Tokens held by each row, the same for all its heads."""
-        return self._lengths.counts
-
-    @property
     def next_pos(self) -> list[int]:
         """Absolute position of each row's next token."""
         return self._lengths.next_pos
@@ -465,11 +459,6 @@ class KVCache:
     def pos(self) -> Tensor:
         """Absolute position of the token in each slot, (b, kv_heads, capacity) int32, -1 where empty. A copy."""
         return self._slots.positions()
-
-    @property
-    def score(self) -> Tensor | None:
-        """Scores, (b, kv_heads, capacity) float32, +inf for sinks and unused slots; None for policies without."""
-        return self._slots.score
 
     def kept_in(self, row: int, ranges: Sequence[tuple[int, int]]) -> list[float]:
         """How many positions of each range a row holds, the mean over KV heads."""

@@ -180,11 +180,6 @@ class CacheLengths:
         return [prompt + before + self.step for prompt, before in zip(self._filled(), self.before, strict=True)]
 
     @property
-    def counts(self) -> list[int]:
-        """Tokens each row holds between steps."""
-        return [min(held + self.step, budget.total) for held, budget in zip(self.held, self.budgets, strict=True)]
-
-    @property
     def newest_ranks(self) -> Tensor:
         """How many older tokens each row holds beside the newest, once that has come in: (b,) int64 on the device."""
 

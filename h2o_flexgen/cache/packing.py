@@ -6,7 +6,6 @@ The layout is `CachePacking`'s; the numbers are bit for bit those of `quant.grou
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,7 +69,8 @@ def expand(packed: Tensor, packing: CachePacking, dtype: torch.dtype) -> Tensor:
     return hadamard(numbers, packing.block).to(dtype)
 
 
-Places = Tensor | slice | tuple[int, Tensor] | None
+Rows = Tensor | slice
+Places = Rows | tuple[int, Tensor] | None
 """Rows of a cache, None: all; or some heads of one of them."""
 
 
@@ -89,7 +89,8 @@ class KeyScales:
     def __init__(self, rows: int, centred: bool) -> None:
         self._rows, self.centred = rows, centred
         self._of: Tensor | None = None  # (rows, kv_heads, d) in the dtype of keys
-        self._means: Tensor | None = None  # likewise, where keys are centred
+        self.means: Tensor | None = None
+        """Likewise; None where keys are not centred."""
 
     def settle(
         self, rows: Sequence[int], queries: Tensor, keys: Tensor, device: torch.device, past: Tensor | None = None
@@ -100,9 +101,9 @@ class KeyScales:
         if self.centred:
             means = mean_of(keys, past)
             held = held - means.unsqueeze(2)
-            if self._means is None:
-                self._means = torch.zeros(self._rows, *means.shape[1:], dtype=keys.dtype, device=device)
-            self._means[list(rows)] = means.to(device)
+            if self.means is None:
+                self.means = torch.zeros(self._rows, *means.shape[1:], dtype=keys.dtype, device=device)
+            self.means[list(rows)] = means.to(device)
         scales = scales_of(asked, held).to(device, keys.dtype)
         if self._of is None:
             self._of = scales.new_ones(self._rows, *scales.shape[1:])
@@ -133,7 +134,7 @@ class KeyScales:
         kept = LARGE.like(k)
         for row in prompts.rows:
             tokens = slice(row.first, row.first + row.length)
-            own = k[tokens] if self._means is None else k[tokens] - self._means[row.place]
+            own = k[tokens] if self.means is None else k[tokens] - self.means[row.place]
             torch.mul(own, self.of[row.place], out=kept[tokens])
         return kept
 
@@ -146,7 +147,7 @@ class KeyScales:
         made = cls(sum(len(rows) for _, rows in found), found[0][0].centred)
         made._of = torch.cat([scales.of[rows] for scales, rows in found])
         if made.centred:
-            made._means = torch.cat([required(scales._means, _NONE)[rows] for scales, rows in found])
+            made.means = torch.cat([required(scales.means, _NONE)[rows] for scales, rows in found])
         return made
 
     @property
@@ -154,20 +155,15 @@ class KeyScales:
         """(rows, kv_heads, d)."""
         return required(self._of, _NONE)
 
-    @property
-    def means(self) -> Tensor | None:
-        """As `of`; None where keys are not centred."""
-        return self._means
-
     def kept(self, k: Tensor, rows: Places = None) -> Tensor:
         """Keys (n, kv_heads, ..., d) of `rows`, or (n, d) of a row's heads, as they are kept."""
-        own = k if self._means is None else k - _like(self._means, k, rows)
+        own = k if self.means is None else k - _like(self.means, k, rows)
         return own * _like(self.of, k, rows)
 
     def seen(self, k: Tensor, rows: slice | None = None) -> Tensor:
         """The keys that are kept as `k`."""
         own = k / _like(self.of, k, rows)
-        return own if self._means is None else own + _like(self._means, k, rows)
+        return own if self.means is None else own + _like(self.means, k, rows)
 
     def asked(self, q: Tensor) -> Tensor:
         """Queries (rows, heads, d) as keys that are kept are asked."""
@@ -178,14 +174,6 @@ def _like(x: Tensor, k: Tensor, rows: Places) -> Tensor:
     """What x (rows, kv_heads, d) has of `rows` for keys k, which may have tokens before the last dimension."""
     some = x if rows is None else x[rows]
     return some if some.dim() == k.dim() else some.unsqueeze(2)
-
-
-class Leading(NamedTuple):
-    """The first tokens of prompts (n, kv_heads, 1, d), and in which heads the first slot has them, bool (n or 1,
-    kv_heads or 1)."""
-
-    tokens: KeysValues
-    there: Tensor
 
 
 class Keeping:
@@ -253,9 +241,12 @@ class Keeping:
         packed = expand(self.stored(0, k), self.packings[0], k.dtype)
         return packed if self.scales is None else self.scales.seen(packed)
 
-    def fill(self, rows: Tensor | slice, held: int, last: KeysValues, first: Leading, buffers: KeysValues) -> None:
+    def fill(
+        self, rows: Rows, held: int, last: KeysValues, first: KeysValues, there: Tensor, buffers: KeysValues
+    ) -> None:
         """The prompts of `rows` are in, in the first `held` slots of `buffers`, of which the last m hold their last
-        tokens, (n, kv_heads, m, head_dim), m at most as many as newest ones are kept."""
+        tokens, (n, kv_heads, m, head_dim), m at most as many as newest ones are kept. first: their first tokens (n,
+        kv_heads, 1, head_dim); there: in which heads the first slot has them, bool (n or 1, kv_heads or 1)."""
         if self.packings is None or not self._shape.exact:
             return
         exact, count = self._exact(last.k.dtype), last.k.shape[2]
@@ -266,9 +257,9 @@ class Keeping:
         slots = torch.full_like(exact.slots[rows], -1)
         slots[..., newest - count : newest] = torch.arange(held - count, held, device=slots.device)
         if self._shape.first:
-            for i, (lost, x) in enumerate(zip(exact.lost, first.tokens, strict=True)):
+            for i, (lost, x) in enumerate(zip(exact.lost, first, strict=True)):
                 lost[rows, :, newest:] = self._lost(i, x, buffers[i][rows, :, :1], rows)
-            there = first.there.to(slots.device).unsqueeze(-1)
+            there = there.to(slots.device).unsqueeze(-1)
             slots[..., :newest].masked_fill_(there & (slots[..., :newest] == 0), -1)  # it is once among these
             slots[..., newest:].masked_fill_(there, 0)
         exact.slots[rows] = slots
@@ -305,7 +296,7 @@ class Keeping:
                 lost[:, :, exact.at] = self._lost(i, x, pieces[i], None)
             exact.slots[:, :, exact.at] = slots.int()
 
-    def move(self, rows: Tensor | slice, order: Tensor) -> None:
+    def move(self, rows: Rows, order: Tensor) -> None:
         """The slots of `rows` have taken the contents of the slots `order` (n, kv_heads, slots), in this order."""
         if self.exact is not None:
             found = self.exact.slots[rows].unsqueeze(-1) == order.unsqueeze(2)

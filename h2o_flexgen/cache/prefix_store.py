@@ -17,9 +17,10 @@ import os
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,6 +64,12 @@ class LayerPrefix(NamedTuple):
         """The tensors that differ."""
         rolled = [] if self.stored_k is self.k else [self.stored_k]
         return [self.k, self.v, *rolled, *([] if self.sums is None else [self.sums])]
+
+    def changed(self, keys: Callable[[Tensor], Tensor], sums: Callable[[Tensor], Tensor]) -> LayerPrefix:
+        """`keys` of k, v and stored_k, once where they are the same, and `sums` of the sums; without queries."""
+        k = keys(self.k)
+        stored = k if self.stored_k is self.k else keys(self.stored_k)
+        return LayerPrefix(k, keys(self.v), stored, None if self.sums is None else sums(self.sums))
 
 
 class FileName(NamedTuple):
@@ -152,16 +159,8 @@ class StoredPrefix:
 
     def layer(self, number: int, past: int, device: torch.device) -> LayerPrefix:
         """Its tokens from the prompt's token `past` on, in one layer."""
-        k, v, stored, sums, _ = self.layers[number]
         first = past - self.name.start
-
-        def there(part: torch.Tensor) -> torch.Tensor:
-            return part[:, first:].contiguous().to(device)
-
-        seen = there(k)
-        return LayerPrefix(
-            seen, there(v), seen if stored is k else there(stored), None if sums is None else sums.to(device)
-        )
+        return self.layers[number].changed(lambda x: x[:, first:].contiguous().to(device), lambda x: x.to(device))
 
 
 @dataclass
@@ -191,10 +190,8 @@ class NewPrefix:
             self._room = self._store.admit(self, self._store.num_layers * layer.nbytes)
         if not self._room:
             return
-        k, v = layer.k.to("cpu", copy=True), layer.v.to("cpu", copy=True)
-        stored = k if layer.stored_k is layer.k else layer.stored_k.to("cpu", copy=True)
-        sums = None if layer.sums is None else layer.sums.to("cpu", copy=True)
-        self._layers[number] = LayerPrefix(k, v, stored, sums)
+        copied = partial(Tensor.to, device="cpu", copy=True)
+        self._layers[number] = layer.changed(copied, copied)
         if len(self._layers) == self._store.num_layers:
             self._store.take(self)
 
@@ -233,7 +230,7 @@ class PrefixStore:
         if self.folder is not None:
             digest = hashlib.blake2b(self.identity.encode(), digest_size=12).hexdigest()
             self.folder = self.folder / digest
-            self._list_files()
+            self._list_files(self.folder)
 
     def belongs_to(self, identity: str) -> None:
         """Entries of another identity are forgotten; a planner may have chosen other bits for the weights."""
@@ -358,19 +355,17 @@ class PrefixStore:
 
     # On disk
 
-    def _list_files(self) -> None:
+    def _list_files(self, folder: Path) -> None:
         """What earlier processes left, the oldest first."""
-        if self.folder is None:
-            return
         found = list[tuple[float, FileName, int]]()
         try:
-            with suppress(FileNotFoundError), os.scandir(self.folder) as files:
+            with suppress(FileNotFoundError), os.scandir(folder) as files:
                 for file in files:
                     name = FileName.read(file.name)
                     if name is not None:
                         found.append((file.stat().st_mtime, name, file.stat().st_size))
         except OSError as error:
-            told = f"--prefix-dir {self.folder.parent}: {error.strerror}"
+            told = f"--prefix-dir {folder.parent}: {error.strerror}"
             raise UsageError(told, "needed a folder that can be read", "name another folder") from None
         for _, name, nbytes in sorted(found):
             self._files[name] = nbytes

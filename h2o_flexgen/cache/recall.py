@@ -358,33 +358,25 @@ class Recall:
             self._by_kernel = self._disk is None and keeping.packings is None
             self._begun, self._native = lengths, self._native_of(lengths, held.k if self._by_kernel else new.k)
         before = slots.table[1].clone() if self._logs else None
-        if self._native is not None and self._by_kernel:
-            qkv = asked.q, *new
-            found = self._native.step(lengths.step, qkv, asked.logits, held, slots.ranking)
-            self._count(found, 2 * held.k.shape[-1] * held.k.itemsize)
+        take = partial(self._put, keeping, held)
+        if self._native is None:
+            self._recall(asked, new, lengths, slots, take)
         else:
-            self._recall(asked, new, lengths, slots, held, partial(self._put, keeping, held))
+            if not self._by_kernel:
+                self._write(new, lengths)
+            found = self._native.step(lengths.step, (asked.q, *new), asked.logits, held, slots.ranking)
+            self._counts.add(found)
+            if self._by_kernel:
+                token = 2 * held.k.shape[-1] * held.k.itemsize
+                self._counts.written += token * found.written
+                self._counts.read += token * found.recalled
+            elif found.recalled:
+                self._fetch(self._native.moves, take)
         if before is not None:
             self._log(before, slots.table[1])
 
-    def _count(self, found: Recalled, token: int) -> None:
-        """A step that is all by the kernel, with tokens of so many bytes; most look at nothing."""
-        self._counts.written += token * found.written
-        if found.looks:
-            self._counts.add(found)
-            self._counts.read += token * found.recalled
-
-    def _recall(
-        self, asked: Queries, new: KeysValues, lengths: CacheLengths, slots: ScoredSlots, held: KeysValues, take: _Take
-    ) -> None:
-        if self._native is not None:
-            self._write(new, lengths)
-            qkv = asked.q, *new
-            found = self._native.step(lengths.step, qkv, asked.logits, held, slots.ranking)
-            self._counts.add(found)
-            if found.recalled:
-                self._fetch(self._native.moves, take)
-            return
+    def _recall(self, asked: Queries, new: KeysValues, lengths: CacheLengths, slots: ScoredSlots, take: _Take) -> None:
+        """A step in torch operations."""
         free = slots.free()
         for place, row, now in self._write(new, lengths):
             k = new.k[place].unsqueeze(1)

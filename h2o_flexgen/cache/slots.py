@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -201,20 +202,14 @@ class ScoredSlots(CacheSlots):
         """Positions of the first step's tokens, (b, 1, 1)."""
         return torch.tensor(self._now, device=self._lengths.device).view(-1, 1, 1)
 
-    def saved(self) -> list[Tensor]:
-        """Copies of what a kernel changes in a step; `restore` puts them back."""
-        return [each.clone() for each in self._state()]
-
-    def restore(self, saved: list[Tensor]) -> None:
-        for table, copy in zip(self._state(), saved, strict=True):
+    @contextmanager
+    def rewound(self, used: Tensor) -> Iterator[Tensor]:
+        """Within, the slots `used` (b, kv_heads) by the last step are free again; what a kernel changes is restored."""
+        state = [self.score, self._pos, self._free, *([] if self._extra is None else [self._extra])]
+        saved = [each.clone() for each in state]
+        yield self._free.copy_(used.view(-1) + self._base)
+        for table, copy in zip(state, saved, strict=True):
             table.copy_(copy)
-
-    def _state(self) -> list[Tensor]:
-        return [self.score, self._pos, self._free, *([] if self._extra is None else [self._extra])]
-
-    def rewound(self, used: Tensor) -> Tensor:
-        """Before the last step, which took the slots `used` (b, kv_heads): they are free again."""
-        return self._free.copy_(used.view(-1) + self._base)
 
     @property
     def ranking(self) -> Ranking:

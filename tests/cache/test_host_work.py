@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import tests.kernels.triton_device  # noqa: F401  (before Triton is imported; skips without it)
-from h2o_flexgen.cache import CacheShape, KVCache, make_policy
+from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.cache.fused import FusedStep
+from h2o_flexgen.cache.kv_cache import KVCache
+from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.kernels.types import Logits
 from tests.kernels.tape import NoHostWork

@@ -9,15 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h2o_flexgen.cache import CacheShape, EvictionPolicy, KVCache, make_policy
+from h2o_flexgen.cache.eviction import EvictionPolicy, make_policy
 from h2o_flexgen.cache.eviction.base import AttendedPrompts
+from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.cache.lengths import CacheLengths, slots_needed
+from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.cache.vectors import move_down
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.kernels import prefill_attention
 from h2o_flexgen.kernels.types import Logits
 from tests.cache.conftest import by_torch
-from tests.cache.harness import CacheRun, Stream, Turning, make_stream
+from tests.cache.harness import CacheRun, Stream, Turning, held_counts, make_stream
 from tests.policy_matrix import LATER, POLICIES, PolicyRow
 from tests.seeds import python_random
 
@@ -75,14 +77,14 @@ class GpuBatch:
         held = torch.cat([cache.pos[rows] for cache, rows in parts])
         self.cache = KVCache.joined(parts, self.k[:count], self.v[:count])
         assert torch.equal(self.cache.pos, held)
-        assert self.cache.score is None or self.cache.score[held < 0].isposinf().all(), "never the lowest"
+        assert self.cache._slots.score is None or self.cache._slots.score[held < 0].isposinf().all(), "never the lowest"
 
     def admit(self, rows: list[int]) -> None:
         first, count = len(self.rows), len(self.rows) + len(rows)
         shape = CacheShape(len(rows), 2, D, self.shape.capacity)
         budgets: list[Budget] | CacheLengths = [self.budgets[row] for row in rows]
         if self.like is not None:
-            budgets = self.like.fresh.lengths_for_another_layer()
+            budgets = self.like.fresh._lengths.for_another_layer()
         fresh = self.fresh = KVCache(shape, budgets, self.policy, layer=1, row_ids=rows, window=self.window)
         fresh.attach(self.k[first:count], self.v[first:count])
         for place, row in enumerate(rows):
@@ -165,7 +167,7 @@ def come_and_go(policy: PolicyRow, window: int | None, turning: Turning | None, 
             place = gpu_batch.rows.index(row)
             for head in range(2):
                 assert gpu_batch.cache.kept(place, head) == alone[row].cache.kept(0, head)
-            assert gpu_batch.cache.counts[place] == alone[row].cache.counts[0]
+            assert held_counts(gpu_batch.cache)[place] == held_counts(alone[row].cache)[0]
             assert gpu_batch.cache.next_pos[place] == alone[row].cache.next_pos[0]
     assert joins > 1
 
@@ -219,7 +221,7 @@ def test_lengths_of_the_same_rows_are_worked_out_once(name: str, window: int | N
             gpu_batch.drop(gone)
         outs = [gpu_batch.step() for gpu_batch in (first, twin, alone)]
         assert all(torch.equal(outs[1][row], outs[2][row]) for row in outs[2])
-        assert twin.cache.counts == alone.cache.counts
+        assert held_counts(twin.cache) == held_counts(alone.cache)
         assert twin.cache.next_pos == alone.cache.next_pos
     assert settled == 2 * 8, "once for first and twin, once for the other"
 

@@ -9,14 +9,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from h2o_flexgen.cache import CacheShape, KVCache, kv_cache, make_policy, slots_needed
+from h2o_flexgen.cache import kv_cache
+from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
+from h2o_flexgen.cache.kv_cache import KVCache
+from h2o_flexgen.cache.lengths import slots_needed
+from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.cache.vectors import select
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.kernels import DecodeAttention
 from h2o_flexgen.kernels.types import Logits
 from tests.cache.conftest import by_torch
-from tests.cache.harness import CacheRun, Turning, make_stream, state_bytes
+from tests.cache.harness import CacheRun, Turning, held_counts, make_stream, state_bytes
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.seeds import torch_generator
 
@@ -82,16 +86,16 @@ def test_bfloat16_keys_and_values_are_stored_as_they_come(policy: PolicyRow) -> 
     exact = ragged_run(policy)
     assert run.step().dtype == torch.bfloat16
     torch.testing.assert_close(run.step().float()[3], exact.steps(2)[1, 3], atol=0.1, rtol=0.1)
-    assert run.cache.score is None or run.cache.score.dtype == torch.float32
+    assert run.cache._slots.score is None or run.cache._slots.score.dtype == torch.float32
 
 
 def test_rows_of_one_length_keep_by_their_own_budgets() -> None:
     streams = [make_stream(20, 10, seed=row) for row in range(3)]
     budgets = [TEN, Budget(30, 15, 15, 0, True), Budget(6, 2, 4, 0, False)]
     run = CacheRun(streams, budgets, H2OPolicy())
-    assert run.cache.counts == [10, 20, 6]
+    assert held_counts(run.cache) == [10, 20, 6]
     run.steps(3)
-    assert run.cache.counts == [10, 23, 6]
+    assert held_counts(run.cache) == [10, 23, 6]
     assert run.cache.next_pos == [23, 23, 23]
     assert run.cache.kept(1, 0) == list(range(23))
     assert run.cache.occupied == 23
@@ -243,7 +247,7 @@ def test_full_rows_end_with_their_length() -> None:
     budgets = [Budget(12, 0, 12, 0, True), Budget(14, 0, 14, 0, True)]
     run = CacheRun([make_stream(10, 9), make_stream(10, 9)], budgets, make_policy(EvictionConfig()))
     run.steps(4)
-    assert run.cache.counts == [12, 14], "the first row has ended and waits for the second"
+    assert held_counts(run.cache) == [12, 14], "the first row has ended and waits for the second"
     assert run.cache.kept(1, 0) == list(range(14))
     with pytest.raises(RuntimeError, match="reached its full length"):
         run.step()

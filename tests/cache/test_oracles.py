@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h2o_flexgen.cache import EVICTION_POLICIES, make_policy
+from h2o_flexgen.cache.eviction import EVICTION_POLICIES, make_policy
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.splits import SPLITS
 from h2o_flexgen.errors import UsageError

@@ -7,8 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h2o_flexgen.cache import CacheShape, KVCache, make_policy
+from h2o_flexgen.cache.eviction import make_policy
+from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.cache.packing import expand, pack
+from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.model.packing import EXPANDED, CacheBits, CachePacking, cache_packings
 from tests.cache.conftest import by_torch
@@ -98,7 +100,7 @@ def test_any_dtype_attends_to_them(policy: PolicyRow, bits: int, dtype: torch.dt
     out, expected = run.step(), exact.step()
     assert out.dtype == dtype
     assert (out.float() - expected).abs().mean() < (0.03 if bits == 8 else 0.3)
-    assert run.cache.score is None or run.cache.score.dtype == torch.float32
+    assert run.cache._slots.score is None or run.cache._slots.score.dtype == torch.float32
 
 
 @by_torch

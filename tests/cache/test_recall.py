@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from h2o_flexgen.cache import make_policy
+from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.cache.recall import DiskShelves, Recall, RecallCounts
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model.packing import CacheBits

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from h2o_flexgen.cache import CacheShape, KVCache, make_policy
+from h2o_flexgen.cache.eviction import make_policy
+from h2o_flexgen.cache.kv_cache import KVCache
+from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.kernels.types import Logits
 from tests.cache.harness import CacheRun, Stream, Turning, budget_of, compare, make_stream, state_bytes

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from h2o_flexgen.cache import CacheShape, KVCache, make_policy
+from h2o_flexgen.cache.eviction import make_policy
+from h2o_flexgen.cache.kv_cache import KVCache
+from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.kernels.types import KeysValues, Logits
 from tests.policy_matrix import POLICIES, PolicyRow
@@ -67,8 +69,8 @@ def test_shared_equals_concatenated(
     (one, *found), (other, *expected) = caches
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True)), "K, V and what a step sees"
     assert torch.equal(one.pos, other.pos)
-    assert (one.score is None) == (other.score is None)
-    assert one.score is None or other.score is None or torch.equal(one.score, other.score)
+    assert (one._slots.score is None) == (other._slots.score is None)
+    assert one._slots.score is None or other._slots.score is None or torch.equal(one._slots.score, other._slots.score)
     assert one.next_pos == other.next_pos
 
 

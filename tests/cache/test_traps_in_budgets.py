@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h2o_flexgen.cache import make_policy
+from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.errors import UsageError

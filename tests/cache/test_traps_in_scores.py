@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from h2o_flexgen.cache import CacheShape, KVCache
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
+from h2o_flexgen.cache.kv_cache import KVCache
+from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.kernels import prefill_attention
 from h2o_flexgen.kernels.types import KeysValues
@@ -27,8 +28,8 @@ pytestmark = pytest.mark.turns
 def test_trap_02_ten_thousand_small_probabilities_add_up() -> None:
     stream = make_stream(8, 1)
     cache = CacheRun([stream], [Budget(6, 3, 3, 0, False)], H2OPolicy(), dtype=torch.bfloat16).cache
-    assert cache.score is not None
-    score = cache.score[..., :6]
+    assert cache._slots.score is not None
+    score = cache._slots.score[..., :6]
     score.fill_(1.0)
     small = torch.full((1, 2, 6), 1e-4)
     step = cache._slots._attended(small, 6, lambda: KeysValues(small, small), None)
@@ -64,11 +65,11 @@ def test_trap_03_uniform_attention_ranks_by_harmonic_tails() -> None:
     tails = torch.tensor([sum(1 / (i + 1) for i in range(j, length)) for j in range(length)])
     torch.testing.assert_close(sums[0, 0], tails, atol=1e-5, rtol=1e-5)
     assert run.kept()[0][0] == [*range(6), *range(36, 40)], "the early ones win"
-    assert run.cache.score is not None
-    torch.testing.assert_close(run.cache.score[0, 0, :6], tails[:6], atol=1e-5, rtol=1e-5)
+    assert run.cache._slots.score is not None
+    torch.testing.assert_close(run.cache._slots.score[0, 0, :6], tails[:6], atol=1e-5, rtol=1e-5)
     run.steps(20)
     assert run.kept()[0][0] == [*range(6), *range(56, 60)], "and go on winning"
-    torch.testing.assert_close(run.cache.score[0, 0, :6], tails[:6] + 20 / 11, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(run.cache._slots.score[0, 0, :6], tails[:6] + 20 / 11, atol=1e-5, rtol=1e-5)
 
 
 # 4. One decision per KV head: the mean over the query heads that share it.
@@ -117,10 +118,10 @@ def test_trap_10_prompt_statistics_are_what_the_cache_holds() -> None:
     stream = make_stream(50, 0)
     sums = prefill_attention(stream.q[None], stream.k[None], stream.v[None], 0.5, True).column_sums
     cache = CacheRun([stream], [Budget(20, 10, 10, 0, False)], H2OPolicy()).cache
-    assert cache.score is not None
+    assert cache._slots.score is not None
     assert sums is not None
     expected = sums.gather(-1, cache.pos[..., :20].long())
-    assert torch.equal(cache.score[..., :20], expected), "carried over, not recomputed"
+    assert torch.equal(cache._slots.score[..., :20], expected), "carried over, not recomputed"
 
 
 @each_evicting

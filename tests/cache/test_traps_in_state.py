@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_flexgen.cache import CacheShape, make_policy
+from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
+from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.kernels import DecodeAttention, prefill_attention
 from tests.cache.conftest import by_torch
-from tests.cache.harness import CacheRun, make_stream
+from tests.cache.harness import CacheRun, held_counts, make_stream
 from tests.cache.traps import each_evicting, each_policy, run_of
 from tests.policy_matrix import PolicyRow
 from tests.seeds import torch_generator
@@ -43,7 +44,7 @@ def test_trap_01_slots_without_a_token_are_never_attended(policy: PolicyRow, cal
     stale = torch.full((2, *CacheShape.of(budgets, 2, 4).buffers(torch.float32)[0].shape), math.nan)
     run = CacheRun(streams, budgets, make_policy(config), buffers=(stale[0], stale[1]))
     for _ in range(30):
-        counts = run.cache.counts
+        counts = held_counts(run.cache)
         assert run.step().isfinite().all(), "whatever the buffers held is gone"
         row = calls[-1].row
         assert row is not None
@@ -92,7 +93,7 @@ def test_trap_08_slots_hold_the_token_they_claim(policy: PolicyRow, calls: list[
         stream.v[..., 1] = -torch.arange(stream.k.shape[1])
     run = run_of(policy, streams, 60)
     for _ in range(60):
-        before = None if run.cache.score is None else run.cache.score.clone()
+        before = None if run.cache._slots.score is None else run.cache._slots.score.clone()
         old = run.cache.pos
         run.step()
         pos, cache, row = run.cache.pos, run.cache, calls[-1].row
@@ -103,11 +104,11 @@ def test_trap_08_slots_hold_the_token_they_claim(policy: PolicyRow, calls: list[
         assert torch.equal(cache.k[..., 0][occupied], pos[occupied].float()), "K"
         assert torch.equal(cache.v[..., 1][occupied], -pos[occupied].float()), "V"
         torch.testing.assert_close(row.sum(-1), torch.ones(3, 2))  # renormalised over what is left
-        if before is not None and cache.score is not None and policy.name != "random":
+        if before is not None and cache._slots.score is not None and policy.name != "random":
             stayed = (occupied & (old == pos))[..., : row.shape[-1]]
-            delta = (cache.score - before)[..., : row.shape[-1]]
+            delta = (cache._slots.score - before)[..., : row.shape[-1]]
             torch.testing.assert_close(delta[stayed], row[stayed], atol=1e-5, rtol=0)
-            newest = cache.score.flatten(0, 1).gather(1, cache.last_slots.view(-1, 1)).flatten()
+            newest = cache._slots.score.flatten(0, 1).gather(1, cache.last_slots.view(-1, 1)).flatten()
             own = row.flatten(0, 1).gather(1, cache.last_slots.view(-1, 1)).flatten()
             torch.testing.assert_close(newest, own), "a new token starts with its own row"
 

@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h2o_flexgen.cache import CacheShape, KVCache, make_policy
+from h2o_flexgen.cache.eviction import make_policy
+from h2o_flexgen.cache.kv_cache import KVCache
+from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from tests.cache.conftest import by_torch
 from tests.cache.harness import CacheRun, OracleRun, Stream, budget_of, compare, make_stream
@@ -145,7 +147,7 @@ def test_without_heavy_tokens_nothing_is_ranked(name: str) -> None:
     assert budgets[0] == Budget(10, 0, 10, 0, False)
     runs = [CacheRun(streams, budgets, make_policy(EvictionConfig(x)), window=11) for x in (name, "local")]
     assert not runs[0].cache.wants_column_sums
-    assert runs[0].cache.score is None
+    assert runs[0].cache._slots.score is None
     for _ in range(40):
         assert torch.equal(runs[0].step(), runs[1].step())
         assert runs[0].kept() == runs[1].kept()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.cache import make_policy
+from h2o_flexgen.cache.eviction import make_policy
 from tests.cache.harness import CacheRun, Stream
 from tests.policy_matrix import EVICTING, POLICIES, PolicyRow
 

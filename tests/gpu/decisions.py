@@ -43,7 +43,7 @@ def watched(kept: dict[int, dict[int, dict[int, list[Kept]]]]) -> Iterator[None]
     attend = KVCache.attend
 
     def noted(cache: KVCache, q: Tensor, *args: object, **options: object) -> Tensor:
-        positions, score = cache.pos.tolist(), cache.score
+        positions, score = cache.pos.tolist(), cache._slots.score
         scores = None if score is None else score.tolist()
         for row, (name, step) in enumerate(zip(cache.row_ids, cache.next_pos, strict=True)):
             heads = []

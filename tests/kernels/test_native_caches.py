@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cache import make_policy
+from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.cache.eviction.base import AttendedStep
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.cache.fused import FusedStep
@@ -57,9 +57,9 @@ def alike(native: CacheRun, plain: CacheRun, steps: int) -> None:
         torch.testing.assert_close(native.step(), plain.step(), atol=1e-5, rtol=1e-4)
         for name in ("pos", "k", "v"):
             assert torch.equal(getattr(native.cache, name), getattr(plain.cache, name)), f"{name}, step {step}"
-    assert (native.cache.score is None) == (plain.cache.score is None)
-    if native.cache.score is not None:
-        torch.testing.assert_close(native.cache.score, plain.cache.score, atol=1e-4, rtol=1e-4)
+    assert (native.cache._slots.score is None) == (plain.cache._slots.score is None)
+    if native.cache._slots.score is not None:
+        torch.testing.assert_close(native.cache._slots.score, plain.cache._slots.score, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.turns

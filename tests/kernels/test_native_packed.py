@@ -9,11 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h2o_flexgen.cache import CacheShape, KVCache, make_policy
+from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.cache.heads_apart import HeadsApart
+from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.cache.lengths import slots_needed
+from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.model.packing import CacheBits
 from h2o_flexgen.engine.batching.prefix_tree import PromptChunk, PromptSegment, chunks_of, segments_of
@@ -146,8 +148,8 @@ def test_what_is_kept_is_what_torch_keeps(
         parts = (x[span].transpose(0, 1).unsqueeze(0) for x in (k, v))
         expected.fill([row], *parts, own if found.wants_column_sums else None)
     pairs = [(found.k, expected.k), (found.v, expected.v), (found.pos, expected.pos)]
-    if found.score is not None:
-        pairs.append((found.score.view(torch.int32), expected.score.view(torch.int32)))
+    if found._slots.score is not None:
+        pairs.append((found._slots.score.view(torch.int32), expected._slots.score.view(torch.int32)))
     assert all(torch.equal(one, other) for one, other in pairs)
     assert found.next_pos == expected.next_pos
     with pytest.raises(RuntimeError, match="has its prompt already"):
@@ -201,7 +203,9 @@ def test_chunks_of_prompts_are_those_of_segments(
         for chunk in chunks_of(segments, 48):
             span = slice(chunk.start, chunk.stop)
             attention.chunk(chunk, None, (qkv[0][span], qkv[1][span], qkv[2][span]), out[span])
-        results.append([out, cache.k, cache.v, cache.pos, *([] if cache.score is None else [cache.score])])
+        results.append(
+            [out, cache.k, cache.v, cache.pos, *([] if cache._slots.score is None else [cache._slots.score])]
+        )
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     assert bool(calls) == (policy.name != "random")
 

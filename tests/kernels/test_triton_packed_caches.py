@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import tests.kernels.triton_device  # noqa: F401  (before Triton is imported; skips without it)
-from h2o_flexgen.cache import make_policy
+from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.kernels.triton_decode import TritonAttend
-from tests.cache.harness import CacheRun, budget_of, make_stream
+from tests.cache.harness import CacheRun, budget_of, held_counts, make_stream
 from tests.policy_matrix import POLICIES, PolicyRow
 
 pytestmark = pytest.mark.turns
@@ -51,5 +51,5 @@ def test_they_hold_and_see_the_same(
     for one, other in ((run.cache.k, plain.cache.k), (run.cache.v, plain.cache.v)):
         assert one is not None
         assert other is not None
-        for row, held in enumerate(run.cache.counts):
+        for row, held in enumerate(held_counts(run.cache)):
             assert torch.equal(one[row, :, :held], other[row, :, :held])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tests.kernels.triton_device import DEVICE  # isort: skip  (before Triton is imported)
 
-from h2o_flexgen.cache import make_policy
+from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.cache.fused import slot_rules
 from h2o_flexgen.cache.lengths import CacheLengths, slots_needed
 from h2o_flexgen.cache.slots import ScoredSlots

@@ -32,12 +32,14 @@ class Foresight:
     def __init__(self) -> None:
         self.steps: list[int] | None = None
         """While texts are watched: queries of each text's continuation."""
-        self._to_come: dict[tuple[int, int], Tensor] = {}  # (kv_heads, queries + 1, tokens) float32
+        self.to_come: dict[tuple[int, int], Tensor] = {}
+        """Where a choice had to be made (kv_heads, queries + 1, tokens) float32: entry q is what the queries from
+        number q on pay each token."""
 
     @contextmanager
     def watching(self, steps: Sequence[int]) -> Iterator[None]:
         """Within it prompts are whole texts, the last `steps` of whose queries are kept. Forgets earlier ones."""
-        self._to_come.clear()
+        self.to_come.clear()
         self.steps = list(steps)
         try:
             yield
@@ -47,15 +49,7 @@ class Foresight:
     def record(self, layer: int, row: int, received: Tensor) -> None:
         """received: (kv_heads, queries, tokens), what each query pays. Kept is what it and all later ones pay."""
         sums = received.flip(1).cumsum(1).flip(1)
-        self._to_come[layer, row] = torch.cat([sums, torch.zeros_like(sums[:, :1])], dim=1)
-
-    def knows(self, layer: int, row: int) -> bool:
-        """Whether a choice had to be made there."""
-        return (layer, row) in self._to_come
-
-    def of(self, layer: int, row: int) -> Tensor:
-        """(kv_heads, queries + 1, tokens): entry q is what the queries from number q on pay each token."""
-        return self._to_come[layer, row]
+        self.to_come[layer, row] = torch.cat([sums, torch.zeros_like(sums[:, :1])], dim=1)
 
 
 class CeilingPolicy(RankedPolicy):
@@ -74,7 +68,7 @@ class CeilingPolicy(RankedPolicy):
         foresight, layer = self._foresight, rows.tokens.layer
         names = [int(row) for row in rows.tokens.row_ids.flatten()]
         if foresight.steps is None:
-            scores = [foresight.of(layer, row)[:, 0, : prompts.length] for row in names]
+            scores = [foresight.to_come[layer, row][:, 0, : prompts.length] for row in names]
             return PromptScores(torch.stack(scores).to(prompts.k.device))
         steps = [foresight.steps[row] for row in names]
         parts = [part.mean(2) for _, part in attention_rows(prompts, max(steps), rows.window)] if max(steps) else []
@@ -87,10 +81,10 @@ class CeilingPolicy(RankedPolicy):
     def ranks(self, step: AttendedStep) -> Tensor:
         found = []
         for place, row in enumerate(step.tokens.row_ids.flatten().tolist()):
-            if not self._foresight.knows(step.tokens.layer, row):  # nothing of it ever goes: its budget is its length
+            to_come = self._foresight.to_come.get((step.tokens.layer, row))
+            if to_come is None:  # nothing of it ever goes: its budget is its length
                 found.append(torch.zeros_like(step.score[place]))
                 continue
-            to_come = self._foresight.of(step.tokens.layer, row)
             # The first query of the continuation stands behind the context; positions end with the last query's.
             number = int(step.now[place]) + 1 - (to_come.shape[2] - to_come.shape[1] + 1)
             pos = step.pos[place].clamp(0, to_come.shape[2] - 1).to(torch.int64)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,20 +11,17 @@ from torch import Tensor
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores, RankedPolicy, Tokens
 
 _MASK = 0xFFFFFFFF
-_IntOrTensor = TypeVar("_IntOrTensor", int, Tensor)
 
 
-def _mix(value: _IntOrTensor) -> _IntOrTensor:
-    """A bijection of 32-bit integers whose every output bit depends on every input bit (xor-shift, multiply, twice).
-
-    Both factors are below 2^31, so that no product leaves int64.
-    """
+def _mix(value: Any) -> Any:
+    """A bijection of 32-bit integers, of one or of a tensor, whose every output bit depends on every input bit
+    (xor-shift, multiply, twice). Both factors are below 2^31, so that no product leaves int64."""
     value = (value ^ (value >> 16)) * 0x7FEB352D & _MASK
     value = (value ^ (value >> 15)) * 0x045D9F3B & _MASK
     return value ^ (value >> 16)
 
 
-def _absorb_tensor(state: int | Tensor, part: Tensor) -> Tensor:
+def _absorb(state: Any, part: Any) -> Any:
     return _mix((part + state + 0x9E3779B9) & _MASK)
 
 
@@ -32,11 +30,8 @@ def uniform(seed: int, tokens: Tokens) -> Tensor:
 
     It depends on nothing else: neither on the other sequences of a GPU batch nor on where the cache lives.
     """
-    state = 0
-    for part in (seed & _MASK, seed >> 32 & _MASK, tokens.layer):
-        state = _mix((state + part + 0x9E3779B9) & _MASK)
-    heads = _absorb_tensor(_absorb_tensor(state, tokens.row_ids), tokens.heads)
-    hashed = _absorb_tensor(heads, tokens.positions)
+    parts = (seed & _MASK, seed >> 32 & _MASK, tokens.layer, tokens.row_ids, tokens.heads, tokens.positions)
+    hashed: Any = reduce(_absorb, parts, 0)
     # The upper 24 bits: as many as a float32 holds exactly.
     return (hashed >> 8).to(torch.float32) / (1 << 24)
 

@@ -85,7 +85,6 @@ class PromptAttention:
     rolling        the cache gets keys that are not rotated
     fill           fills the cache while something else is computed; None: it is filled at once
     path_sums      whether a prefix store keeps column sums, so that the path needs them
-    chunk_size     tokens of a chunk, if queries see only their own chunk
     choice         which tokens prompts attend to
     behind         decode rows of the part, before its chunk
     reads          keys and values are another layer's, and in its cache already
@@ -104,7 +103,6 @@ class PromptAttention:
     fill: Fill | None = None
     layer: int = 0
     path_sums: bool = False
-    chunk_size: int | None = None
     choice: SlotChoice | None = None
     behind: int = 0
     reads: bool = False
@@ -133,7 +131,7 @@ class PromptAttention:
         """
         alone = [segment for segment in chunk.segments if segment.rows and not segment.depth]
         longest = max((segment.length for segment in alone), default=0)
-        if self.reads or (self.chunk_size is not None and longest >= self.chunk_size):
+        if self.reads or (self.cache.chunk is not None and longest >= self.cache.chunk):
             return chunk.segments
         if self.choice is not None and longest > self.choice.choice.most:
             return chunk.segments
@@ -197,14 +195,15 @@ class PromptAttention:
             shared = None if past is None else past.k[0]
             how["seen"] = choice.of_prompts(self.behind + first, own.k[:, 0], shared, indexed)
             return torch_attention.prefill_attention(q, *own, scale, wanted, past=past, **how)
-        if self.chunk_size is None or before + length <= self.chunk_size:
+        chunk = self.cache.chunk
+        if chunk is None or before + length <= chunk:
             return prefill_attention(q, *own, scale, wanted, past=past, **how)
         outs, sums, start = [], None, before
         if wanted:
             sums = torch.zeros(len(q), own.k.shape[1], before + length, device=q.device)
         while start < before + length:
-            begin = start // self.chunk_size * self.chunk_size
-            stop = min(begin + self.chunk_size, before + length)
+            begin = start // chunk * chunk
+            stop = min(begin + chunk, before + length)
             seen = None if past is None or begin >= before else KeysValues(*(part[:, begin:] for part in past))
             mine = slice(max(begin, before) - before, stop - before)
             keys, values = (part[:, :, mine] for part in own)

@@ -409,8 +409,7 @@ class Executor:
             fill = None
             if stage.host is not None and (layer, gpu_batch.index) in stage.caches.on_host:
                 fill = partial(stage.host.fill, cache)
-            window, chunk = self._windows[layer], self._decoder.spec.arch.chunk_of(layer)
-            window = window if chunk is None else None
+            window = self._windows[layer] if cache.fresh.chunk is None else None
             queries = max(self._maker.queries(layer, each.fresh) for each in group.gpu_batches if each.fresh)
             raw = isinstance(self._maker.eviction, RankedPolicy) and self._maker.eviction.raw_queries
             turn = None if rotary is None else partial(_following_angles, rotary)
@@ -431,7 +430,6 @@ class Executor:
                 fill,
                 layer,
                 self.path_sums,
-                chunk_size=chunk,
                 reads=reads,
             )
         of_rows = of_prompts = table = growth = None

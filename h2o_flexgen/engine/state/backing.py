@@ -14,7 +14,7 @@ from h2o_flexgen.config.model.tensors import page_ceil
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.pinned import Pin
-from h2o_flexgen.memory.tiers import Tier, Tiers
+from h2o_flexgen.memory.tiers import Buffer, Region, Tier, Tiers
 from h2o_flexgen.memory.transfers import Ticket
 from h2o_flexgen.schedule.footprint import STAGING_BUFFERS, STATE_BUFFERS
 
@@ -59,10 +59,9 @@ class MemoryBacking:
     is done once the source may change; `fetch` writes to its target after `after` and all earlier computes.
     """
 
-    def __init__(self, tier: Tier, nbytes: int, what: str, compute: Tier, copies: CopyEngine) -> None:
-        self._buffer = tier.allocate(nbytes, what)
-        self._copies = copies
-        self._down, self._up = f"{compute.name}->{tier.name}", f"{tier.name}->{compute.name}"
+    def __init__(self, buffer: Buffer, compute: Tier, copies: CopyEngine) -> None:
+        self._buffer, self._copies, name = buffer, copies, buffer.tier.name
+        self._down, self._up = f"{compute.name}->{name}", f"{name}->{compute.name}"
         self._last: Ticket | None = None
 
     def save(self, source: Tensor) -> Ticket:
@@ -75,9 +74,6 @@ class MemoryBacking:
         self._last = self._copies.copy(target, source, self._up, after=(self._last, after))
         return self._last
 
-    def close(self) -> None:
-        self._buffer.close()
-
 
 class DiskBacking:
     """`MemoryBacking` in a region of a preallocated file. A read is checked against the digest of the last write.
@@ -86,10 +82,8 @@ class DiskBacking:
     error, which a caller sees when it waits for the next load.
     """
 
-    def __init__(self, tiers: Tiers, nbytes: int, what: str, copies: CopyEngine, staging: BufferCycle | None) -> None:
-        self._region = tiers.disk.allocate(nbytes, what)
-        self._copies, self._staging = copies, staging
-        self._compute = tiers.compute.name
+    def __init__(self, region: Region, compute: Tier, copies: CopyEngine, staging: BufferCycle | None) -> None:
+        self._region, self._copies, self._staging, self._compute = region, copies, staging, compute.name
         self._last: Ticket | None = None  # that touched the region
 
     def save(self, source: Tensor) -> Ticket:
@@ -114,9 +108,6 @@ class DiskBacking:
         self._staging.until(up)
         return up
 
-    def close(self) -> None:
-        self._region.close()
-
 
 K = TypeVar("K", bound=Hashable)
 
@@ -140,12 +131,12 @@ class Parking(Generic[K]):
                     closing(BufferCycle((tiers.cpu,), largest, STAGING_BUFFERS, "staging buffers"))
                 )
             for key, (tier, nbytes) in places.items():
-                store: MemoryBacking | DiskBacking
                 if tier == "disk":
-                    store = DiskBacking(tiers, nbytes, what, copies, staging)
+                    region = stack.enter_context(tiers.disk.allocate(nbytes, what))
+                    self.stores[key] = DiskBacking(region, tiers.compute, copies, staging)
                 else:
-                    store = MemoryBacking(tiers.memory(tier), nbytes, what, tiers.compute, copies)
-                self.stores[key] = stack.enter_context(closing(store))
+                    buffer = stack.enter_context(tiers.memory(tier).allocate(nbytes, what))
+                    self.stores[key] = MemoryBacking(buffer, tiers.compute, copies)
             self._resources = stack.pop_all()
 
     def take(self) -> tuple[Tensor, Ticket | None]:

@@ -88,9 +88,6 @@ class RowStatePlaces:
         return self._views
 
 
-NO_STATES: Mapping[Place, RowStatePlaces] = {}
-
-
 def _index(slots: Tensor, buffer: Tensor) -> Tensor:
     """An index of the vectors in `slots` (b, kv_heads), for gather and scatter along the slots of K or V."""
     return slots.unsqueeze(-1).unsqueeze(-1).expand(-1, -1, 1, buffer.shape[-1])
@@ -123,15 +120,14 @@ class CacheMaker:
             budgets = [budget.part(i) for budget in of_rows]
             own = tuple(budgets) if rows and rows[0].by_layer else ()
             alike = gpu_batch, window, part.capacity, part.kv_heads, device, own
-            known, shared = self._lengths.get(alike, (None, None))
-            lengths = budgets if shared is None or known is not rows else shared.for_another_layer()
-            if chunk is None:
-                cache = KVCache(part, lengths, self.eviction, window=window, **made)
+            known, lengths = self._lengths.get(alike, (None, None))
+            if lengths is None or known is not rows:
+                lengths = CacheLengths(budgets, part.capacity, device, window if chunk is None else None)
+                self._lengths[alike] = rows, lengths
             else:
-                cache = ChunkedCache(part, lengths, self.eviction, **made)
-                cache.chunk = chunk
-            if known is not rows:
-                self._lengths[alike] = rows, cache.lengths_for_another_layer()
+                lengths = lengths.for_another_layer()
+            cache = (KVCache if chunk is None else ChunkedCache)(part, lengths, self.eviction, **made)
+            cache.chunk = chunk
             parts.append(cache)
         cache = HeadsApart(shape, parts) if shape.far else parts[0]
         cache.watch = self.watch
@@ -318,14 +314,15 @@ class CacheStore:
         backing: Mapping[Place, str],
         dtype: torch.dtype,
         stays_on_cpu: bool,
-        counted: bool = False,
-        states: Mapping[Place, RowStatePlaces] = NO_STATES,
+        counted: bool,
+        states: Mapping[Place, RowStatePlaces],
     ) -> None:
         """shapes: of all places of each (layer, GPU batch); backing: the tier of each. stays_on_cpu: attention over
         caches on cpu is computed there. counted: transformers' modules allocate their caches, which are only counted
         here."""
         resident = {tiers.compute.name, "cpu"} if stays_on_cpu else {tiers.compute.name}
-        moving = {place for place in shapes if backing[place] not in resident}
+        self.moves = moving = frozenset(place for place in shapes if backing[place] not in resident)
+        """(layer, GPU batch) of the caches that the schedule must load and store."""
         self._caches = {
             place: BatchCache(shape, dtype, place in moving, states.get(place)) for place, shape in shapes.items()
         }
@@ -354,11 +351,6 @@ class CacheStore:
             self._resources = stack.pop_all()
         if tiers.pins is not None:
             tiers.pins.warn()
-
-    @property
-    def moves(self) -> frozenset[Place]:
-        """(layer, GPU batch) of the caches that the schedule must load and store."""
-        return frozenset(self._moving)
 
     def load(self, layer: int, gpu_batch: int) -> None:
         moving = self._moving[layer, gpu_batch]
