@@ -168,9 +168,9 @@ class Prefixes:
             yield rows
             return
         worth = [max(self.reach(row, ends[row] - 1), self._returning(row, ends[row])) - past for row in rows]
-        for single, run in groupby(rows, key=lambda row: worth[row - rows.start] >= MIN_SHARED):
-            members = list(run)
-            yield from (range(row, row + 1) for row in members) if single else (range(members[0], members[-1] + 1),)
+        for run in _runs(rows, lambda row: worth[row - rows.start] >= MIN_SHARED):
+            single = worth[run.start - rows.start] >= MIN_SHARED
+            yield from (range(row, row + 1) for row in run) if single else (run,)
 
     def _returning(self, row: int, end: int) -> int:
         return min(self.returns[row], end - 1) // GRAIN * GRAIN
@@ -200,7 +200,7 @@ def segments_of(
         low, high, path = todo.pop()
         inside = common[low : high - 1]
         if max(inside, default=0) - path.past < MIN_SHARED:
-            for rows in _alike(prompts, ends, batch_of, range(low, high)):
+            for rows in _runs(range(low, high), lambda row: (batch_of[row], len(prompts[row]), ends[row])):
                 for part in shared.apart(rows, path.past, ends):
                     batch, before = out[batch_of[part.start]], path
                     if len(part) == 1:
@@ -223,13 +223,11 @@ def _families(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return [part for run in runs for part in (run if run[0][1] - run[0][0] > 1 else [(run[0][0], run[-1][1])])]
 
 
-def _alike(
-    prompts: Sequence[Sequence[int]], ends: Sequence[int], batch_of: Sequence[int], rows: range
-) -> Iterator[range]:
-    """Runs of neighbouring rows of one GPU batch whose prompts have one length."""
-    for _, run in groupby(rows, key=lambda row: (batch_of[row], len(prompts[row]), ends[row])):
-        members = list(run)
-        yield range(members[0], members[-1] + 1)
+def _runs(rows: range, key: Callable[[int], object]) -> Iterator[range]:
+    """Neighbours among `rows` that have one `key`."""
+    for _, run in groupby(rows, key):
+        first, *others = run
+        yield range(first, first + 1 + len(others))
 
 
 def _add_rows(batch: _Batch, rows: range, length: int, shared: _Path, chunk: int) -> None:

@@ -50,52 +50,36 @@ class Limit(NamedTuple):
     why: str
 
 
-class _Hierarchy(NamedTuple):
-    """Files of control groups. controller: its name in /proc/self/cgroup, empty in v2. cache: the parts of `usage` in
-    memory.stat that the kernel reclaims when memory is short."""
-
-    mount: str
-    controller: str
-    limit: str
-    usage: str
-    cache: tuple[bytes, ...]
-
-
 _V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", (b"total_inactive_file", b"total_active_file")
 _HIERARCHIES = (
-    _Hierarchy(".", "", "memory.max", "memory.current", (b"inactive_file", b"active_file", b"slab_reclaimable")),
-    _Hierarchy("memory", "memory", *_V1),
+    (".", "", "memory.max", "memory.current", (b"inactive_file", b"active_file", b"slab_reclaimable")),
+    ("memory", "memory", *_V1),
 )
-
-
-class _MemoryGroup(NamedTuple):
-    """A control group with a memory limit: limit and free bytes."""
-
-    limit: int
-    room: int
+"""Mount and name in /proc/self/cgroup (empty in v2) of control groups, files of limit and usage, and the parts of usage
+in memory.stat that the kernel reclaims when memory is short."""
 
 
 def cgroup_limit() -> int | None:
     """Lowest memory limit of this process's control group and its parents, v2 or v1, in bytes; None without any."""
-    return min((group.limit for group in _limited_groups()), default=None)
+    return min((limit for limit, _ in _limited_groups()), default=None)
 
 
 def cgroup_room() -> int | None:
     """Bytes that are free within all of these limits; None without any."""
-    return min((group.room for group in _limited_groups()), default=None)
+    return min((room for _, room in _limited_groups()), default=None)
 
 
-def _limited_groups() -> list[_MemoryGroup]:
-    paths = _own_groups()
-    groups: list[_MemoryGroup] = []
-    for hierarchy in _HIERARCHIES:
-        own = PurePath(paths.get(hierarchy.controller, "."))
+def _limited_groups() -> list[tuple[int, int]]:
+    """Limit and free bytes of each control group with a memory limit."""
+    paths, groups = _own_groups(), list[tuple[int, int]]()
+    for mount, controller, limit_file, usage_file, cache_parts in _HIERARCHIES:
+        own = PurePath(paths.get(controller, "."))
         # In a container that may be the host's path, which is not there, and the group be what is mounted: the last.
-        for folder in (_CGROUPS / hierarchy.mount / path for path in (own, *own.parents)):
-            limit = _read_number(folder / hierarchy.limit)
+        for folder in (_CGROUPS / mount / path for path in (own, *own.parents)):
+            limit = _read_number(folder / limit_file)
             if limit is not None:
-                used = (_read_number(folder / hierarchy.usage) or 0) - _cache_bytes(folder, hierarchy.cache)
-                groups.append(_MemoryGroup(limit, max(0, limit - max(0, used))))
+                used = (_read_number(folder / usage_file) or 0) - _cache_bytes(folder, cache_parts)
+                groups.append((limit, max(0, limit - max(0, used))))
     return groups
 
 

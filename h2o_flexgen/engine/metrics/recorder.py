@@ -79,10 +79,6 @@ class RowLengths(NamedTuple):
     budget: Budget
     by_layer: tuple[Budget, ...]
 
-    @classmethod
-    def of(cls, row: Sequence) -> RowLengths:
-        return cls(row.prompt_tokens, row.max_new_tokens, len(row.token_ids), row.budget, row.by_layer)
-
     def budget_in(self, layer: int, window: int | None) -> Budget:
         return self.by_layer[layer] if self.by_layer else self.budget.within(window)
 
@@ -107,7 +103,8 @@ class RunMetrics:
         self._trace, self._computed = trace, sum(trace.compute_seconds.values())
 
     def finished(self, row: Sequence) -> None:
-        self.lengths[RowLengths.of(row)] += 1
+        new = len(row.token_ids)
+        self.lengths[RowLengths(row.prompt_tokens, row.max_new_tokens, new, row.budget, row.by_layer)] += 1
         for name, counts in (kept_of_spans(row) or {}).items():
             self.kept.setdefault(name, []).append(counts)
 

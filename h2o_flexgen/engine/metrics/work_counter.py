@@ -88,7 +88,7 @@ class WorkCounter:
             self._work.dependency += layers * asked / self._spec.num_layers
             if not steps:
                 continue
-            self._add(self._work.decode, caches, layers * attended)
+            self._work.decode.cache_tokens[caches.window, caches.device] += layers * attended
             self._move(self._work.decode, caches, layers * (attended - steps), inward=True)
             # What the last step adds is read by no step.
             self._move(self._work.prefill, caches, layers * kept, inward=False)
@@ -143,7 +143,7 @@ class WorkCounter:
                 budget, new = row.budget_in(caches.layer, caches.window), row.steps - row.remaining
                 held += _attended(min(len(row.prompt_ids), budget.after_prompt), new, budget) - row.missing(new)
             for work, sign in ((self._work.prefill, share), (self._work.decode, -share)):
-                self._add(work, caches, sign * layers * held)
+                work.cache_tokens[caches.window, caches.device] += sign * layers * held
                 self._move(work, caches, sign * layers * (held - len(going)), inward=True)
 
     def _hidden(self, gpu_batch: GpuBatch, going: int) -> None:
@@ -174,9 +174,6 @@ class WorkCounter:
         """The phases and their shares in something of which `share` is prompts."""
         both = zip((self._work.phases[phase] for phase in PHASES), (share, 1 - share), strict=True)
         return [(work, part) for work, part in both if part]
-
-    def _add(self, work: PhaseWork, caches: _CacheCounts, tokens: float) -> None:
-        work.cache_tokens[caches.window, caches.device] += tokens
 
     def _move(self, work: PhaseWork, caches: _CacheCounts, tokens: float, *, inward: bool) -> None:
         for link in links(caches.tier, caches.device, inward=inward) if tokens else ():

@@ -4,7 +4,7 @@ the tokens that end turns."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from h2o_flexgen.engine.requests.merges import merges_of
 from h2o_flexgen.engine.requests.vocabularies import ENDS_OF_TURNS, SPACED, VOCABULARIES
@@ -16,6 +16,7 @@ _CONTROL, _USER_DEFINED = 3, 4
 _SPACE = "\u2581"
 _ANSWER = "Indeed it is."
 _GEMMAS = ("gemma", "gemma2", "gemma3")
+_Value = TypeVar("_Value", str, bool)
 
 _UNSUPPORTED = {
     "bert": "WordPiece",
@@ -111,7 +112,7 @@ class _Metadata:
         self._metadata, self._path = metadata, path
         self.architecture = metadata.get("general.architecture")
         self.tokens: list[str] = self._list("tokens")
-        self.pre = self.word("pre", "default")
+        self.pre = self.value("pre", "default", "a text")
 
     def _list(self, key: str) -> list[Any]:
         value = self._metadata.get(_KEY + key)
@@ -137,17 +138,15 @@ class _Metadata:
             raise self.error(key, f"a number for each of {len(self.tokens)} tokens")
         return list(values.tolist())
 
-    def word(self, key: str, default: str) -> str:
+    def value(self, key: str, default: _Value, needed: str) -> _Value:
+        """A value of the kind of `default`."""
         value = self._metadata.get(_KEY + key, default)
-        if not isinstance(value, str):
-            raise self.error(key, "a text")
+        if not isinstance(value, type(default)):
+            raise self.error(key, needed)
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self._metadata.get(_KEY + key, default)
-        if not isinstance(value, bool):
-            raise self.error(key, "true or false")
-        return value
+        return self.value(key, default, "true or false")
 
     def special(self) -> dict[str, str]:
         """The texts of special tokens by transformers' names."""

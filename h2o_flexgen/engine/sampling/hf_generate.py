@@ -238,10 +238,6 @@ class Inputs:
     mask: Tensor
     device: torch.device
 
-    @property
-    def width(self) -> int:
-        return self.ids.shape[1]
-
     def prompts(self) -> list[list[int]]:
         """The rows without padding. UsageError for a row of padding only, or with some at its end."""
         for row in (~self.mask.any(1)).nonzero().flatten().tolist():
@@ -356,7 +352,7 @@ class Generator:
         if "MaxLengthCriteria" in replaced:
             total = {"max_new_tokens": None, "max_length": replaced["MaxLengthCriteria"].max_length}
             settings = Settings({**settings.values, **total}, settings.given)
-        return lengths(settings, inputs.width, self._model.spec.max_positions)
+        return lengths(settings, inputs.ids.shape[1], self._model.spec.max_positions)
 
     def _outcome(self, inputs: Inputs, rows: list[Sequence], settings: Settings, pad: int | None) -> Any:
         for row in self._run(rows):
