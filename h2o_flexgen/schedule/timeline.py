@@ -9,9 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from h2o_flexgen.units import format_seconds
-
-_SHADES = " .:-=+*#"  # idle to always busy
 MEASURED, PREDICTED = "h2o_flexgen", "predicted"
 """The processes of a trace file."""
 COUNTER = "memory "
@@ -92,43 +89,6 @@ class Timeline:
             else:
                 merged.append((row.start, row.end))
         return by_resource
-
-    def table(self, width: int = 48) -> str:
-        """One line per resource: tasks, busy time, share of the span, and a strip of `width` cells from blank (idle) to
-        `#` (always busy)."""
-        if not self.rows:
-            return "nothing ran"
-        name_width = max(len(name) for name in (*self.resources, "resource"))
-        lines = [f"{'resource':{name_width}}  tasks      busy  share  over {format_seconds(self.span)}"]
-        for resource in self.resources:
-            tasks = sum(row.resource == resource for row in self.rows)
-            busy = self.busy(resource)
-            share = busy / self.span if self.span > 0 else 0.0
-            strip = self._strip(resource, width)
-            lines.append(f"{resource:{name_width}}  {tasks:5d}  {format_seconds(busy):>8}  {share:5.0%}  |{strip}|")
-        lines.append(f"two or more at once: {self.overlap:.0%} of the time")
-        return "\n".join(lines)
-
-    def _strip(self, resource: str, width: int) -> str:
-        cell = self.span / width
-        if cell <= 0:
-            return " " * width
-        filled = [0.0] * width
-        for start, end in self._intervals[resource]:
-            low, high = (start - self.start) / cell, (end - self.start) / cell
-            for index in range(int(low), min(width, int(high) + 1)):
-                filled[index] += max(0.0, min(high, index + 1) - max(low, index))
-        top = len(_SHADES) - 1
-        return "".join(_SHADES[min(top, -int(-share * top // 1) if share > 1e-9 else 0)] for share in filled)
-
-    def to_json(self) -> dict[str, object]:
-        """Plain JSON types; times in seconds."""
-        return {
-            "span": self.span,
-            "overlap": self.overlap,
-            "busy": {resource: self.busy(resource) for resource in self.resources},
-            "rows": [row._asdict() for row in self.rows],
-        }
 
     def write_chrome_trace(self, path: str | Path, process: str = MEASURED, predicted: Timeline | None = None) -> None:
         """Write Chrome Trace Event JSON (ui.perfetto.dev, chrome://tracing): a thread per resource, microseconds.

@@ -1,4 +1,4 @@
-"""Timelines: what counts as busy and as overlap, the trace file, the table."""
+"""Timelines: what counts as busy and as overlap, the trace file."""
 
 from __future__ import annotations
 
@@ -32,22 +32,11 @@ def test_busy_span_overlap() -> None:
 def test_an_empty_timeline() -> None:
     timeline = Timeline(())
     assert (timeline.span, timeline.overlap, timeline.resources) == (0.0, 0.0, ())
-    assert timeline.table() == "nothing ran"
 
 
 def test_rows_without_duration() -> None:
     timeline = Timeline((Row("a", 1.0, 1.0, "compute"),))
     assert timeline.overlap == 0.0
-    assert "compute" in timeline.table()
-
-
-def test_table() -> None:
-    assert Timeline(ROWS).table(width=10).splitlines() == [
-        "resource   tasks      busy  share  over 10 s",
-        "disk->cpu      2       3 s    30%  |###       |",
-        "compute        2       5 s    50%  | ###    ##|",
-        "two or more at once: 20% of the time",
-    ]
 
 
 def test_chrome_trace(tmp_path: Path) -> None:
@@ -72,12 +61,6 @@ def test_chrome_trace_without_rows(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]) == 1
 
 
-def test_to_json_is_plain() -> None:
-    data = json.loads(json.dumps(Timeline(ROWS).to_json()))
-    assert [Row(**row) for row in data["rows"]] == list(ROWS)
-    assert data["busy"] == {"disk->cpu": 3.0, "compute": 5.0}
-
-
 TIMES = st.integers(0, 40)
 
 
@@ -91,7 +74,6 @@ def test_busy_and_overlap_agree_with_counting_moments(raw: list[tuple[int, int, 
         assert timeline.busy(resource) == sum(resource in now for now in working)
     together = sum(len(now) > 1 for now in working)
     assert timeline.overlap * timeline.span == pytest.approx(together)
-    timeline.table()
 
 
 def test_memory_and_a_prediction_in_a_trace_file(tmp_path: Path) -> None:
