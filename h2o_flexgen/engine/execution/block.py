@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -22,7 +23,8 @@ from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.batching.scheduler import BatchScheduler, BlockRoom, StoredPrefixes, WaitingQueue
 from h2o_flexgen.engine.execution.executor import Executor, FiniteCheck
-from h2o_flexgen.engine.execution.stages import Stage, open_stages
+from h2o_flexgen.engine.execution.host_attention import HostAttention
+from h2o_flexgen.engine.execution.stages import ActivationTransfer, Stage, parked
 from h2o_flexgen.engine.limits.devices import return_free_pages, rss
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.metrics.recorder import BlockTotals
@@ -30,11 +32,13 @@ from h2o_flexgen.engine.metrics.trace import ScoreLog, Trace
 from h2o_flexgen.engine.metrics.work_counter import WorkCounter
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.sampling.sampler import Sampler
-from h2o_flexgen.engine.state.kv_store import CacheMaker, Place
+from h2o_flexgen.engine.state.backing import HiddenStore
+from h2o_flexgen.engine.state.kv_store import CacheMaker, CacheStore, Place, RowStatePlaces
 from h2o_flexgen.engine.state.loader import LoadedStage
+from h2o_flexgen.memory.handle import torch_dtype
 from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.models.decoder import Decoder
-from h2o_flexgen.schedule.footprint import recall_items, shelved_layers
+from h2o_flexgen.schedule.footprint import most_arrivals, recall_items, shelved_layers
 from h2o_flexgen.schedule.pipeline import pipeline
 from h2o_flexgen.schedule.request import BlockShape
 from h2o_flexgen.schedule.tasks import ScheduleShape, Tick, groups_of
@@ -200,27 +204,47 @@ class BlockRunner:
         groups: tuple[range, ...],
         stack: ExitStack,
     ) -> list[Stage]:
-        spec, dtype, places = self.decoder.spec, plan.request.dtype, len(rows[0])
+        """The stores of a block, stage by stage; `stack` closes them."""
+        spec, name, dtype = self.decoder.spec, plan.request.dtype, torch_dtype(plan.request.dtype)
         # The most tokens of a GPU batch, in the first step or any later one.
+        places = len(rows[0])
         tokens = max(waiting.longest_prompt * places, *(gpu_batch.prompt_tokens for gpu_batch in gpu_batches))
         longest, prompt_room = max(waiting.longest_prompt, *(len(row.pass_ids) for each in rows for row in each)), 0
         waiting.room = BlockRoom(self._slots(maker), min(longest, tokens // places))
         if plan.policy.overlap:
             sums = self.eviction.column_sums
-            prompt_room = prompt_bytes(spec, dtype, places, longest, plan.policy.chunk, sums=sums)
-        return open_stages(
-            plan,
-            self.stages,
-            self.decoder,
-            self.trace,
-            maker.shapes,
-            spec.hidden_bytes(tokens, dtype),
-            groups,
-            prompt_room,
-            # Only where other GPU batches are computed meanwhile, and no single units are looked at.
-            attends=len(rows) > 1 and not self.check_finite,
-            stack=stack,
-        )
+            prompt_room = prompt_bytes(spec, name, places, longest, plan.policy.chunk, sums=sums)
+        # Only where other GPU batches are computed meanwhile, and no single units are looked at.
+        attends, nbytes = len(rows) > 1 and not self.check_finite, spec.hidden_bytes(tokens, name)
+        transfers: list[ActivationTransfer | None] = [None]
+        for sender, receiver in pairwise(self.stages):
+            landings = most_arrivals(groups, receiver.units)
+            between = ActivationTransfer(sender.tiers, receiver.tiers, receiver.copies, nbytes, landings, dtype)
+            transfers.append(stack.enter_context(closing(between)))
+        transfers.append(None)
+        stages = []
+        for number, each in enumerate(self.stages):
+            tiers, copies, host = each.tiers, each.copies, None
+            layers = {spec.units[unit].layer for unit in each.units if spec.units[unit].kind == "attn"}
+            own = {place: shape for place, shape in maker.shapes.items() if place[0] in layers}
+            states = {
+                place: RowStatePlaces(specs, shape.batch, name)
+                for place, shape in own.items()
+                if (specs := spec.states_of(place[0]))
+            }
+            on_cpu, counted = plan.policy.cpu_cache_compute, not spec.keeps_caches
+            caches = CacheStore(tiers, copies, own, plan.placement.cache, dtype, on_cpu, counted, states)
+            stack.callback(caches.close)
+            hidden = HiddenStore(tiers, copies, dict(parked(plan, each, groups)), nbytes, dtype)
+            stack.callback(hidden.close)
+            if prompt_room and caches.on_host:
+                beside, streamed = caches.on_host if attends else {}, each.weights.streamed
+                host = HostAttention(
+                    tiers, copies, self.decoder, self.trace, beside, dtype, streamed, prompt_room, number
+                )
+                stack.callback(host.close)
+            stages.append(Stage(number, each, caches, hidden, transfers[number], transfers[number + 1], host))
+        return stages
 
     def _open_recall(
         self, plan: Plan, batches: int, counts: RecallCounts, stack: ExitStack

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.model.tensors import page_ceil
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.execution.host_attention import HostAttention
 from h2o_flexgen.engine.limits.plan import Plan
-from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.engine.state.backing import BufferCycle, HiddenStore, typed
-from h2o_flexgen.engine.state.kv_store import CacheStore, Place, RowStatePlaces
+from h2o_flexgen.engine.state.kv_store import CacheStore
 from h2o_flexgen.engine.state.loader import LoadedStage
 from h2o_flexgen.errors import required
 from h2o_flexgen.memory.copies import CopyEngine
-from h2o_flexgen.memory.handle import torch_dtype
 from h2o_flexgen.memory.tiers import Tiers
 from h2o_flexgen.memory.transfers import Ticket
-from h2o_flexgen.models.decoder import Decoder
-from h2o_flexgen.schedule.footprint import LEAVING, most_arrivals
+from h2o_flexgen.schedule.footprint import LEAVING
 
 
 class _Arrival(NamedTuple):
@@ -131,55 +126,7 @@ class Stage:
         self.loaded.weights.free(key)
 
 
-def open_stages(
-    plan: Plan,
-    loaded: tuple[LoadedStage, ...],
-    decoder: Decoder,
-    trace: Trace,
-    shapes: Mapping[Place, CacheShape],
-    hidden_bytes: int,
-    groups: tuple[range, ...],
-    prompt_room: int,
-    attends: bool,
-    stack: ExitStack,
-) -> list[Stage]:
-    """The stores of a block, stage by stage; `stack` closes them.
-
-    shapes: K and V of each (layer, GPU batch). hidden_bytes: of the largest hidden states. groups: GPU batches that go
-    through a stage together. prompt_room: see HostAttention; 0: none. attends: whether it serves decode steps, too.
-    """
-    spec, dtype = decoder.spec, torch_dtype(plan.request.dtype)
-    transfers: list[ActivationTransfer | None] = [None]
-    for sender, receiver in pairwise(loaded):
-        landings = most_arrivals(groups, receiver.units)
-        made = ActivationTransfer(sender.tiers, receiver.tiers, receiver.copies, hidden_bytes, landings, dtype)
-        transfers.append(stack.enter_context(closing(made)))
-    transfers.append(None)
-    stages = []
-    for number, each in enumerate(loaded):
-        tiers, copies = each.tiers, each.copies
-        layers = {spec.units[unit].layer for unit in each.units if spec.units[unit].kind == "attn"}
-        own = {place: shape for place, shape in shapes.items() if place[0] in layers}
-        states = {
-            place: RowStatePlaces(specs, shape.batch, plan.request.dtype)
-            for place, shape in own.items()
-            if (specs := spec.states_of(place[0]))
-        }
-        on_cpu, counted = plan.policy.cpu_cache_compute, not spec.keeps_caches
-        caches = CacheStore(tiers, copies, own, plan.placement.cache, dtype, on_cpu, counted, states)
-        stack.callback(caches.close)
-        hidden = HiddenStore(tiers, copies, dict(_parked(plan, each, groups)), hidden_bytes, dtype)
-        stack.callback(hidden.close)
-        host = None
-        if prompt_room and caches.on_host:
-            places, streamed = caches.on_host if attends else {}, each.weights.streamed
-            host = HostAttention(tiers, copies, decoder, trace, places, dtype, streamed, prompt_room, number)
-            stack.callback(host.close)
-        stages.append(Stage(number, each, caches, hidden, transfers[number], transfers[number + 1], host))
-    return stages
-
-
-def _parked(plan: Plan, stage: LoadedStage, groups: tuple[range, ...]) -> Iterator[tuple[int, tuple[str, int]]]:
+def parked(plan: Plan, stage: LoadedStage, groups: tuple[range, ...]) -> Iterator[tuple[int, tuple[str, int]]]:
     """GPU batches whose hidden states may be parked between two units: tier, and place in their group."""
     if len(stage.units) == 1:
         return
