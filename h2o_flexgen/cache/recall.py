@@ -35,8 +35,6 @@ from h2o_flexgen.memory.disk import host_view
 from h2o_flexgen.memory.tiers import DiskTier, Region
 
 _WHAT = "evicted tokens"
-_Take = Callable[[int, Tensor, Tensor, Tensor], None]
-"""`_HeldSlots.take`, of the row that comes first."""
 
 
 @dataclass
@@ -358,9 +356,8 @@ class Recall:
             self._by_kernel = self._disk is None and keeping.packings is None
             self._begun, self._native = lengths, self._native_of(lengths, held.k if self._by_kernel else new.k)
         before = slots.table[1].clone() if self._logs else None
-        take = partial(self._put, keeping, held)
         if self._native is None:
-            self._recall(asked, new, lengths, slots, take)
+            self._recall(asked, new, lengths, slots, partial(self._put, keeping, held))
         else:
             if not self._by_kernel:
                 self._write(new, lengths)
@@ -371,11 +368,17 @@ class Recall:
                 self._counts.written += token * found.written
                 self._counts.read += token * found.recalled
             elif found.recalled:
-                self._fetch(self._native.moves, take)
+                for place, moves in enumerate(self._native.moves):
+                    heads, order = (moves[..., 0] >= 0).nonzero(as_tuple=True)
+                    if len(heads):
+                        to, positions = moves[heads, order].long().unbind(1)
+                        self._put(keeping, held, place, heads, positions, to)
         if before is not None:
             self._log(before, slots.table[1])
 
-    def _recall(self, asked: Queries, new: KeysValues, lengths: CacheLengths, slots: ScoredSlots, take: _Take) -> None:
+    def _recall(
+        self, asked: Queries, new: KeysValues, lengths: CacheLengths, slots: ScoredSlots, put: Callable[..., None]
+    ) -> None:
         """A step in torch operations."""
         free = slots.free()
         for place, row, now in self._write(new, lengths):
@@ -385,7 +388,7 @@ class Recall:
             if looks(taken, self._every):
                 first = 0 if lengths.window is None else max(0, now + 1 - lengths.window)
                 worth = _worth(row.index[:, first : now + 1], asked.q[place], asked)
-                own = _HeldSlots(slots.score[place], slots.table[1][place], free[place], partial(take, place))
+                own = _HeldSlots(slots.score[place], slots.table[1][place], free[place], partial(put, place))
                 kept, moved = self._look(row, worth, own, first, now)
                 rated = is_rated(taken, self._every, self.rates)
                 rating = _rating(worth.mean(1), kept) if rated else (0.0, 0.0)
@@ -399,14 +402,6 @@ class Recall:
                 self._counts.written += row.shelf.write(now, *(x[place].unsqueeze(1) for x in new))
                 found.append((place, row, now))
         return found
-
-    def _fetch(self, moves: Tensor, take: _Take) -> None:
-        """What the kernel wants back, `NativeRecall.moves`, goes from the shelves into its slots."""
-        for place, row in enumerate(self._rows):
-            heads, order = (moves[place, ..., 0] >= 0).nonzero(as_tuple=True)
-            if row is not None and len(heads):
-                slots, positions = moves[place, heads, order].long().unbind(1)
-                take(place, heads, positions, slots)
 
     def _put(
         self, keeping: Keeping, held: KeysValues, place: int, heads: Tensor, positions: Tensor, slots: Tensor

@@ -468,9 +468,23 @@ class Engine(Closing):
         return "gpu" if self.device.type == "cuda" or self.config.emulate_gpu is not None else "cpu"
 
     def _caps(self) -> Caps:
-        model, folder = self.model, self.offload_folder
-        there = partial(bytes_on_disk, model.spec, model.source, model.dtype, folder)
-        return devices.caps_of(self.config, self._pins, folder, there, partial(devices.held_bytes, self._loaded))
+        """The caps as given, else the machine's free memory, of the GPU with least."""
+        config, why = self.config, {"cpu": "--cpu-mem", "disk": "--nvme-mem", "gpu": "--gpu-mem"}
+        on_gpu, cpu, disk = None, config.cpu_mem, config.disk_mem
+        if config.emulate_gpu is not None:
+            on_gpu, why["gpu"] = config.emulate_gpu, "--emulate-gpu"
+        elif self._pins is not None:
+            held = partial(devices.held_bytes, self._loaded)
+            limits = (devices.gpu_limit(each, config.gpu_mem, held(each.torch_device)) for each in self._pins.devices)
+            on_gpu, why["gpu"] = min(limits)
+        if config.num_gpus > 1:
+            why["gpu"] += ", of each GPU"
+        if cpu is None:
+            cpu, why["cpu"] = devices.cpu_limit()
+        if disk is None:
+            there = bytes_on_disk(self.model.spec, self.model.source, self.model.dtype, self.offload_folder)
+            disk, why["disk"] = devices.disk_limit(self.offload_folder, there)
+        return Caps(on_gpu, cpu, disk, emulated=config.emulate_gpu is not None, why=why)
 
     def _reader(self) -> RequestReader:
         model, config = self.model, self.config

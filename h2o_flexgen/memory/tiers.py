@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from h2o_flexgen.config.model.tensors import PAGE, page_ceil
-from h2o_flexgen.errors import PlanError, StorageError, required, storage_error
+from h2o_flexgen.errors import PlanError, required, storage_error
 from h2o_flexgen.folders import Closing
 from h2o_flexgen.memory.cuda import Device, open_device
 from h2o_flexgen.memory.disk import DirectFile
@@ -244,8 +244,6 @@ class DiskTier(Ledger):
         except OSError as error:
             os.close(fd)
             folder.remove_file(path)
-            if isinstance(error, StorageError):
-                raise
             raise storage_error(f"{what} needs {format_bytes(size)} at {path}", error) from error
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from h2o_flexgen.config.hardware.rates import ComputeRates
 from h2o_flexgen.config.model.spec import ModelSpec
@@ -109,12 +109,8 @@ def rooflines(
     return {phase: priced.of(each, seconds[phase]) for phase, each in work.phases.items()}
 
 
-class _Spent(NamedTuple):
-    """Seconds of calls at their calibrated rates, and the resource that such calls wait for."""
-
-    kind: str
-    resource: str
-    seconds: float
+_Spent = tuple[str, str, float]
+"""The kind of calls, the resource that they wait for, and their seconds at calibrated rates."""
 
 
 class _Roofline:
@@ -192,7 +188,7 @@ class _Roofline:
             arithmetic = _flops(spec, kind, rows) / peak_flops(rates)
             few = arithmetic <= _matrix_bytes(spec, kind, rows, dtype) / rates.memory_bytes_per_s
             seconds = rates.products_seconds(spec, kind, rows, self._size)
-            yield _Spent("products", READS if few else ARITHMETIC, calls * seconds)
+            yield "products", READS if few else ARITHMETIC, calls * seconds
 
     def _caches(self, work: PhaseWork) -> Iterator[_Spent]:
         """Attention of decode steps, each call of average size."""
@@ -203,14 +199,14 @@ class _Roofline:
             if calls > 0:
                 curves = self._request.machine.rates(device).decode_attention
                 curve = curves["scored" if self._ranks(window) else "plain"]
-                yield _Spent("attention", self._reads_of(device), calls * curve.time_at(tokens * token[window] / calls))
+                yield "attention", self._reads_of(device), calls * curve.time_at(tokens * token[window] / calls)
 
     def _prompts(self, work: PhaseWork) -> Iterator[_Spent]:
         rates, spec = self._request.machine.rates(self._tier).prefill_attention, self._request.spec
         for (window, keys), pairs in work.prompt_pairs.items():
             sums = self._ranks(window) and self._request.eviction.split.column_sums
             flops = 4 * _query_width(spec)[window] * pairs * _layers_by_window(spec)[window]
-            yield _Spent("attention", ARITHMETIC, flops / rates["scored" if sums else "plain"].at(keys))
+            yield "attention", ARITHMETIC, flops / rates["scored" if sums else "plain"].at(keys)
 
     def _ranks(self, window: Window) -> bool:
         """Whether caches of layers with this window choose by score."""

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,14 +22,6 @@ from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.tiers import Tiers
 from h2o_flexgen.memory.transfers import Ticket
 from h2o_flexgen.schedule.footprint import LEAVING
-
-
-class _Arrival(NamedTuple):
-    """Hidden states in a buffer, once `ticket` is done."""
-
-    buffer: Tensor
-    ticket: Ticket
-    shape: torch.Size
 
 
 class ActivationTransfer:
@@ -50,7 +41,8 @@ class ActivationTransfer:
             landing = (stack.enter_context(receiver.compute.allocate(size, what)) for _ in range(landings))
             self._landing = deque(buffer.tensor for buffer in landing)
             self._resources = stack.pop_all()
-        self._arrivals: dict[int, _Arrival] = {}
+        self._arrivals: dict[int, tuple[Tensor, Ticket, torch.Size]] = {}
+        """By GPU batch: hidden states of this shape in a buffer, once the ticket is done."""
 
     def send(self, gpu_batch: GpuBatch) -> None:
         """Starts moving hidden states; the sender's copy is dropped."""
@@ -62,7 +54,7 @@ class ActivationTransfer:
         landing, nbytes = self._landing.popleft(), hidden.numel() * hidden.itemsize
         ticket = self._copies.copy(landing[:nbytes], buffer[:nbytes], "gpu->gpu", sender=self._sender)
         self._leaving.until(ticket)
-        self._arrivals[gpu_batch.index] = _Arrival(landing, ticket, hidden.shape)
+        self._arrivals[gpu_batch.index] = landing, ticket, hidden.shape
         gpu_batch.hidden = None
 
     def receive(self, gpu_batch: GpuBatch) -> None:

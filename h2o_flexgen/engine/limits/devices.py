@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from operator import itemgetter
@@ -26,7 +26,6 @@ from h2o_flexgen.memory.device_copies import BOUNCE_BYTES
 from h2o_flexgen.memory.pages import HostMemory
 from h2o_flexgen.memory.pinned import PinnedPool, lockable_memory
 from h2o_flexgen.memory.tiers import Tier
-from h2o_flexgen.schedule.request import Caps
 from h2o_flexgen.units import format_bytes
 
 DEFAULT_OFFLOAD_DIR = "~/.cache/h2o_flexgen/offload"
@@ -254,31 +253,6 @@ def open_gpu(devices: Sequence[torch.device]) -> PinnedPool | None:
     most = share if lockable is None else min(share, lockable)
     bounce = HostMemory().allocate(BOUNCE_BYTES * len(devices)).tensor
     return PinnedPool(first, most, bounce, [other for other in others if other is not None])
-
-
-def caps_of(
-    config: EngineConfig,
-    pins: PinnedPool | None,
-    folder: Path,
-    there: Callable[[], int],
-    held: Callable[[torch.device], int],
-) -> Caps:
-    """The caps as given, else the machine's free memory, of the GPU with least. folder: of the disk tier, with weights
-    of `there` bytes. held: bytes of other engines of this process on a GPU."""
-    why = {"cpu": "--cpu-mem", "disk": "--nvme-mem", "gpu": "--gpu-mem"}
-    on_gpu, cpu, disk = None, config.cpu_mem, config.disk_mem
-    if config.emulate_gpu is not None:
-        on_gpu, why["gpu"] = config.emulate_gpu, "--emulate-gpu"
-    elif pins is not None:
-        limits = (gpu_limit(each, config.gpu_mem, held(each.torch_device)) for each in pins.devices)
-        on_gpu, why["gpu"] = min(limits)
-    if config.num_gpus > 1:
-        why["gpu"] += ", of each GPU"
-    if cpu is None:
-        cpu, why["cpu"] = cpu_limit()
-    if disk is None:
-        disk, why["disk"] = disk_limit(folder, there())
-    return Caps(on_gpu, cpu, disk, emulated=config.emulate_gpu is not None, why=why)
 
 
 def gpu_limit(gpu: Device, asked: int | None, held: int = 0) -> Limit:
