@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from h2o_flexgen.cache.eviction.arrival import ArrivalPolicy
-from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
+from h2o_flexgen.cache.eviction.base import ArrivalPolicy, EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.eviction.then_h2o import ThenH2O
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.splits import base_of

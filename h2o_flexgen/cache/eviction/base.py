@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -212,6 +212,7 @@ class RankedPolicy(EvictionPolicy, ABC):
     served by one kernel per step.
     """
 
+    asks: ClassVar[int | Literal["recent", "all"]] = 0  # how many of a prompt's last queries it looks at
     raw_queries: ClassVar[bool] = False  # whether `queries` are needed as they were before rotation
     scores_keys: ClassVar[bool] = False  # whether a new token's score is computed from its key
     keeps_two: ClassVar[bool] = False  # whether a second number is stored per slot
@@ -220,7 +221,9 @@ class RankedPolicy(EvictionPolicy, ABC):
 
     def queries(self, length: int, budget: Budget) -> int:
         """How many of the last queries of a prompt of `length` tokens `prompt_scores` looks at."""
-        return 0
+        if isinstance(self.asks, int):
+            return self.asks
+        return length if self.asks == "all" else budget.recent
 
     def scope(self, budget: Budget) -> int:
         """The number of candidates of a row from which a step evicts one; used by policies that rank by "steady"."""
@@ -244,6 +247,20 @@ class RankedPolicy(EvictionPolicy, ABC):
     def ranks(self, step: AttendedStep) -> Tensor:
         """The numbers that tokens are compared by, (b, kv_heads, N) float32, never negative; the lowest is evicted."""
         return step.score
+
+
+class ArrivalPolicy(RankedPolicy):
+    """The order of arrival as a score, where it is not alone: the newest tokens stay, beside sinks and spans."""
+
+    name = "arrival"
+
+    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+        positions = rows.tokens.positions.float() + 1
+        return PromptScores(positions.expand(len(prompts.k), prompts.k.shape[1], -1))
+
+    def new_scores(self, tokens: Tokens, keys: Tensor | None) -> Tensor:
+        positions, _ = torch.broadcast_tensors(tokens.positions, tokens.heads)
+        return positions.float().add(1)
 
 
 def in_spans(budget: Budget, length: int, device: torch.device) -> Tensor:

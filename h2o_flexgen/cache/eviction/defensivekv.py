@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores, RankedPolicy, attention_rows
-from h2o_flexgen.config.eviction import Budget
 
 POOL = 5
 
@@ -20,9 +19,7 @@ class DefensivePolicy(RankedPolicy):
     """
 
     name = "defensivekv"
-
-    def queries(self, length: int, budget: Budget) -> int:
-        return budget.recent
+    asks = "recent"
 
     def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
         recent, length = rows.budget.recent, prompts.length

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores, RankedPolicy
-from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.errors import required
 
 FUTURE = 512
@@ -22,9 +21,7 @@ class ExpectedAttentionPolicy(RankedPolicy):
 
     name = "expected_attention"
     raw_queries = True
-
-    def queries(self, length: int, budget: Budget) -> int:
-        return length
+    asks = "all"
 
     def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
         length, sinks = prompts.length, rows.budget.sinks

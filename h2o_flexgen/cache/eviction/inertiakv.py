@@ -14,7 +14,6 @@ from h2o_flexgen.cache.eviction.base import (
     attention_rows,
 )
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
-from h2o_flexgen.config.eviction import Budget
 
 INERTIA = 0.8  # the kernel in C has it, too
 _QUERIES = 64  # the weight of any query before them is below an ulp
@@ -28,9 +27,7 @@ class InertiaPolicy(H2OPolicy):
 
     name = "inertiakv"
     by = "fading"
-
-    def queries(self, length: int, budget: Budget) -> int:
-        return _QUERIES
+    asks = _QUERIES
 
     def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
         last, rank = prompts.length - 1, super().prompt_scores(prompts, rows).rank

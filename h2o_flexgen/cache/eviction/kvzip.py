@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores, RankedPolicy, attention_rows
-from h2o_flexgen.config.eviction import Budget
 
 CHUNK = 2048
 _FIRST = 4
@@ -20,9 +19,7 @@ class KVzipPolicy(RankedPolicy):
     """
 
     name = "kvzip"
-
-    def queries(self, length: int, budget: Budget) -> int:
-        return length
+    asks = "all"
 
     def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
         length = prompts.length // 2

@@ -32,9 +32,7 @@ class RoCoPolicy(RankedPolicy):
     name = "roco"
     by = "steady"
     needs_rows = keeps_two = True
-
-    def queries(self, length: int, budget: Budget) -> int:
-        return length
+    asks = "all"
 
     def scope(self, budget: Budget) -> int:
         return _scope(budget, 1)

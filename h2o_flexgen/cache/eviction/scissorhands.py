@@ -14,7 +14,7 @@ from h2o_flexgen.cache.eviction.base import (
     RankedPolicy,
     attention_rows,
 )
-from h2o_flexgen.config.eviction import LAST_QUERIES, Budget
+from h2o_flexgen.config.eviction import LAST_QUERIES
 
 _MANY = float(1 << 22)
 
@@ -29,9 +29,7 @@ class ScissorhandsPolicy(RankedPolicy):
     name = "scissorhands"
     by = "rare"
     needs_rows = True
-
-    def queries(self, length: int, budget: Budget) -> int:
-        return LAST_QUERIES
+    asks = LAST_QUERIES
 
     def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
         positions = rows.tokens.positions

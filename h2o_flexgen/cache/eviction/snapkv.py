@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch.nn.functional as F
 
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores, RankedPolicy, summed_rows
-from h2o_flexgen.config.eviction import Budget
 
 POOL = 7
 
@@ -17,9 +16,7 @@ class SnapKVPolicy(RankedPolicy):
     """
 
     name = "snapkv"
-
-    def queries(self, length: int, budget: Budget) -> int:
-        return budget.recent
+    asks = "recent"
 
     def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
         votes = summed_rows(prompts, rows.budget.recent, rows.window)

@@ -12,7 +12,6 @@ from h2o_flexgen.cache.eviction.base import (
     RankedPolicy,
     summed_rows,
 )
-from h2o_flexgen.config.eviction import Budget
 
 
 class TovaPolicy(RankedPolicy):
@@ -23,9 +22,7 @@ class TovaPolicy(RankedPolicy):
 
     name = "tova"
     needs_rows = True
-
-    def queries(self, length: int, budget: Budget) -> int:
-        return 1
+    asks = 1
 
     def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
         return PromptScores(_over_heads(summed_rows(prompts, 1, rows.window)))

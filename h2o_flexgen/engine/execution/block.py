@@ -126,7 +126,8 @@ class BlockRunner:
 
     def _queries(self, maker: CacheMaker, row: Sequence) -> int:
         """The most of a row's last queries that its cache in any layer looks at."""
-        if not isinstance(self.eviction, RankedPolicy) or type(self.eviction).queries is RankedPolicy.queries:
+        policy = self.eviction
+        if not isinstance(policy, RankedPolicy) or (type(policy).queries is RankedPolicy.queries and not policy.asks):
             return maker.least_queries
         return max(maker.queries(layer, [row]) for layer in range(self.decoder.spec.num_layers))
 
