@@ -215,7 +215,8 @@ class KVCache:
 
         prompts: of the rows, in this order, on any device.
         """
-        if self._slots.packs:  # column sums are the scores
+        slots = self._slots
+        if slots.packs or not isinstance(slots, ScoredSlots):  # column sums are the scores
             return prompts.column_sums
         same_budget, found = dict[Budget, list[int]](), dict[int, tuple[Rows, Tensor]]()
         for index, row in enumerate(rows):
@@ -223,7 +224,7 @@ class KVCache:
         for budget, members in same_budget.items():
             source = index_of(members, prompts.k.device)
             target = index_of([rows[index] for index in members], self.device)
-            scores = self._slots.scores_of(target, prompts.of(source), budget)
+            scores = slots.scores_of(target, prompts.of(source), budget)
             if scores is not None:
                 found[members[0]] = source, scores
         if not found or len(same_budget) == 1:

@@ -247,8 +247,6 @@ class Keeping:
         """The prompts of `rows` are in, in the first `held` slots of `buffers`, of which the last m hold their last
         tokens, (n, kv_heads, m, head_dim), m at most as many as newest ones are kept. first: their first tokens (n,
         kv_heads, 1, head_dim); there: in which heads the first slot has them, bool (n or 1, kv_heads or 1)."""
-        if self.packings is None or not self._shape.exact:
-            return
         exact, count = self._exact(last.k.dtype), last.k.shape[2]
         newest = exact.newest
         for i, (lost, x) in enumerate(zip(exact.lost, last, strict=True)):
@@ -287,9 +285,7 @@ class Keeping:
 
     def take(self, slots: Tensor, new: KeysValues, pieces: Sequence[Tensor]) -> None:
         """The step's tokens (b, kv_heads, head_dim) were packed as `pieces`, into `slots` (b, kv_heads)."""
-        exact = self.exact
-        if exact is None:
-            return
+        exact = required(self.exact, _NONE)
         exact.slots.masked_fill_(exact.slots == slots.unsqueeze(-1), -1)
         if exact.newest:
             for i, (lost, x) in enumerate(zip(exact.lost, new, strict=True)):

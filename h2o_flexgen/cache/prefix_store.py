@@ -245,9 +245,8 @@ class PrefixStore:
         `user`."""
         self.counts.prompts += 1
         self.counts.tokens += len(ids)
-        names = list(self._known(ids, most).values())
         found = list[StoredPrefix]()
-        for name in names:
+        for name in self._known(ids, most):
             entry = self._entries.get(name) or self._fetch(user, name, (kind, len(found)))
             if entry is None:
                 break
@@ -292,19 +291,19 @@ class PrefixStore:
     def _now(self) -> float:
         return float(self.counts.prompts)
 
-    def _known(self, ids: Sequence[int], most: int) -> dict[int, FileName]:
-        """The entries of the longest chain from the first token on, by their ends."""
+    def _known(self, ids: Sequence[int], most: int) -> list[FileName]:
+        """The entries of the longest chain from the first token on, in order."""
         ends = sorted(end for end in self._ends if end <= most)
         there = dict[int, FileName]()
         for digest in _digests(ids, ends):
             name = self._starts.get(digest)
             if name is not None and (name.start == 0 or name.start in there):
                 there[name.end] = name
-        chain, end = dict[int, FileName](), max(there, default=0)
+        chain, end = list[FileName](), max(there, default=0)
         while end:
-            chain[end] = there[end]
+            chain.append(there[end])
             end = there[end].start
-        return dict(sorted(chain.items()))
+        return chain[::-1]
 
     def _learn(self, name: FileName) -> None:
         if name.digest not in self._starts:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cache.eviction.base import AttendedPrompts
 from h2o_flexgen.cache.lengths import CacheLengths
 from h2o_flexgen.cache.vectors import some_of
 from h2o_flexgen.config.eviction import Budget
@@ -44,17 +43,9 @@ class CacheSlots(ABC):
     def fill(self, rows: Rows, length: int, budget: Budget, scores: Tensor | None) -> Tensor | None:
         """Choose what stays of prompts of one length and one budget; it goes into slots 0, 1, ... in time order.
 
-        scores: as `scores_of` gives them. Returns positions, ascending: (c,) for all alike, (n, kv_heads, c), or None
+        scores: of `ScoredSlots.scores_of`. Returns positions, ascending: (c,) for all alike, (n, kv_heads, c), or None
         where everything stays.
         """
-
-    def scores_of(self, rows: Rows, prompts: AttendedPrompts, budget: Budget) -> Tensor | None:
-        """What `fill` chooses by, of prompts of one budget: (n, parts, kv_heads, S) float32; None: no score decides.
-
-        Part 0 ranks the prompt's tokens; part 1, if there is one, holds the scores that decode steps start from (else
-        those are part 0).
-        """
-        return None
 
     @abstractmethod
     def resume(self, parts: Sequence[tuple[CacheSlots, Sequence[int]]]) -> None:

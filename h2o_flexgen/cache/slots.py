@@ -95,6 +95,11 @@ class ScoredSlots(CacheSlots):
         self._resumed: Tensor | None = None  # free slots (b, kv_heads) of rows that come from other caches
 
     def scores_of(self, rows: Rows, prompts: AttendedPrompts, budget: Budget) -> Tensor | None:
+        """What `fill` chooses by, of prompts of one budget: (n, parts, kv_heads, S) float32; None: no score decides.
+
+        Part 0 ranks the prompt's tokens; part 1, if there is one, holds the scores that decode steps start from (else
+        those are part 0).
+        """
         if not budget.scored:
             return None
         places = torch.arange(prompts.length, device=prompts.k.device)

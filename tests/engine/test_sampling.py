@@ -30,7 +30,7 @@ from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.requests.sequence import Hooks, Sequence
 from h2o_flexgen.engine.requests.tokenizer import text_of
 from h2o_flexgen.engine.sampling import processors, sampler
-from h2o_flexgen.engine.sampling.processors import Chooser, Group, Library
+from h2o_flexgen.engine.sampling.processors import Chooser, Group
 from h2o_flexgen.engine.sampling.sampler import Sampler
 from h2o_flexgen.errors import UsageError
 from tests.kernels.tape import NoHostWork
@@ -119,7 +119,7 @@ def test_the_scores_that_tokens_are_drawn_from_are_those_of_transformers(seed, t
             expected = warper(settings[name])(None, expected)
     sequence = row(do_sample=True, **settings)
     sequence.hooks = Hooks(context=sequence.prompt_ids, scores=[])
-    chooser = Chooser(sequence, Library(), logits.device)
+    chooser = Chooser(sequence, {}, logits.device)
     before = logits.clone()
     token = int(chooser.choose(sequence, logits[None]))
     assert torch.equal(sequence.hooks.scores[0], expected[0])

@@ -36,22 +36,15 @@ class LogitsStep(NamedTuple):
     apply: Processor
 
 
-class Library:
-    """transformers' processors by name; those that depend on settings alone serve many rows."""
+Made = dict[tuple[Any, ...], LogitsStep]
+"""Processors that depend on settings alone, which serve many rows: some hold a bias as large as the vocabulary."""
 
-    def __init__(self) -> None:
-        self._made: dict[tuple[Any, ...], LogitsStep] = {}
 
-    def make(self, name: str, *args: Any, **options: Any) -> LogitsStep:
-        from transformers.generation import logits_process
+def make(name: str, *args: Any, **options: Any) -> LogitsStep:
+    """One of transformers' processors."""
+    from transformers.generation import logits_process
 
-        return LogitsStep(name, getattr(logits_process, name)(*args, **options))
-
-    def shared(self, key: tuple[Any, ...], name: str, *args: Any, **options: Any) -> LogitsStep:
-        """As `make`, but once for each `key` and `name`: some hold a bias as large as the vocabulary."""
-        if (name, *key) not in self._made:
-            self._made[name, *key] = self.make(name, *args, **options)
-        return self._made[name, *key]
+    return LogitsStep(name, getattr(logits_process, name)(*args, **options))
 
 
 class Usual(NamedTuple):
@@ -88,7 +81,7 @@ class Group:
     def __init__(self, usual: Usual, params: SamplingParams, device: torch.device) -> None:
         self._usual, self._device = usual, device
         self._eos = torch.tensor(usual.eos, dtype=torch.int64, device=device)
-        self._shaping = list(_shaping(params, Library(), device))
+        self._shaping = list(_shaping(params, device))
         self._known: list[tuple[int, int]] = []  # of each row: which it is, and its number of new tokens
         self._ids = torch.empty(0)
 
@@ -160,17 +153,17 @@ def pick(scores: Tensor, rows: SequenceOf[Sequence] | None) -> Tensor:
 class Chooser:
     """Picks the tokens of one row with special settings. Owns the row's ids on the logits' device."""
 
-    def __init__(self, row: Sequence, library: Library, device: torch.device) -> None:
+    def __init__(self, row: Sequence, made: Made, device: torch.device) -> None:
         self._hooks = row.hooks
         context = row.hooks.context if row.hooks else row.given_ids
         self._given = len(context)
         known = torch.tensor(context + row.token_ids, dtype=torch.int64)
         self._ids = torch.zeros(1, self._given + row.max_new_tokens, dtype=torch.int64, device=device)
         self._ids[0, : known.numel()] = known.to(device)
-        self._steps = _corrected(row, context, library, device)
+        self._steps = _corrected(row, context, made, device)
         if row.grammar is not None:
             self._steps.append(LogitsStep("", lambda ids, scores: guided([row], scores)))
-        self._steps += _shaping(row.params, library, device)
+        self._steps += _shaping(row.params, device)
 
     def choose(self, row: Sequence, logits: Tensor) -> Tensor:
         """A token (1,) for `logits` (1, vocab) float32, which are not changed; negative if none is allowed."""
@@ -213,9 +206,9 @@ def _context(row: Sequence) -> list[int]:
     return row.hooks.context[row.hooks.padding :] if row.hooks else row.given_ids
 
 
-def _corrected(row: Sequence, context: list[int], library: Library, device: torch.device) -> list[LogitsStep]:
+def _corrected(row: Sequence, context: list[int], made: Made, device: torch.device) -> list[LogitsStep]:
     """`_corrections`, then the caller's processors, which replace ours of the same class."""
-    steps = list(_corrections(row, context, library, device))
+    steps = list(_corrections(row, context, made, device))
     own = list(row.hooks.processors) if row.hooks else []
     for i, step in enumerate(steps):
         same = next((processor for processor in own if type(processor).__name__ == step.name), None)
@@ -225,11 +218,15 @@ def _corrected(row: Sequence, context: list[int], library: Library, device: torc
     return steps + [LogitsStep(type(processor).__name__, processor) for processor in own if processor not in placed]
 
 
-def _corrections(row: Sequence, context: list[int], library: Library, device: torch.device) -> Iterator[LogitsStep]:
+def _corrections(row: Sequence, context: list[int], made: Made, device: torch.device) -> Iterator[LogitsStep]:
     """Processors of greedy and sampled rows. context: the prompt with the caller's padding."""
     params, given = row.params, len(context)
     eos = sorted(token for token in row.eos if token >= 0)
-    make, shared = library.make, partial(library.shared, (params, row.eos, device))
+
+    def shared(name: str, *args: Any, **options: Any) -> LogitsStep:
+        key = name, params, row.eos, device
+        return made.get(key) or made.setdefault(key, make(name, *args, **options))
+
     if params.sequence_bias:
         bias = {word: float(value) for word, value in params.sequence_bias}
         yield shared("SequenceBiasLogitsProcessor", sequence_bias=bias)
@@ -271,19 +268,19 @@ def _corrections(row: Sequence, context: list[int], library: Library, device: to
         yield make("SuppressTokensAtBeginLogitsProcessor", params.begin_suppress_tokens, begin, device=str(device))
 
 
-def _shaping(params: SamplingParams, library: Library, device: torch.device) -> Iterator[LogitsStep]:
+def _shaping(params: SamplingParams, device: torch.device) -> Iterator[LogitsStep]:
     """The last processors: those of sampling, which always leave a token, and normalisation."""
     if params.do_sample:
-        yield from _warpers(params, library, device)
+        yield from _warpers(params, device)
     if params.renormalize_logits:
         yield LogitsStep("LogitNormalization", lambda ids, scores: scores.log_softmax(-1))
 
 
-def _warpers(params: SamplingParams, library: Library, device: torch.device) -> Iterator[LogitsStep]:
+def _warpers(params: SamplingParams, device: torch.device) -> Iterator[LogitsStep]:
     if params.temperature != 1.0:
         yield LogitsStep("TemperatureLogitsWarper", lambda ids, scores: scores / params.temperature)
     if params.top_h is not None:
-        yield library.make("TopHLogitsWarper", params.top_h)
+        yield make("TopHLogitsWarper", params.top_h)
     if params.top_k > 0:
         yield LogitsStep("TopKLogitsWarper", lambda ids, scores: top_k(params.top_k, scores))
     if params.top_p < 1.0:
@@ -291,11 +288,11 @@ def _warpers(params: SamplingParams, library: Library, device: torch.device) -> 
     if params.min_p > 0.0:
         yield LogitsStep("MinPLogitsWarper", lambda ids, scores: min_p(params.min_p, scores))
     if params.typical_p < 1.0:
-        yield library.make("TypicalLogitsWarper", params.typical_p)
+        yield make("TypicalLogitsWarper", params.typical_p)
     if 0.0 < params.epsilon_cutoff < 1.0:
-        yield library.make("EpsilonLogitsWarper", params.epsilon_cutoff)
+        yield make("EpsilonLogitsWarper", params.epsilon_cutoff)
     if 0.0 < params.eta_cutoff < 1.0:
-        yield library.make("EtaLogitsWarper", params.eta_cutoff, device=str(device))
+        yield make("EtaLogitsWarper", params.eta_cutoff, device=str(device))
 
 
 def penalise(penalty: float, padding: int, ids: Tensor, scores: Tensor) -> Tensor:

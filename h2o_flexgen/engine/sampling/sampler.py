@@ -14,7 +14,7 @@ from torch import Tensor
 from h2o_flexgen.engine.requests.grammars import Guide
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.requests.tokenizer import Decode, find_stop
-from h2o_flexgen.engine.sampling.processors import Chooser, Group, Library, Usual, guided, pick, sent
+from h2o_flexgen.engine.sampling.processors import Chooser, Group, Made, Usual, guided, pick, sent
 from h2o_flexgen.kernels.layers import largest, likeliest, takes_scores
 
 _CHUNK = 1 << 20  # log-probabilities that are alive at once
@@ -30,7 +30,7 @@ class Sampler:
 
     def __init__(self, decode: Decode | None = None) -> None:
         self._decode = decode
-        self._library = Library()
+        self._made: Made = {}
         self._groups: dict[Usual, Group] = {}
         self._started: float | None = None
 
@@ -83,7 +83,7 @@ class Sampler:
         if not row.prepared:
             row.prepared = True
             if row.forced is None:
-                row.chooser = Usual.of(row) or Chooser(row, self._library, logits.device)
+                row.chooser = Usual.of(row) or Chooser(row, self._made, logits.device)
         if row.grammar is not None and row.guide is None and not row.thinks:
             row.guide = Guide(row, logits.shape[1])
         if isinstance(row.chooser, Usual):
@@ -139,9 +139,6 @@ class Sampler:
         if row.hooks is not None and row.hooks.on_token is not None and len(row.token_ids) > row.hooks.told:
             row.hooks.told = len(row.token_ids)
             row.hooks.on_token(token)
-        self._finish(row, token, stopped)
-
-    def _finish(self, row: Sequence, token: int, stopped: bool) -> None:
         params = row.params
         if row.forced is None:
             stopped = stopped or (token in row.eos and not params.ignore_eos)
