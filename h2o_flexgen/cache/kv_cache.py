@@ -14,7 +14,7 @@ from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.cache.lengths import CacheLengths
 from h2o_flexgen.cache.packing import Keeping
 from h2o_flexgen.cache.recall import Recall
-from h2o_flexgen.cache.ring_slots import CacheSlots, Queries, RingSlots, Rows, SlotChoice, arrived
+from h2o_flexgen.cache.ring_slots import CacheSlots, Queries, RingSlots, Rows, SlotChoice
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.cache.vectors import (
@@ -392,7 +392,10 @@ class KVCache:
         """A step in torch operations, on any device."""
         where = None if self.choice is None else self.choice.positions(self._slots)
         slot = self._last = self._slots.allocate(keys)
-        self._where = arrived(where, self.last_slots, self.next_pos)
+        if where is not None:
+            now = torch.tensor(self.next_pos, dtype=where.dtype, device=where.device)
+            where.scatter_(-1, self.last_slots.unsqueeze(-1), now.view(-1, 1, 1))
+        self._where = where
         stored = [self._kept.stored(i, x) for i, x in enumerate(new[: len(self._distinct())])]
         for buffer, flat, x in zip(self._distinct(), (self._flat_k, self._flat_v), stored, strict=False):
             if isinstance(slot, int):

@@ -229,11 +229,3 @@ class SlotChoice(NamedTuple):
         tokens = torch.arange(first, first + len(keys), device=keys.device).unsqueeze(1)
         where = None if positions is None else some_of(positions, rows)[:, 0, : keys.shape[2]]
         return self.choice.seen(tokens, keys[:, 0], there, where, self.own)
-
-
-def arrived(positions: Tensor | None, slots: Tensor, now: Sequence[int]) -> Tensor | None:
-    """The positions once the tokens `now` are in their slots (b, 1)."""
-    if positions is not None:
-        new = torch.tensor(now, dtype=torch.int32, device=positions.device)
-        positions.scatter_(-1, slots.unsqueeze(-1), new.view(-1, 1, 1))
-    return positions

@@ -448,21 +448,18 @@ class Engine(Closing):
             self.model.keep_as(plan.request.spec)
         started = time.perf_counter()
         if must_compile():
-            self._note("compiling kernels", 0, 1)
+            self.on_progress("compiling kernels", 0, 1)
         library()
-        place, trace, note = str(self.offload_folder), self._trace.add, self._note
+        place, trace, note = str(self.offload_folder), self._trace.add, self.on_progress
         self.model.weigh_inputs(self.offload_folder, self._devices[0], note)
         self._loaded = load(plan, self.model.source, self.config, self._devices, place, trace, note, self._pins)
         self._loaded.seconds = time.perf_counter() - started
         self._trace.watch(self._loaded.ledgers, plan.request.caps.cpu)
         return self._loaded
 
-    def _note(self, what: str, done: int, total: int) -> None:
-        self.on_progress(what, done, total)
-
     def _counting(self, what: str, before: int, total: int) -> Callable[[int], None]:
         """A callback for the tokens done after `before` others, of `total`."""
-        return lambda done: self._note(what, before + done, total)
+        return lambda done: self.on_progress(what, before + done, total)
 
     def _compute_tier(self) -> str:
         return "gpu" if self.device.type == "cuda" or self.config.emulate_gpu is not None else "cpu"

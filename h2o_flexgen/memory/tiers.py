@@ -224,7 +224,15 @@ class DiskTier(Ledger):
         size = page_ceil(nbytes)
         with self.charged(nbytes, what):
             self._folder.require_free(size, what)
-            region = self._make(self._folder, size, nbytes, what)
+            path, fd = self._folder.new_file("region")
+            try:
+                if size:
+                    os.posix_fallocate(fd, 0, size)
+                region = Region(DirectFile(path, fd, writable=True, ours=True), 0, nbytes, what, self)
+            except OSError as error:
+                os.close(fd)
+                self._folder.remove_file(path)
+                raise storage_error(f"{what} needs {format_bytes(size)} at {path}", error) from error
         self._live.add(region)
         return region
 
@@ -234,17 +242,6 @@ class DiskTier(Ledger):
         if self._folder is not None:
             self._folder.remove_file(region.file.path)
         self.refund(page_ceil(region.nbytes), region.what)
-
-    def _make(self, folder: OffloadDir, size: int, nbytes: int, what: str) -> Region:
-        path, fd = folder.new_file("region")
-        try:
-            if size:
-                os.posix_fallocate(fd, 0, size)
-            return Region(DirectFile(path, fd, writable=True, ours=True), 0, nbytes, what, self)
-        except OSError as error:
-            os.close(fd)
-            folder.remove_file(path)
-            raise storage_error(f"{what} needs {format_bytes(size)} at {path}", error) from error
 
 
 class Tiers(Closing):
