@@ -255,9 +255,8 @@ class KVCache:
         heads = self.shape.kv_heads
         for row in prompts.rows:
             self._lengths.fill(row.place, row.length)
-            if self.watch is not None and column_sums is not None:
-                sums = column_sums[row.first * heads : (row.first + row.length) * heads]
-                self.watch(self.row_ids[row.place], self._layer, sums.view(heads, row.length))
+            own = slice(row.first * heads, (row.first + row.length) * heads)
+            self._tell([row.place], None if column_sums is None else column_sums[own].view(1, heads, -1))
         if self.recall is not None:
             self.recall.fill_packed(prompts, self._lengths.budgets, k, v)
         scaled = k if self._kept.scales is None else self._kept.scales.packed(k, prompts)

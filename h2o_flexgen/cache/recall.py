@@ -64,41 +64,31 @@ class RecallCounts:
 
 
 class Shelf:
-    """Keys and values of one row in one layer."""
+    """Keys and values of one row in one layer, in host memory."""
 
     held: KeysValues | None = None
     """All of them, (kv_heads, length, d), if they are in host memory."""
 
+    def __init__(self, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        """size: (kv_heads, length, d). device: where the cache is."""
+        self._parts = self.held = KeysValues(*torch.empty(2, *size, dtype=dtype).unbind(0))
+        self._device = device
+
     def write(self, start: int, k: Tensor, v: Tensor) -> int:
         """Those (kv_heads, n, d) of the positions from `start` on. Returns the bytes that were moved."""
-        raise NotImplementedError
+        stop = start + k.shape[1]
+        self._parts.k[:, start:stop], self._parts.v[:, start:stop] = k, v
+        return 2 * k.numel() * self._parts.k.itemsize
 
     def read(self, heads: Tensor, positions: Tensor) -> tuple[KeysValues, int]:
         """Those (n, d) of these KV heads and positions, (n,) each, where the cache is, and the bytes that were
         moved."""
-        raise NotImplementedError
+        heads, positions = heads.cpu(), positions.cpu()
+        found = KeysValues(*(x[heads, positions].to(self._device) for x in self._parts))
+        return found, 2 * found.k.nbytes
 
     def release(self) -> None:
         """The row goes; a second time does nothing."""
-
-
-class MemoryShelf(Shelf):
-    held: KeysValues
-
-    def __init__(self, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        """size: (kv_heads, length, d). device: where the cache is."""
-        self.held = KeysValues(*torch.empty(2, *size, dtype=dtype).unbind(0))
-        self._device = device
-
-    def write(self, start: int, k: Tensor, v: Tensor) -> int:
-        stop = start + k.shape[1]
-        self.held.k[:, start:stop], self.held.v[:, start:stop] = k, v
-        return 2 * k.numel() * self.held.k.itemsize
-
-    def read(self, heads: Tensor, positions: Tensor) -> tuple[KeysValues, int]:
-        heads, positions = heads.cpu(), positions.cpu()
-        found = KeysValues(*(x[heads, positions].to(self._device) for x in self.held))
-        return found, 2 * found.k.nbytes
 
 
 class DiskShelves:
@@ -117,7 +107,7 @@ class DiskShelves:
             start += token * length
 
     def take(self, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> DiskShelf:
-        """A shelf as a MemoryShelf; in a file of its own if it is longer than was planned. Raises as
+        """A shelf; in a file of its own if it is longer than was planned. Raises as
         `DiskTier.allocate`."""
         token = shelf_bytes("disk", 2 * size[0] * size[2] * dtype.itemsize)
         free = self._free.get(token)
@@ -301,7 +291,7 @@ class Recall:
             index = NativeRecall.index(heads, length, dim)
         else:
             index = torch.empty(heads, length, packing.nbytes, dtype=torch.uint8, device=own.k.device)
-        make: Callable[..., Shelf] = MemoryShelf if self._disk is None else self._disk.take
+        make: Callable[..., Shelf] = Shelf if self._disk is None else self._disk.take
         shelf = make((heads, length, dim), own.k.dtype, own.k.device)
         for start, part in ((0, past), (before, own)):
             if part is None:
