@@ -352,7 +352,8 @@ class Recall:
             if not self._by_kernel:
                 self._write(new, lengths)
             found = self._native.step(lengths.step, (asked.q, *new), asked.logits, held, slots.ranking)
-            self._counts.add(found)
+            if found.looks:  # most steps look at nothing
+                self._counts.add(found)
             if self._by_kernel:
                 token = 2 * held.k.shape[-1] * held.k.itemsize
                 self._counts.written += token * found.written
