@@ -279,7 +279,7 @@ class ScoredSlots(CacheSlots):
         """See CacheSlots. Runs where torch computes the step, or a kernel leaves scores to the policy.
 
         Otherwise the kernel of the step evicts by itself, on the tensors of `ranking`: `victim` in
-        kernels/native/attend.c, `evict` in kernels/triton_decode_kernels.py. `FusedStep` chooses.
+        kernels/native/victims.h, `evict` in kernels/triton_decode_kernels.py. `FusedStep` chooses.
         """
         ranks, lengths, self._moves = self.score[..., :length], self._lengths, None
         if not self._plain:

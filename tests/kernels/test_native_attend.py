@@ -19,7 +19,7 @@ from h2o_flexgen.cache.eviction.inertiakv import InertiaPolicy
 from h2o_flexgen.cache.eviction.scissorhands import ScissorhandsPolicy
 from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.kernels.decode import NativeAttend, available
-from h2o_flexgen.kernels.pieces import pack
+from h2o_flexgen.kernels.pieces import expand, pack
 from h2o_flexgen.kernels.types import Exact, RankedBy, Ranking, RankRule, SlotRule
 from tests.cache.conftest import needs_native
 from tests.oracles import attention as reference
@@ -138,9 +138,68 @@ def test_threads_change_no_bit(dtype: torch.dtype) -> None:
     before, results = torch.get_num_threads(), []
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        results.append(step_of([100, 700, 30, 1], 4, 2, 64, dtype)[0])
+        results.append(step_of([100, 700, 30, 1], 4, 2, 64, dtype)[0] + step_of([6000, 2049, 9], 1, 3, 64, dtype)[0])
     torch.set_num_threads(before)
     assert all(torch.equal(x, y) for other in results[1:] for x, y in zip(results[0], other, strict=True))
+
+
+@each_dtype
+@pytest.mark.parametrize(("slots", "d"), pairs([2047, 2048, 2049, 4097, 7000], [64, 128, 100]))
+def test_long_rows_are_shared_out_in_parts(dtype: torch.dtype, slots: int, d: int, threads: int) -> None:
+    check(*step_of([slots, 20], 1, 2, d, dtype), dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("bits", [(8, 8), (4, 3), (4, 4)])
+def test_long_packed_rows_are_those_of_their_numbers(dtype: torch.dtype, bits: tuple[int, int]) -> None:
+    """Parts have units of their own for weights of values; whoever computes them, bits are the same."""
+    generator, heads, slots, d = torch_generator(3), 2, 5000, 64
+    packings = tuple(CachePacking(each, d) for each in bits)
+    held = [torch.randn(1, heads, slots, d, generator=generator).to(dtype) for _ in "kv"]
+    new = [torch.randn(1, n, d, generator=generator).to(dtype) for n in (3 * heads, heads, heads)]
+    before, results = torch.get_num_threads(), []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        exact = Exact(2, 1, (1, heads, d), dtype, CPU)
+        exact.at = 0
+        kernel = NativeAttend([in_order(slots)], (1, heads, slots, d), packings=packings, exact=exact)
+        buffers = [pack(x, packing) for x, packing in zip(held, packings, strict=True)]
+        kernel.attach(*buffers)
+        probs = torch.empty(1, heads, slots)
+        results.append((kernel.step(0, tuple(new), 0.3, probs=probs), probs))
+    torch.set_num_threads(before)
+    k, v = (expand(x, packing, torch.float32) for x, packing in zip(buffers, packings, strict=True))
+    k[:, :, -1] += exact.lost.k[:, :, 0].float()
+    v[:, :, -1] += exact.lost.v[:, :, 0].float()
+    wanted = reference.decode_attention(
+        new[0].float(), k, v, 0.3, torch.ones(1, heads, slots, dtype=torch.bool), True, None
+    )
+    for out, row in results:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(row, results[0][1])
+    torch.testing.assert_close(results[0][1], wanted.row, atol=1e-5, rtol=2e-2)
+    torch.testing.assert_close(
+        results[0][0].float(), wanted.out, atol=1e-4 if dtype == torch.float32 else 4e-3, rtol=1e-2
+    )
+
+
+@pytest.mark.parametrize("bits", [(8, 8), (4, 3), (4, 4)])
+@pytest.mark.parametrize("slots", [300, 2000, 5000])
+def test_what_little_a_token_leaves_to_many_others_is_not_lost(slots: int, bits: tuple[int, int]) -> None:
+    """A sink takes nearly all attention, and each of the others less than a unit of its whole-numbered weight."""
+    generator, d = torch_generator(1), 64
+    q, k, v = (torch.randn(1, 1, n, d, generator=generator) for n in (1, slots, slots))
+    k *= 0.05
+    k[0, 0, 0] = q[0, 0, 0] * 12 / q.square().sum()
+    packings = tuple(CachePacking(each, d) for each in bits)
+    kernel = NativeAttend([in_order(slots)], (1, 1, slots, d), packings=packings)
+    buffers = [pack(x.bfloat16(), packing) for x, packing in zip((k, v), packings, strict=True)]
+    kernel.attach(*buffers)
+    probs, new = torch.empty(1, 1, slots), tuple(x[:, :, -1].bfloat16() for x in (q, k, v))
+    out = kernel.step(0, new, 1.0, probs=probs)[0, 0].float()
+    wanted = probs[0, 0] @ expand(buffers[1], packings[1], torch.float32)[0, 0]
+    assert probs.max() > 0.9
+    torch.testing.assert_close(out, wanted, atol=0.02, rtol=0)
 
 
 def rows_of_logits(logits: Tensor) -> Tensor:

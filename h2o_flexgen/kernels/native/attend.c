@@ -10,26 +10,16 @@
    probabilities, bit for bit, so that ties stay ties. Sums are float32, where products of bfloat16 are exact. */
 
 #include <math.h>
+#include <stdlib.h>
 
 #include "difference.h"
 #include "packed_attend.h"
 #include "simd.h"
 #include "team.h"
 #include "vectors.h"
+#include "victims.h"
 
 enum { BLOCK = 32, FEW_BYTES = 1 << 15, AHEAD = 4096, PACKED_AHEAD = 1 << 14, MOST_VECTORS = 40 };
-
-/* What a row's slots follow from, beside the step. Occupied are the slots before min(held + step + 1, limit). */
-typedef struct {
-    int64_t held;   /* tokens that came into its slots before step 0 */
-    int64_t limit;  /* slots that the row ever occupies */
-    int64_t prompt; /* position of step 0's token */
-    int64_t ring;   /* the slot that follows the last one */
-    int64_t sinks;  /* first positions, which never go */
-    int64_t hides;  /* and how many of them, in the first slots, are not seen once they have left the window */
-    int64_t recent; /* last positions, which do not go */
-    int64_t evicts; /* the first step that lets a token go by its score */
-} Row;
 
 /* What slots are compared by: their scores, which add up the probabilities, are running means of them, inertiakv's, or
    count the queries that paid less than evenly, scissorhands'; keydiff's differences of keys that are not packed; roco's
@@ -157,100 +147,6 @@ static void average(float *x, const float *sums, int64_t group, int64_t pitch) {
             total = _mm512_add_ps(total, _mm512_div_ps(_mm512_loadu_ps(x + g * pitch + i), _mm512_set1_ps(sums[g])));
         _mm512_storeu_ps(x + i, group == 1 ? total : _mm512_div_ps(total, _mm512_set1_ps((float)group)));
     }
-}
-
-/* Among `count` slots: a token that has left the window, if it is no sink; else the lowest score outside the last
-   `recent` positions, of equal ones the highest position. Scores compare by their bits, as they are never negative.
-   Sinks have the score +inf, or where they do not they are `masked`. */
-INLINE int64_t victim(const float *score, const int32_t *pos, int64_t count, const Row *row, int64_t now,
-                      int64_t window, const int masked) {
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i protects = _mm512_set1_epi32((int32_t)(now - row->recent));
-    const int64_t leaving = window ? now + 1 - window : -1;
-    const int leaves = window && leaving >= row->sinks;
-    const __m512i stays = _mm512_set1_epi32((int32_t)leaving + 1), sinks = _mm512_set1_epi32((int32_t)row->sinks);
-    __m512i lowest = _mm512_set1_epi32(INT32_MAX), highest = _mm512_set1_epi32(INT32_MIN);
-    __m512i slot = _mm512_setzero_si512();
-    for (int64_t i = 0; i < count; i += LANES) {
-        __mmask16 here = first_lanes(count - i);
-        __m512i bits = _mm512_maskz_loadu_epi32(here, score + i), at = _mm512_maskz_loadu_epi32(here, pos + i);
-        bits = _mm512_mask_mov_epi32(bits, _mm512_cmpgt_epi32_mask(at, protects), _mm512_set1_epi32(INT32_MAX));
-        if (masked)
-            bits = _mm512_mask_mov_epi32(bits, _mm512_cmplt_epi32_mask(at, sinks), _mm512_set1_epi32(INT32_MAX));
-        if (leaves)
-            bits = _mm512_mask_mov_epi32(
-                bits, _mm512_cmplt_epi32_mask(at, stays) & (__mmask16)~_mm512_cmplt_epi32_mask(at, sinks),
-                _mm512_set1_epi32(-1));
-        __mmask16 less = _mm512_cmplt_epi32_mask(bits, lowest);
-        less |= _mm512_cmpeq_epi32_mask(bits, lowest) & _mm512_cmpgt_epi32_mask(at, highest);
-        less &= here;
-        lowest = _mm512_mask_mov_epi32(lowest, less, bits);
-        highest = _mm512_mask_mov_epi32(highest, less, at);
-        slot = _mm512_mask_mov_epi32(slot, less, _mm512_add_epi32(lanes, _mm512_set1_epi32((int32_t)i)));
-    }
-    __mmask16 best = _mm512_cmpeq_epi32_mask(lowest, _mm512_set1_epi32(_mm512_reduce_min_epi32(lowest)));
-    best &= _mm512_cmpeq_epi32_mask(highest, _mm512_set1_epi32(_mm512_mask_reduce_max_epi32(best, highest)));
-    return _mm512_mask_reduce_min_epi32(best, slot);
-}
-
-/* Of the tokens at `at` the queries that have seen them, at least one, where the next one is at `next`. */
-INLINE __m512 ages(__m512i next, __m512i at) {
-    return _mm512_cvtepi32_ps(_mm512_max_epi32(_mm512_sub_epi32(next, at), _mm512_set1_epi32(1)));
-}
-
-/* The means of n sums, by the queries that have seen each. */
-static void means(const float *sums, const int32_t *pos, int64_t n, int64_t now, float *mean) {
-    for (int64_t i = 0; i < n; i += LANES) {
-        const __mmask16 here = first_lanes(n - i);
-        const __m512 age = ages(_mm512_set1_epi32((int32_t)now + 1), _mm512_maskz_loadu_epi32(here, pos + i));
-        _mm512_storeu_ps(mean + i, _mm512_div_ps(_mm512_maskz_loadu_ps(here, sums + i), age));
-    }
-}
-
-/* How many of n numbers are `top` at the most; those up to the next 16 are more. */
-INLINE int64_t up_to(const int32_t *x, int64_t n, int32_t top) {
-    int64_t count = 0;
-    for (int64_t i = 0; i < n; i += LANES)
-        count += __builtin_popcount(_mm512_cmple_epi32_mask(_mm512_loadu_si512(x + i), _mm512_set1_epi32(top)));
-    return count;
-}
-
-/* The means of n sums, and 2 for tokens that are not among the `scope` whose deviation is lowest, of equal ones the
-   later: of those that may go. `spread` is room for n, both up to the next 16. */
-static void steady_means(const float *sums, const float *squares, const int32_t *pos, int64_t n, const Row *row,
-                         int64_t now, int64_t scope, float *mean, int32_t *spread) {
-    const __m512i never = _mm512_set1_epi32(INT32_MAX), next = _mm512_set1_epi32((int32_t)now + 1);
-    const __m512i sinks = _mm512_set1_epi32((int32_t)row->sinks), recent = _mm512_set1_epi32((int32_t)(now - row->recent));
-    for (int64_t i = 0; i < n; i += LANES) {
-        const __mmask16 here = first_lanes(n - i);
-        const __m512i at = _mm512_maskz_loadu_epi32(here, pos + i);
-        const __m512 age = ages(next, at), m = _mm512_div_ps(_mm512_maskz_loadu_ps(here, sums + i), age);
-        const __m512 square = _mm512_div_ps(_mm512_maskz_loadu_ps(here, squares + i), age);
-        const __m512 deviation = _mm512_max_ps(_mm512_sub_ps(square, _mm512_mul_ps(m, m)), _mm512_setzero_ps());
-        const __mmask16 fixed = _mm512_cmplt_epi32_mask(at, sinks) | _mm512_cmpgt_epi32_mask(at, recent) | (__mmask16)~here;
-        _mm512_storeu_ps(mean + i, m);
-        _mm512_storeu_si512(spread + i, _mm512_mask_mov_epi32(_mm512_castps_si512(deviation), fixed, never));
-    }
-    const int64_t wanted = least(scope, n);
-    uint32_t low = 0, high = INT32_MAX; /* the lowest that as many are within as are wanted */
-    while (low < high) {
-        const uint32_t middle = (low + high) / 2;
-        if (up_to(spread, n, (int32_t)middle) >= wanted) high = middle;
-        else low = middle + 1;
-    }
-    if (low == INT32_MAX) return;
-    const int32_t bound = (int32_t)low;
-    const int64_t open = bound ? wanted - up_to(spread, n, bound - 1) : wanted;
-    int32_t from = 0, last = up_to(spread, n, bound) == wanted ? 0 : (int32_t)now; /* of those that tie */
-    while (from < last) {
-        const int32_t middle = from + (last - from + 1) / 2;
-        int32_t later = 0;
-        for (int64_t i = 0; i < n; i++) later += (spread[i] == bound) & (pos[i] >= middle);
-        if (later >= open) from = middle;
-        else last = middle - 1;
-    }
-    for (int64_t i = 0; i < n; i++)
-        if (spread[i] > bound || (spread[i] == bound && pos[i] < from)) mean[i] = 2;
 }
 
 /* ---- one row and KV head */
@@ -445,188 +341,324 @@ INLINE void settle(const Step *s, const Head *h, float *x, const float *sums, fl
     s->next[h->task] = h->base + slot;
 }
 
-INLINE void attend(const Step *s, int64_t row, int64_t head, float *scratch, int bf16, int nv) {
-    const Pieces plain = {s->dim, 0, !bf16, 0};
-    const Head h = begin(s, row, head, &plain, &plain);
-    const int accs = bf16 ? 2 * nv : nv, together = accs > 8 ? 1 : 16 / accs;
-    const int64_t bytes = s->dim * (bf16 ? 2 : 4), n = h.n, pitch = h.pitch, group = s->group;
-    float *x = scratch + room_for(s, h.count), *mixed = x + group * pitch, *sums = mixed + group * accs * LANES;
-    const char *k = s->k + (h.base + h.first) * bytes, *v = s->v + (h.base + h.first) * bytes;
-    const char *q = s->new_q.at + row * s->new_q.row + head * group * s->new_q.head;
-    const Path path = {k, v, k + s->capacity * bytes, n * bytes, 2 * n * bytes, AHEAD};
-    for (int64_t i = 0; i < n; i += LANES) {
-        UNROLL for (int64_t j = 0; j < LANES; j += 4) fetch(&path, (i + j) * bytes, 4 * bytes);
-        for (int64_t g = 0; g < group; g++)
-            _mm512_storeu_ps(x + g * pitch + i, logits_of(s, products_of(q + g * s->new_q.head, k + i * bytes, n - i,
-                                                                         s->dim, bf16, nv), n - i));
-    }
-    if (s->masks) hide(s, &h, x);
-    const float *sinks = s->sinks ? s->sinks + head * group : NULL;
-    for (int64_t g = 0; g < group; g++) sums[g] = exponentials(x + g * pitch, pitch, sinks ? sinks + g : NULL);
-    memset(mixed, 0, group * accs * LANES * sizeof(float));
-    const int64_t block = group == 1 ? n : BLOCK; /* that stays in the first cache while the heads take turns */
-    for (int64_t i = 0; i < n; i += block) {
-        int64_t g = 0, some = least(block, n - i);
-        for (; g + together <= group; g += together)
-            mix(mixed + g * accs * LANES, v + i * bytes, x + g * pitch + i, pitch, some, s->dim, together, bf16, nv,
-                g ? NULL : &path);
-        for (; g < group; g++)
-            mix(mixed + g * accs * LANES, v + i * bytes, x + g * pitch + i, pitch, some, s->dim, 1, bf16, nv,
-                g ? NULL : &path);
-    }
-    for (int64_t g = 0; g < group; g++)
-        write_out(s->out + (h.task * group + g) * bytes, mixed + g * accs * LANES, sums[g], s->dim, bf16, nv);
-    settle(s, &h, x, sums, scratch);
-}
+/* ---- a head, some of its slots at a time */
 
-enum { MOST_TOKENS = 1 << 17 }; /* whose sums of codes 32 bits bear */
+enum {
+    PART = 2048, /* slots that one thread attends to at a time: the mixtures of a head's parts are added up in their order */
+    ENOUGH = 4,  /* heads for each thread */
+};
+
+/* A head on its way through a step. */
+typedef struct {
+    Head h;
+    float *x, *sums;   /* (group, pitch): logits, then exponentials, and the sums of these */
+    float *mixed;      /* of a part (group, size_of_mixture) */
+    float *ranks;      /* see `room_for` */
+    const char *asked; /* the queries, `apart` bytes from one to the next, and */
+    int64_t apart;
+    Query *q;          /* as packed keys are asked */
+    Path path;
+} HeadStep;
+
+/* What there is to do with the slots of a part: logits of the queries, and their mixture, which is written. */
+typedef void Logits(const Step *, const HeadStep *, int64_t first, int64_t n);
+typedef void Mix(const Step *, const HeadStep *, int64_t first, int64_t n, float *mixed, float *room);
+typedef struct {
+    Logits *logits;
+    Mix *mix;
+} Kind;
 
 INLINE Pieces keys_of(const Step *s) { return (Pieces){s->dim, s->k_bits, !s->bf16, s->block}; }
 INLINE Pieces values_of(const Step *s) { return (Pieces){s->dim, s->v_bits, !s->bf16, s->block}; }
+INLINE int64_t vectors_of(const Step *s) { return up(s->dim, s->bf16 ? 32 : 16) / (s->bf16 ? 32 : 16); }
 
-/* Numbers of scratch of `attend_packed` beside ranks. */
-static int64_t packed_room(const Step *s, int64_t count) {
+/* Numbers of a query's mixture; of a packed one as `transform` takes them. */
+static int64_t size_of_mixture(const Step *s) {
+    return s->k_bits ? up(s->dim, 2 * LANES) : vectors_of(s) * LANES * (s->bf16 ? 2 : 1);
+}
+
+INLINE void plain_logits(const Step *s, const HeadStep *w, int64_t first, int64_t n, const int bf16, const int nv) {
+    const int64_t bytes = s->dim * (bf16 ? 2 : 4), pitch = w->h.pitch;
+    for (int64_t i = first; i < first + n; i += LANES) {
+        UNROLL for (int64_t j = 0; j < LANES; j += 4) fetch(&w->path, (i + j) * bytes, 4 * bytes);
+        for (int64_t g = 0; g < s->group; g++) {
+            const __m512 products = products_of(w->asked + g * w->apart, w->path.keys + i * bytes, w->h.n - i, s->dim, bf16, nv);
+            _mm512_storeu_ps(w->x + g * pitch + i, logits_of(s, products, w->h.n - i));
+        }
+    }
+}
+
+INLINE void plain_mix(const Step *s, const HeadStep *w, int64_t first, int64_t n, float *mixed, const int bf16, const int nv) {
+    const int accs = bf16 ? 2 * nv : nv, together = accs > 8 ? 1 : 16 / accs;
+    const int64_t bytes = s->dim * (bf16 ? 2 : 4), pitch = w->h.pitch, group = s->group, each = accs * LANES;
+    memset(mixed, 0, (size_t)(group * each) * sizeof(float));
+    const int64_t block = group == 1 ? n : BLOCK; /* that stays in the first cache while the heads take turns */
+    for (int64_t i = first, g = 0; i < first + n; i += block, g = 0) {
+        const int64_t some = least(block, first + n - i);
+        const char *v = w->path.values + i * bytes;
+        for (; g + together <= group; g += together)
+            mix(mixed + g * each, v, w->x + g * pitch + i, pitch, some, s->dim, together, bf16, nv, g ? NULL : &w->path);
+        for (; g < group; g++)
+            mix(mixed + g * each, v, w->x + g * pitch + i, pitch, some, s->dim, 1, bf16, nv, g ? NULL : &w->path);
+    }
+}
+
+INLINE void packed_logits(const Step *s, const HeadStep *w, int64_t first, int64_t n, const int digits) {
+    const Pieces keys = keys_of(s);
+    const Order order = order_of(&keys);
+    int32_t sums[s->group * MOST_DIGITS * LANES];
+    uint8_t rest[LANES * MOST_PIECE + HALF];
+    for (int64_t i = first; i < first + n; i += LANES) {
+        fetch(&w->path, i * order.piece, LANES * order.piece);
+        const uint8_t *some = (const uint8_t *)w->path.keys + i * order.piece;
+        float *x = w->x + i;
+        products_with(&order, w->q, s->group, sixteen(&order, some, w->h.n - i, rest), digits, sums, x, w->h.pitch);
+        for (int64_t g = 0; g < s->group; g++, x += w->h.pitch)
+            _mm512_storeu_ps(x, logits_of(s, _mm512_loadu_ps(x), w->h.n - i));
+    }
+}
+
+/* Numbers of scratch of `packed_mix`. */
+static int64_t packed_room(const Step *s, int64_t longest) {
     const Pieces values = values_of(s);
     const Order order = order_of(&values);
-    const int64_t each = up(count, 2 * LANES), bytes = s->group * (int64_t)(sizeof(Query) + sizeof(Mixture));
-    const int64_t lines = 2 * order.groups, vectors = sums_of_codes(&order, MOST_DIGITS);
-    return (lines + s->group * (order.groups + 1)) * each + s->group * vectors * LANES + bytes / 4 + up(s->group, LANES) +
-           s->group * s->dim;
+    return s->group * ((int64_t)sizeof(Mixture) / 4 + sums_of_codes(&order, MOST_DIGITS) * LANES) +
+           (2 + s->group) * order.groups * up(least(longest, PART), 2 * LANES);
 }
 
-/* Attends to the keys: logits x (group, pitch) of the queries. `sums`: room for those of codes. */
-INLINE void packed_logits(const Step *s, const Head *h, const Pieces *keys, const Query *q, const Path *path,
-                          const int digits, float *x, int32_t *sums) {
-    const Order order = order_of(keys);
-    uint8_t rest[LANES * MOST_PIECE + HALF];
-    for (int64_t i = 0; i < h->n; i += LANES) {
-        fetch(path, i * order.piece, LANES * order.piece);
-        const uint8_t *some = (const uint8_t *)path->keys + i * order.piece;
-        products_with(&order, q, s->group, sixteen(&order, some, h->n - i, rest), digits, sums, x + i, h->pitch);
-        for (int64_t g = 0; g < s->group; g++)
-            _mm512_storeu_ps(x + g * h->pitch + i, logits_of(s, _mm512_loadu_ps(x + g * h->pitch + i), h->n - i));
-    }
-}
-
-/* Mixes the values by their weights x (group, pitch). `room` for lines and weights. */
-INLINE void packed_mixtures(const Step *s, const Head *h, const Order *order, const Path *path, const int digits,
-                            const float *x, float *room, Mixture *mixed) {
-    const int64_t sums = sums_of_codes(order, digits) * LANES;
-    uint8_t rest[LANES * MOST_PIECE + HALF];
-    for (int64_t g = 0; g < s->group; g++) memset(mixed[g].y, 0, sizeof mixed[g].y);
-    for (int64_t first = 0; first < h->n; first += MOST_TOKENS) {
-        const int64_t n = least(MOST_TOKENS, h->n - first), pitch = up(n, 2 * LANES);
-        const uint8_t *v = (const uint8_t *)path->values + first * order->piece;
-        float *w = room + 2 * order->groups * pitch;
-        for (int64_t i = 0; i < n; i += LANES) {
-            for (int64_t g = 0; g < order->groups; g++) {
-                __m512 scale, low;
-                lines_of(order, sixteen(order, v + i * order->piece, n - i, rest), g, &scale, &low);
-                _mm512_storeu_ps(room + g * pitch + i, scale);
-                _mm512_storeu_ps(room + (order->groups + g) * pitch + i, low);
-            }
-        }
-        for (int64_t g = 0; g < s->group; g++) {
-            weights_of(order, x + g * h->pitch + first, room, n, pitch, digits, w + g * order->groups * pitch, mixed + g);
-            memset(mixed[g].sums, 0, (size_t)sums * sizeof(int32_t));
-        }
-        mix_packed(order, v, n, w, pitch, s->group, digits, path, mixed);
-        for (int64_t g = 0; g < s->group; g++) add_sums(order, digits, mixed + g);
-    }
-}
-
-/* As `attend`, of packed keys and values. */
-INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scratch, const int digits) {
-    const Pieces keys = keys_of(s), values = values_of(s);
+INLINE void packed_mix(const Step *s, const HeadStep *w, int64_t first, int64_t n, float *mixed, float *room, const int digits) {
+    const Pieces values = values_of(s);
     const Order order = order_of(&values);
-    const Head h = begin(s, row, head, &keys, &values);
-    if (s->exact) remember(s, &h);
-    const int64_t group = s->group, k_piece = kept_bytes(&keys), all = sums_of_codes(&order, digits) * LANES;
-    float *x = scratch + room_for(s, h.count), *sums = x + group * h.pitch, *room = sums + up(group, LANES);
-    Query *q = (Query *)(void *)room;
-    room = (float *)(void *)(q + group);
-    Mixture *mixed = (Mixture *)(void *)room;
-    room = (float *)(void *)(mixed + group);
-    for (int64_t g = 0; g < group; g++, room += all) mixed[g].sums = (int32_t *)(void *)room;
-    const char *k = s->k + (h.base + h.first) * k_piece, *v = s->v + (h.base + h.first) * order.piece;
-    const Path path = {k, v, k + s->capacity * k_piece, h.n * k_piece, h.n * (k_piece + order.piece), PACKED_AHEAD};
-    int64_t apart;
-    const char *asked = queries_of(s, row, head, &keys, (char *)room, &apart);
-    for (int64_t g = 0; g < group; g++) arrange(&keys, asked + g * apart, digits, q + g);
-    packed_logits(s, &h, &keys, q, &path, digits, x, mixed->sums);
-    if (s->exact) mend_logits(s, &h, &keys, asked, apart, x);
-    if (s->masks) hide(s, &h, x);
-    const float *sinks = s->sinks ? s->sinks + head * group : NULL;
-    for (int64_t g = 0; g < group; g++) sums[g] = exponentials(x + g * h.pitch, h.pitch, sinks ? sinks + g : NULL);
-    packed_mixtures(s, &h, &order, &path, digits, x, room, mixed);
+    const int64_t group = s->group, sums = sums_of_codes(&order, digits) * LANES, pitch = up(n, 2 * LANES);
+    const uint8_t *v = (const uint8_t *)w->path.values + first * order.piece;
+    Mixture *mixtures = (Mixture *)(void *)room;
+    int32_t *codes = (int32_t *)(mixtures + group);
+    float *lines = (float *)(codes + group * sums), *weights = lines + 2 * order.groups * pitch;
+    uint8_t rest[LANES * MOST_PIECE + HALF];
+    for (int64_t i = 0; i < n; i += LANES)
+        for (int64_t g = 0; g < order.groups; g++) {
+            __m512 scale, low;
+            lines_of(&order, sixteen(&order, v + i * order.piece, w->h.n - first - i, rest), g, &scale, &low);
+            _mm512_storeu_ps(lines + g * pitch + i, scale);
+            _mm512_storeu_ps(lines + (order.groups + g) * pitch + i, low);
+        }
     for (int64_t g = 0; g < group; g++) {
-        float beside[MOST_DIM];
-        if (s->exact) mend_values(s, &h, &values, x + g * h.pitch, beside);
-        bring_back(&values, mixed[g].y, 1.0f / sums[g], s->exact ? beside : NULL,
-                   s->out + (h.task * group + g) * vector_bytes(&values));
+        mixtures[g].sums = codes + g * sums;
+        memset(mixtures[g].sums, 0, (size_t)sums * sizeof(int32_t));
+        memset(mixtures[g].y, 0, sizeof mixtures[g].y);
+        weights_of(&order, w->x + g * w->h.pitch + first, lines, n, pitch, digits, weights + g * order.groups * pitch, mixtures + g);
     }
-    settle(s, &h, x, sums, scratch);
+    mix_packed(&order, v, n, weights, pitch, group, digits, &w->path, mixtures);
+    for (int64_t g = 0; g < group; g++) {
+        add_sums(&order, digits, mixtures + g);
+        memcpy(mixed + g * size_of_mixture(s), mixtures[g].y, (size_t)size_of_mixture(s) * sizeof(float));
+    }
 }
 
-static void packed_short(const Step *s, int64_t row, int64_t head, float *scratch) {
-    attend_packed(s, row, head, scratch, 2);
+/* Two digits of a query are enough where its results have eight bits. */
+static int digits_of_query(const Step *s) { return s->bf16 && s->k_bits == 4 ? 2 : 3; }
+
+/* Numbers of memory: of a head's queries, and of all that belongs to one with so many slots and parts. */
+static int64_t query_room(const Step *s) {
+    return s->k_bits ? up(s->group * ((int64_t)sizeof(Query) / 4 + s->dim), LANES) : 0;
 }
-static void packed_wide(const Step *s, int64_t row, int64_t head, float *scratch) {
-    attend_packed(s, row, head, scratch, 3);
+static int64_t room_of(const Step *s, int64_t count, int64_t parts) {
+    return query_room(s) + parts * s->group * size_of_mixture(s) + up(s->group, LANES) + s->group * up(count, LANES) +
+           room_for(s, count);
 }
 
-typedef void Attend(const Step *, int64_t, int64_t, float *);
+/* The new token is in its slot, and its queries are ready. */
+static HeadStep started(const Step *s, int64_t task, int64_t parts, float *memory) {
+    const Pieces keys = keys_of(s), values = values_of(s);
+    const int64_t row = task / s->kv_heads, head = task % s->kv_heads, group = s->group;
+    const int64_t k_bytes = kept_bytes(&keys), v_bytes = kept_bytes(&values);
+    HeadStep w = {.h = begin(s, row, head, &keys, &values), .q = (Query *)(void *)memory, .apart = s->new_q.head};
+    const char *k = s->k + (w.h.base + w.h.first) * k_bytes, *v = s->v + (w.h.base + w.h.first) * v_bytes;
+    w.path = (Path){k, v, k + s->capacity * k_bytes, w.h.n * k_bytes, w.h.n * (k_bytes + v_bytes),
+                    s->k_bits ? PACKED_AHEAD : AHEAD};
+    w.mixed = memory + query_room(s), w.sums = w.mixed + parts * group * size_of_mixture(s);
+    w.x = w.sums + up(group, LANES), w.ranks = w.x + group * w.h.pitch;
+    w.asked = s->new_q.at + row * s->new_q.row + head * group * s->new_q.head;
+    if (s->exact) remember(s, &w.h);
+    if (!s->k_bits) return w;
+    w.asked = queries_of(s, row, head, &keys, (char *)(w.q + group), &w.apart);
+    for (int64_t g = 0; g < group; g++)
+        if (digits_of_query(s) == 2) arrange(&keys, w.asked + g * w.apart, 2, w.q + g);
+        else arrange(&keys, w.asked + g * w.apart, 3, w.q + g);
+    return w;
+}
+
+/* Logits become exponentials. */
+static void weigh(const Step *s, const HeadStep *w) {
+    const Pieces keys = keys_of(s);
+    const float *sinks = s->sinks ? s->sinks + w->h.head * s->group : NULL;
+    if (s->exact) mend_logits(s, &w->h, &keys, w->asked, w->apart, w->x);
+    if (s->masks) hide(s, &w->h, w->x);
+    for (int64_t g = 0; g < s->group; g++)
+        w->sums[g] = exponentials(w->x + g * w->h.pitch, w->h.pitch, sinks ? sinks + g : NULL);
+}
+
+/* Adds a part's mixtures to those of the parts before it. */
+static void add_part(const Step *s, const HeadStep *w, int64_t part) {
+    const int64_t numbers = s->group * size_of_mixture(s);
+    float *to = w->mixed, *from = to + part * numbers;
+    for (int64_t i = 0; i < numbers; i += LANES)
+        _mm512_storeu_ps(to + i, _mm512_add_ps(_mm512_loadu_ps(to + i), _mm512_loadu_ps(from + i)));
+}
+
+/* What the queries see is written, and the next slot is found. */
+static void end(const Step *s, const HeadStep *w) {
+    const Pieces values = values_of(s);
+    for (int64_t g = 0; g < s->group; g++) {
+        float beside[MOST_DIM], *mixed = w->mixed + g * size_of_mixture(s);
+        char *out = s->out + (w->h.task * s->group + g) * vector_bytes(&values);
+        if (s->exact) mend_values(s, &w->h, &values, w->x + g * w->h.pitch, beside);
+        if (s->k_bits) bring_back(&values, mixed, 1.0f / w->sums[g], s->exact ? beside : NULL, out);
+        else write_out(out, mixed, w->sums[g], s->dim, s->bf16 != 0, (int)vectors_of(s));
+    }
+    settle(s, &w->h, w->x, w->sums, w->ranks);
+}
+
 #define KIND(bf16, nv) \
-    static void attend_##bf16##_##nv(const Step *s, int64_t row, int64_t head, float *scratch) { \
-        attend(s, row, head, scratch, bf16, nv); \
+    static void logits_##bf16##_##nv(const Step *s, const HeadStep *w, int64_t first, int64_t n) { \
+        plain_logits(s, w, first, n, bf16, nv); \
+    } \
+    static void mix_##bf16##_##nv(const Step *s, const HeadStep *w, int64_t first, int64_t n, float *mixed, float *room) { \
+        (void)room; \
+        plain_mix(s, w, first, n, mixed, bf16, nv); \
     }
-KIND(0, 2) KIND(0, 4) KIND(0, 5) KIND(0, 6) KIND(0, 8) KIND(0, 16) KIND(1, 1) KIND(1, 2)
-KIND(1, 3) KIND(1, 4) KIND(1, 8) KIND(0, 32) KIND(0, 36) KIND(1, 16) KIND(1, 18)
-
-/* Of any other size: slower, as sums do not stay in registers. */
-static void attend_0(const Step *s, int64_t row, int64_t head, float *scratch) {
-    attend(s, row, head, scratch, 0, (int)((s->dim + 15) / 16));
-}
-static void attend_1(const Step *s, int64_t row, int64_t head, float *scratch) {
-    attend(s, row, head, scratch, 1, (int)((s->dim + 31) / 32));
-}
-
+/* Of any size: slower, as sums do not stay in registers. */
+#define any (int)vectors_of(s)
+KIND(0, any) KIND(1, any)
 /* By the vectors of a head: those of 32, 64, 80, 96, 128, 256, 512 and 576 numbers have code of their own. */
-static Attend *const KINDS[2][MOST_VECTORS + 1] = {
-    {[2] = attend_0_2, [4] = attend_0_4, [5] = attend_0_5, [6] = attend_0_6, [8] = attend_0_8, [16] = attend_0_16,
-     [32] = attend_0_32, [36] = attend_0_36},
-    {[1] = attend_1_1, [2] = attend_1_2, [3] = attend_1_3, [4] = attend_1_4, [8] = attend_1_8, [16] = attend_1_16,
-     [18] = attend_1_18},
+KIND(0, 2) KIND(0, 4) KIND(0, 5) KIND(0, 6) KIND(0, 8) KIND(0, 16) KIND(0, 32) KIND(0, 36)
+KIND(1, 1) KIND(1, 2) KIND(1, 3) KIND(1, 4) KIND(1, 8) KIND(1, 16) KIND(1, 18)
+#define NAMED(bf16, nv) {logits_##bf16##_##nv, mix_##bf16##_##nv}
+static const Kind KINDS[2][MOST_VECTORS + 1] = {
+    {NAMED(0, any), [2] = NAMED(0, 2), [4] = NAMED(0, 4), [5] = NAMED(0, 5), [6] = NAMED(0, 6), [8] = NAMED(0, 8),
+     [16] = NAMED(0, 16), [32] = NAMED(0, 32), [36] = NAMED(0, 36)},
+    {NAMED(1, any), [1] = NAMED(1, 1), [2] = NAMED(1, 2), [3] = NAMED(1, 3), [4] = NAMED(1, 4), [8] = NAMED(1, 8),
+     [16] = NAMED(1, 16), [18] = NAMED(1, 18)},
 };
-static Attend *const ANY[2] = {attend_0, attend_1};
+#define PACKED(digits) \
+    static void logits_packed_##digits(const Step *s, const HeadStep *w, int64_t first, int64_t n) { \
+        packed_logits(s, w, first, n, digits); \
+    } \
+    static void mix_packed_##digits(const Step *s, const HeadStep *w, int64_t first, int64_t n, float *mixed, float *room) { \
+        packed_mix(s, w, first, n, mixed, room, digits); \
+    }
+PACKED(2) PACKED(3)
+static const Kind PACKED_KINDS[] = {[2] = NAMED(packed, 2), [3] = NAMED(packed, 3)};
+
+static Kind kind_of(const Step *s) {
+    if (s->k_bits) return PACKED_KINDS[digits_of_query(s)];
+    const Kind *kinds = KINDS[s->bf16 != 0];
+    return kinds[kinds[vectors_of(s)].mix ? vectors_of(s) : 0];
+}
+
+/* ---- the whole step */
 
 typedef struct {
     const Step *step;
-    Attend *one;
+    Kind kind;
+    int64_t longest, parts; /* slots that a row occupies at most; parts of these */
+    HeadStep *works;            /* of all heads, and the memory of these, where parts are shared out */
+    float *memory;
 } Tasks;
 
-static void some_tasks(void *task, int64_t first, int64_t last, void *scratch) {
+static void whole_heads(void *task, int64_t first, int64_t last, void *memory) {
     const Tasks *all = task;
-    const int64_t heads = all->step->kv_heads;
-    for (int64_t i = first; i < last; i++) all->one(all->step, i / heads, i % heads, scratch);
+    const Step *s = all->step;
+    for (int64_t i = first; i < last; i++) {
+        const HeadStep w = started(s, i, 2, memory);
+        const int64_t n = w.h.n, each = s->group * size_of_mixture(s);
+        for (int64_t at = 0; at < n; at += PART) all->kind.logits(s, &w, at, least(PART, n - at));
+        weigh(s, &w);
+        for (int64_t at = 0; at < n; at += PART) {
+            all->kind.mix(s, &w, at, least(PART, n - at), w.mixed + (at ? each : 0),
+                          (float *)memory + room_of(s, all->longest, 2));
+            if (at) add_part(s, &w, 1);
+        }
+        end(s, &w);
+    }
+}
+
+static void start_heads(void *task, int64_t first, int64_t last, void *room) {
+    const Tasks *all = task;
+    (void)room;
+    for (int64_t i = first; i < last; i++)
+        all->works[i] = started(all->step, i, all->parts, all->memory + i * room_of(all->step, all->longest, all->parts));
+}
+
+static void logits_of_parts(void *task, int64_t first, int64_t last, void *room) {
+    const Tasks *all = task;
+    (void)room;
+    for (int64_t i = first; i < last; i++) {
+        const HeadStep *w = all->works + i / all->parts;
+        const int64_t at = i % all->parts * PART;
+        if (at < w->h.n) all->kind.logits(all->step, w, at, least(PART, w->h.n - at));
+    }
+}
+
+static void weigh_heads(void *task, int64_t first, int64_t last, void *room) {
+    const Tasks *all = task;
+    (void)room;
+    for (int64_t i = first; i < last; i++) weigh(all->step, all->works + i);
+}
+
+static void mixtures_of_parts(void *task, int64_t first, int64_t last, void *room) {
+    const Tasks *all = task;
+    const int64_t each = all->step->group * size_of_mixture(all->step);
+    for (int64_t i = first; i < last; i++) {
+        const HeadStep *w = all->works + i / all->parts;
+        const int64_t part = i % all->parts, at = part * PART;
+        if (at < w->h.n) all->kind.mix(all->step, w, at, least(PART, w->h.n - at), w->mixed + part * each, room);
+    }
+}
+
+static void end_heads(void *task, int64_t first, int64_t last, void *room) {
+    const Tasks *all = task;
+    (void)room;
+    for (int64_t i = first; i < last; i++) {
+        const HeadStep *w = all->works + i;
+        for (int64_t part = 1; part * PART < w->h.n; part++) add_part(all->step, w, part);
+        end(all->step, w);
+    }
+}
+
+/* Few heads with many slots: parts are shared out. */
+static int by_parts(Tasks *all, int64_t tasks, int64_t room, int threads) {
+    const int64_t parts = tasks * all->parts, each = room_of(all->step, all->longest, all->parts);
+    all->works = malloc((size_t)tasks * sizeof *all->works);
+    all->memory = aligned_alloc(64, (size_t)up(tasks * each, LANES) * sizeof(float));
+    int failed = !all->works || !all->memory;
+    failed = failed || team_share(start_heads, all, tasks, 1, 0, threads);
+    failed = failed || team_share(logits_of_parts, all, parts, 1, 0, threads);
+    failed = failed || team_share(weigh_heads, all, tasks, 1, 0, threads);
+    failed = failed || team_share(mixtures_of_parts, all, parts, 1, room, threads);
+    failed = failed || team_share(end_heads, all, tasks, 1, 0, threads);
+    free(all->works);
+    free(all->memory);
+    return failed;
 }
 
 /* The whole step. Returns 0, or 1 where memory is short (K, V and scores are then of no use any more). */
 int attend_step(const Step *s) {
-    const int64_t numbers = s->bf16 ? 32 : 16, nv = (s->dim + numbers - 1) / numbers, tasks = s->rows * s->kv_heads;
+    const int64_t tasks = s->rows * s->kv_heads;
     int64_t longest = 0, slots = 0;
     for (int64_t row = 0; row < s->rows; row++) {
         int64_t count = least(s->rule[row].held + s->step + 1, s->rule[row].limit);
         longest = most(longest, count);
         slots += count * s->kv_heads;
     }
-    const int64_t plain = s->group * (up(longest, LANES) + 2 * nv * LANES) + up(s->group, LANES);
-    const int64_t floats = room_for(s, longest) + (s->k_bits ? packed_room(s, longest) : plain);
-    const int many = slots * s->dim * (s->bf16 ? 4 : 8) > FEW_BYTES;
-    Attend *one = s->k_bits ? s->bf16 && s->k_bits == 4 ? packed_short : packed_wide : KINDS[s->bf16 != 0][nv];
-    Tasks all = {s, one ? one : ANY[s->bf16 != 0]};
+    const int64_t room = s->k_bits ? packed_room(s, longest) : 0;
+    const int threads = slots * s->dim * (s->bf16 ? 4 : 8) > FEW_BYTES ? (int)s->threads : 1;
+    Tasks all = {s, kind_of(s), longest, (longest + PART - 1) / PART, NULL, NULL};
+    if (all.parts > 1 && threads > 1 && tasks < ENOUGH * threads)
+        return by_parts(&all, tasks, room * (int64_t)sizeof(float), threads);
     const int64_t turn = most(1, tasks / (8 * s->threads)); /* rows differ in length */
-    return team_share(some_tasks, &all, tasks, turn, floats * (int64_t)sizeof(float), many ? (int)s->threads : 1);
+    const int64_t floats = room_of(s, longest, 2) + room;
+    return team_share(whole_heads, &all, tasks, turn, floats * (int64_t)sizeof(float), threads);
 }
 
 /* The end of a step of which the caller has made the ranks itself. */

@@ -43,9 +43,9 @@ INLINE Order order_of(const Pieces *p) {
 }
 
 /* Whole numbers by their digits, in the lowest bytes of each lane. */
-INLINE __m512i digits_of(__m512 whole) {
+INLINE __m512i digits_of(__m512i whole) {
     const __m512i middle = _mm512_set1_epi32(0x808080);
-    return _mm512_xor_si512(_mm512_add_epi32(_mm512_cvtps_epi32(whole), middle), middle);
+    return _mm512_xor_si512(_mm512_add_epi32(whole, middle), middle);
 }
 
 /* What sums of products with each digit come to. */
@@ -157,8 +157,8 @@ static void arrange(const Pieces *p, const char *q, const int digits, Query *to)
             const __m512 numbers = _mm512_loadu_ps(x + first + d), exact = _mm512_mul_ps(numbers, by);
             const __m512 rounded = _mm512_roundscale_ps(exact, 8);
             sum = _mm512_add_ps(sum, eight ? exact : rounded);
-            _mm512_storeu_si512(whole[0] + d, digits_of(rounded));
-            if (eight) _mm512_storeu_si512(whole[1] + d, digits_of(_mm512_mul_ps(numbers, more)));
+            _mm512_storeu_si512(whole[0] + d, digits_of(_mm512_cvtps_epi32(rounded)));
+            if (eight) _mm512_storeu_si512(whole[1] + d, digits_of(_mm512_cvtps_epi32(_mm512_mul_ps(numbers, more))));
         }
         to->sum[first / PIECE_GROUP] = _mm512_reduce_add_ps(sum);
         for (int part = 0; part < 2; part++)
@@ -224,22 +224,34 @@ INLINE int64_t sums_of_codes(const Order *o, const int digits) {
     return vectors;
 }
 
-/* Weights w (groups, pitch) of n values by their probabilities x, in each group's unit; those up to the pitch are 0.
-   `lines`: scales, then lows, (groups, pitch) each. */
+INLINE __m512i whole_weights(const float *w, float unit) {
+    return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(w), _mm512_set1_ps(1 / unit)));
+}
+
+/* Weights w (groups, pitch) of n values, at most PART, by their probabilities x, in each group's unit; those up to the
+   pitch are 0. `lines`: scales, then lows, (groups, pitch) each.
+
+   One token's weight may leave thousands of others less than a unit, and all of a mixture's numbers would lack what these
+   come to: a rotation makes one number of that. So what rounding takes from weights counts with the middle code. */
 INLINE void weights_of(const Order *o, const float *x, const float *lines, int64_t n, int64_t pitch, const int digits,
                        float *w, Mixture *to) {
     for (int64_t g = 0; g < o->groups; g++, lines += pitch, w += pitch) {
         const float *lows = lines + o->groups * pitch;
-        __m512 largest = _mm512_setzero_ps(), low = largest;
+        __m512 largest = _mm512_setzero_ps(), low = largest, sum = largest;
+        __m512i whole = _mm512_setzero_si512();
         for (int64_t i = 0; i < n; i += LANES) {
             const __m512 p = _mm512_loadu_ps(x + i), weight = _mm512_mul_ps(p, _mm512_loadu_ps(lines + i));
             largest = _mm512_max_ps(largest, weight);
+            sum = _mm512_add_ps(sum, weight);
             low = _mm512_fmadd_ps(p, _mm512_loadu_ps(lows + i), low);
             _mm512_storeu_ps(w + i, weight);
         }
         for (int64_t i = up(n, LANES); i < pitch; i += LANES) _mm512_storeu_ps(w + i, _mm512_setzero_ps());
         to->unit[g] = unit_of(largest, digits);
-        const float all = _mm512_reduce_add_ps(low);
+        for (int64_t i = 0; i < n; i += LANES) whole = _mm512_add_epi32(whole, whole_weights(w + i, to->unit[g]));
+        const __m512 taken = _mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(to->unit[g]));
+        const __m512 rest = _mm512_mul_ps(_mm512_sub_ps(sum, taken), _mm512_set1_ps((float)((1 << o->bits) - 1) / 2));
+        const float all = _mm512_reduce_add_ps(_mm512_add_ps(low, rest));
         for (int64_t d = 0; d < PIECE_GROUP; d++) to->y[g * PIECE_GROUP + d] += all;
     }
 }
@@ -302,7 +314,7 @@ INLINE void add_columns(const __m512i *column, const __m512i *digit, int64_t blo
 
 /* The digits of 16 tokens' weights, by fours in each place of their columns. */
 INLINE void weight_digits(const float *w, float unit, const int digits, __m512i *digit) {
-    const __m512i whole = digits_of(_mm512_mul_ps(_mm512_loadu_ps(w), _mm512_set1_ps(1 / unit)));
+    const __m512i whole = digits_of(whole_weights(w, unit));
     UNROLL for (int d = 0; d < digits; d++)
         digit[d] = _mm512_shuffle_epi8(whole, _mm512_broadcast_i32x4(_mm_set1_epi32(0x0C080400 + d * 0x01010101)));
 }
