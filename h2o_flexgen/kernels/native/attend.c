@@ -378,12 +378,14 @@ static int64_t size_of_mixture(const Step *s) {
 }
 
 INLINE void plain_logits(const Step *s, const HeadStep *w, int64_t first, int64_t n, const int bf16, const int nv) {
-    const int64_t bytes = s->dim * (bf16 ? 2 : 4), pitch = w->h.pitch;
+    const HeadStep here = *w; /* numbers that are stored might be any other's fields */
+    const int64_t bytes = s->dim * (bf16 ? 2 : 4);
     for (int64_t i = first; i < first + n; i += LANES) {
-        UNROLL for (int64_t j = 0; j < LANES; j += 4) fetch(&w->path, (i + j) * bytes, 4 * bytes);
+        UNROLL for (int64_t j = 0; j < LANES; j += 4) fetch(&here.path, (i + j) * bytes, 4 * bytes);
         for (int64_t g = 0; g < s->group; g++) {
-            const __m512 products = products_of(w->asked + g * w->apart, w->path.keys + i * bytes, w->h.n - i, s->dim, bf16, nv);
-            _mm512_storeu_ps(w->x + g * pitch + i, logits_of(s, products, w->h.n - i));
+            const char *q = here.asked + g * here.apart, *k = here.path.keys + i * bytes;
+            const __m512 products = products_of(q, k, here.h.n - i, s->dim, bf16, nv);
+            _mm512_storeu_ps(here.x + g * here.h.pitch + i, logits_of(s, products, here.h.n - i));
         }
     }
 }
@@ -391,15 +393,17 @@ INLINE void plain_logits(const Step *s, const HeadStep *w, int64_t first, int64_
 INLINE void plain_mix(const Step *s, const HeadStep *w, int64_t first, int64_t n, float *mixed, const int bf16, const int nv) {
     const int accs = bf16 ? 2 * nv : nv, together = accs > 8 ? 1 : 16 / accs;
     const int64_t bytes = s->dim * (bf16 ? 2 : 4), pitch = w->h.pitch, group = s->group, each = accs * LANES;
+    const Path path = w->path;
+    const float *x = w->x;
     memset(mixed, 0, (size_t)(group * each) * sizeof(float));
     const int64_t block = group == 1 ? n : BLOCK; /* that stays in the first cache while the heads take turns */
-    for (int64_t i = first, g = 0; i < first + n; i += block, g = 0) {
-        const int64_t some = least(block, first + n - i);
-        const char *v = w->path.values + i * bytes;
+    for (int64_t i = first; i < first + n; i += block) {
+        int64_t g = 0, some = least(block, first + n - i);
+        const char *v = path.values + i * bytes;
         for (; g + together <= group; g += together)
-            mix(mixed + g * each, v, w->x + g * pitch + i, pitch, some, s->dim, together, bf16, nv, g ? NULL : &w->path);
+            mix(mixed + g * each, v, x + g * pitch + i, pitch, some, s->dim, together, bf16, nv, g ? NULL : &path);
         for (; g < group; g++)
-            mix(mixed + g * each, v, w->x + g * pitch + i, pitch, some, s->dim, 1, bf16, nv, g ? NULL : &w->path);
+            mix(mixed + g * each, v, x + g * pitch + i, pitch, some, s->dim, 1, bf16, nv, g ? NULL : &path);
     }
 }
 
