@@ -41,13 +41,6 @@ class Architecture(NamedTuple):
     offset: float = 0.0
     attends: bool = True
 
-    def read(self, keys: GgufKeys) -> Config:
-        """What it adds to the keys of config.json that all have."""
-        config: Config = {"model_type": self.model_type}
-        for part in self.parts:
-            config |= part(keys)
-        return config
-
 
 def wholes(**names: str) -> Part:
     """Whole numbers, `numbers`, and whether parts are `biased`: by the config's names those of GGUF."""

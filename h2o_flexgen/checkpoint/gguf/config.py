@@ -7,6 +7,7 @@ different model.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -361,7 +362,9 @@ def config_of(header: GgufHeader) -> Config:
     if keys.whole("block_count") > len(header.tensors):  # a number of layers that can be no other is not counted up to
         raise keys.error("block_count", f"no more layers than there are tensors, {len(header.tensors)}")
     row = ARCHITECTURES.get(architecture) or MODULES[architecture]
-    own = row.read(keys)
+    own: Config = {"model_type": row.model_type}
+    for part in row.parts:
+        own |= part(keys)
     dense = row.attends and (architecture in ARCHITECTURES or not keys.value("expert_count"))
     heads, ffn = keys.whole if row.attends else keys.count, keys.whole if dense else keys.count
     ffn_size = own.get("intermediate_size") or ffn("feed_forward_length")
@@ -397,11 +400,10 @@ def not_a_model(header: GgufHeader) -> str | None:
 
 def stored_dtype(header: GgufHeader) -> str:
     """The dtype of most numbers in matrices; blocks, whose numbers are in none, count as bfloat16."""
-    numbers: dict[str, int] = {}
+    numbers = Counter[str]()
     for tensor in header.tensors.values():
         if len(tensor.shape) > 1:
-            dtype = FORMATS[tensor.kind].dtype or "bfloat16"
-            numbers[dtype] = numbers.get(dtype, 0) + math.prod(tensor.shape)
+            numbers[FORMATS[tensor.kind].dtype or "bfloat16"] += math.prod(tensor.shape)
     return max(numbers, key=lambda dtype: (numbers[dtype], dtype))
 
 

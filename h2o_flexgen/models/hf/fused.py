@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property, partial
-from inspect import signature
+from inspect import signature, unwrap
 from itertools import permutations
 from itertools import product as every
 from types import FunctionType, MethodType
@@ -280,12 +280,11 @@ def plain(module: nn.Module) -> Any:
     would be one too few, which attention refuses."""
     if "forward" in vars(module):
         return module.forward
-    function: Any = type(module).forward
-    while (inner := getattr(function, "__wrapped__", None)) is not None:
-        if function.__globals__["__name__"] != "transformers.modeling_layers" and _renamed(function) != "cache":
-            break
-        function = inner
-    return MethodType(function, module)
+
+    def matters(wrapper: Any) -> bool:
+        return wrapper.__globals__["__name__"] != "transformers.modeling_layers" and _renamed(wrapper) != "cache"
+
+    return MethodType(unwrap(type(module).forward, stop=matters), module)
 
 
 def _renamed(wrapper: Any) -> Any:
