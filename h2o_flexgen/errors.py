@@ -100,8 +100,7 @@ class StorageError(H2OFlexGenError, OSError):
 
 
 def storage_error(found: str, error: OSError, other: str = "") -> StorageError:
-    """The StorageError for what the file system answered, with advice that fits: `other` is a place instead of the
-    offload folder."""
+    """The StorageError for the system's answer, with advice; `other`: a place instead of the offload folder."""
     room = "free some space, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
     other = other or f"another{' folder' if room else ''} with --offload-dir"
     return StorageError(f"{found}: {error.strerror or error}", change=f"{room}name {other}")

@@ -1,5 +1,4 @@
-"""The objects that measurements run on: a model's shape in one dtype on one device, and memory that no processor cache
-holds."""
+"""A model's shape in one dtype on one device, to measure on, and memory that no processor cache holds."""
 
 from __future__ import annotations
 

@@ -163,8 +163,7 @@ def _off(kernels: dict[str, Any], limits: dict[str, Any]) -> list[dict[str, str]
 
 
 def _bandwidth(folder: Path) -> dict[str, Any]:
-    """Bytes per second of the links: of the newest calibration of this machine where there is one, else by a quick
-    measure, which is rougher."""
+    """Bytes per second of the links: as the newest calibration here has them, else by a quick, rougher measure."""
     kept = next(kept_profiles(), None)
     if kept is not None:
         known = {name: rate.bytes_per_s for name, rate in kept.links.items()}

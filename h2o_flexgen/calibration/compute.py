@@ -166,8 +166,7 @@ def general_rate(shapes: tuple[GemmShape, ...], layers: tuple[Product, ...]) -> 
 
 @torch.inference_mode()
 def fastest_read(bench: Bench, shapes: tuple[GemmShape, ...], seconds: float) -> float:
-    """Bytes per second that no product exceeds: of summing up the arena, or of the fastest product if that is even
-    faster."""
+    """Bytes per second that no product exceeds: of summing up the arena, or of a product that is even faster."""
     numbers = bench.arena.view(torch.float32)
     plain = numbers.nbytes / bench.measure("memory", numbers.sum, seconds).seconds
     by_products = [

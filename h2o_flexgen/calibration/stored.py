@@ -62,8 +62,7 @@ def profile_key(
 def cached_profile(
     spec: ModelSpec, dtype: str, device: torch.device, *, emulated: bool = False, offload_dir: str | Path = "."
 ) -> HardwareProfile | None:
-    """The profile that `calibrate` measured on this machine for these shapes, None where it has not; damage counts as
-    nothing."""
+    """What `calibrate` measured on this machine for these shapes; None where it has not, or that is damaged."""
     return load_kept(kept_file(profile_key(spec, dtype, device, emulated=emulated, offload_dir=offload_dir)))
 
 

@@ -100,8 +100,7 @@ def _of_system(error: OSError) -> H2OFlexGenError:
 
 
 def program(work: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
-    """The `main` of a program whose `work` takes the arguments, None for those of the command line, and gives the exit
-    code; within `exit_on_errors`."""
+    """The `main` of `work` on arguments (None: those typed), which gives the exit code; within `exit_on_errors`."""
 
     @functools.wraps(work)
     def main(argv: Sequence[str] | None = None) -> int:

@@ -170,8 +170,7 @@ class RunProgress(ProgressBar):
 
 
 class JobProgress(ProgressBar):
-    """Progress of a job: requests that are done, how fast, how long it will take. Also the handler for
-    `LLM.on_progress`."""
+    """How many requests of a job are done, how fast, how long it will take. Also for `LLM.on_progress`."""
 
     def __init__(
         self,

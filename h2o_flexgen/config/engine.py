@@ -209,8 +209,7 @@ class EngineConfig(Checked):
 
     @classmethod
     def of(cls, model: str | PathLike[str], **settings: Any) -> EngineConfig:
-        """From keyword arguments; an unknown name raises UsageError with a suggestion. torch's own dtypes and devices
-        count as their names."""
+        """From keyword arguments, torch's dtypes and devices as their names; UsageError for an unknown one."""
         torchs = {key: each for key, each in settings.items() if type(each).__module__ == "torch"}
         named = {key: str(each).removeprefix("torch.") for key, each in torchs.items()}
         return cls(**known_keys({"model": model, **settings, **named}, cls))
@@ -231,8 +230,7 @@ class EngineConfig(Checked):
         return plain if self.weight_bits == 16 else plain.with_bits(self.weight_bits, self.weight_group)
 
     def choices(self, stored: ModelSpec) -> dict[int, ModelSpec]:
-        """The specs that a planner may choose among, by the bits of weights, most first; nothing where these are
-        decided."""
+        """By bits of weights, most first, the specs that a planner may choose among; none where bits are decided."""
         if not self.allow_compress or (stored.packings and not self.dequantize):
             return {}
         return {bits: replace(self, allow_compress=False, weight_bits=bits).kept(stored) for bits in BITS}

@@ -1,5 +1,4 @@
-"""Why a policy was chosen: what bounds it, which memory binds, what came second, what more memory or a smaller
-cache would buy."""
+"""Why a policy was chosen: bound, binding memory, runner-up, and what more memory or smaller caches would buy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The inputs of prices: a block under a plan on a machine, sizes that prices share, and what its loads and stores
-move."""
+"""The inputs of prices: a block under a plan on a machine, sizes they share, and what loads and stores move."""
 
 from __future__ import annotations
 

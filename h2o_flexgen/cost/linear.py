@@ -160,8 +160,7 @@ class Programs:
         return sum(request.machine.link(link).seconds(nbytes) for link in path)
 
     def _seconds(self, policy: OffloadPolicy, passes: range) -> dict[KindTier | None, dict[str, float]]:
-        """Those of a GPU batch in one of `passes`, on average over the blocks of the call: only the first takes new
-        memory."""
+        """Those of a GPU batch in one of `passes`, the mean over the call's blocks: the first takes new memory."""
         blocks = 1 if self.request.endless else max(1.0, self.request.workload.num_sequences / policy.block_size)
         both = [self._priced(policy, later) for later in (False, True)[: 1 + (blocks > 1)]]
         found = [{pair: each.seconds(passes, policy.block_size) for pair, each in prices.items()} for prices in both]
@@ -195,8 +194,7 @@ class Programs:
 
     @cached_property
     def _weight_seconds(self) -> dict[tuple[str, str], tuple[float, float]]:
-        """Seconds to read all weights that every token needs once, and all experts, by the tier they are on and by
-        link."""
+        """Seconds to read once all weights that every token needs, and all experts, by their tier and by link."""
         request, found = self.request, dict[tuple[str, str], tuple[float, float]]()
         sizes: dict[bool, list[int]] = {False: [], True: []}
         for key, group in request.spec.groups_by_key.items():

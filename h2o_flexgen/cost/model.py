@@ -17,8 +17,7 @@ from h2o_flexgen.units import format_bytes, format_seconds
 
 
 class Term(NamedTuple):
-    """The seconds that one pass over the model costs one resource, "compute", a link or the host, by what it is spent
-    on."""
+    """Seconds that a pass over the model costs one resource, "compute", a link or the host, by what they are for."""
 
     phase: str
     resource: str

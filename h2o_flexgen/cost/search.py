@@ -47,8 +47,7 @@ _AMPLE = 1 << 50  # bytes
 
 @dataclass(frozen=True)
 class BitsChoice:
-    """The bits that a search chose among. throughputs: generated tokens per second by bits; None where nothing fits the
-    caps."""
+    """The bits to choose among. throughputs: generated tokens per second by bits; None where nothing fits."""
 
     throughputs: Mapping[int, float | None]
 

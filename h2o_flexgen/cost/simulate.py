@@ -35,8 +35,7 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True)
 class _Expected(Throughput):
-    """The expected times and bytes of some work; the same names and units as a RunRecord. busy: by resource, "compute"
-    or link."""
+    """Expected times and bytes, named as in a RunRecord. busy: seconds by resource, "compute" or link."""
 
     sequences: int
     prompt_tokens: int
@@ -68,8 +67,7 @@ class Simulation(_Expected):
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """The timeline of all resources. Simulated once more: a search never asks, and would keep those of all its
-        plans."""
+        """What each resource did when. Simulated once more: a search never asks, and would keep those of all plans."""
         return tuple(_executed(self.model, self.steps, trace=True).clock.spans)
 
     @property

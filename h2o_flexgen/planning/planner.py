@@ -46,8 +46,7 @@ class SearchPlanner:
         self._last: Plan | None = None
 
     def __call__(self, request: PlanRequest) -> Plan:
-        """The fastest plan by the cost model, with its prediction; without rates, or with several GPUs, the plan by
-        rule."""
+        """The fastest plan by the cost model, with its prediction; without rates, or for several GPUs, that by rule."""
         if request.num_gpus > 1:
             return by_rule(request)
         if self._find is not None:

@@ -195,8 +195,7 @@ class Desk:
         return _page(every, {**query, "order": "desc"}, 20, 100)
 
     def cancel(self, name: str) -> Entry:
-        """What has not begun ends at once, other batches as soon as the engine looks. ApiError 409 for one that is
-        over."""
+        """What has not begun ends at once, else once the engine looks. ApiError 409 for a batch that is over."""
         with self._writing():
             batch, now = self.batch(name), int(time.time())
             if batch["status"] == "cancelling":
@@ -313,8 +312,7 @@ class Desk:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Within it everything belongs to this thread, and who waits is told at the end; StorageError where the disk
-        fails."""
+        """All belongs to this thread within it, and who waits is told; StorageError where the disk fails."""
         with self.changed:
             try:
                 yield

@@ -225,8 +225,7 @@ _STREAM_OPTIONS = ("include_usage", "include_obfuscation")
 
 
 def _streams(body: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether an answer comes in pieces, and whether its usage comes behind them. ApiError 400 where that is not said
-    clearly."""
+    """Whether an answer comes in pieces, and its usage behind them. ApiError 400 where that is not clear."""
     streams, options = body.get("stream"), body.get("stream_options")
     if not (streams is None or isinstance(streams, bool)):
         raise ApiError(400, "stream must be true or false", "stream")

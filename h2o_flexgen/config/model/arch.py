@@ -141,8 +141,7 @@ class ArchSpec:
     own_windows: tuple[int | None, ...] = ()
     """The window of each layer, where they have several sizes; `window` is then the largest."""
     chunked: bool = False
-    """Windows are chunks, which follow one another from the first token on: a query sees its own one, up to itself
-    (Llama 4)."""
+    """Windows are chunks, one behind the other from the first token on: a query sees its own (Llama 4)."""
     attention_scale: float | None = None
     """Multiplies the logits of attention; None: head_dim ** -0.5."""
     attention_cap: float | None = None
