@@ -49,8 +49,11 @@ def main(argv: Sequence[str] | None) -> int:
         settings, streams = from_namespace(EvaluationSettings, args), from_namespace(StreamSettings, args)
         _one_kind(args, streams.stream is not None)
         config = from_namespace(EngineConfig, args)
+    plot = output_file("--plot", args.plot, keep=not args.overwrite)
+    if plot is not None:
+        check_plot(plot)
     if args.suite is not None:
-        return _suite(args)
+        return _suite(args, plot)
     if args.output_dir is not None:
         raise UsageError("--output-dir without --suite", "needed a suite, whose records go there", "--output FILE")
     engine = given(EngineConfig, args)
@@ -58,11 +61,8 @@ def main(argv: Sequence[str] | None) -> int:
     files = {"--text": settings.text, "--recall": settings.recall, "--output": args.output, "--plot": args.plot}
     require_several(files)
     output = output_file("--output", args.output, keep=not args.overwrite)
-    plot = output_file("--plot", args.plot, keep=not args.overwrite)
     if plot is not None and args.measure_layers:
         raise UsageError("--plot with --measure-layers", "there is no picture of layers", "leave --plot out")
-    if plot is not None:
-        check_plot(plot)
     # torch takes seconds to import: --help and refusals do without it.
     look_up_model(config)
     read_text(settings.text)
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None) -> int:
     return 0
 
 
-def _suite(args: Namespace) -> int:
+def _suite(args: Namespace, plot: Path | None) -> int:
     """Measures what a suite's file says, as far as its records are not there yet."""
     engine = given(EngineConfig, args)
     typed = [given(kind, args).keys() for kind in (EvaluationSettings, StreamSettings)]
@@ -104,9 +104,6 @@ def _suite(args: Namespace) -> int:
         )
     if args.output_dir is None:
         raise UsageError("--suite without --output-dir", "needed a folder for its records")
-    plot = output_file("--plot", args.plot, keep=not args.overwrite)
-    if plot is not None:
-        check_plot(plot)
     from h2o_flexgen.evaluation.suites.runner import Suite, run_suite
 
     suite = Suite.read(args.suite)

@@ -220,7 +220,7 @@ def test_tokens_of_requests_that_are_computed_twice_count_once(tmp_path: Path, m
         kept.begin({}, scan.lines)
         first = table.column("line")[0].as_py()
         kept.state[first] = OK
-        job = ClusterJob(arguments, source, scan, kept, {}, lambda summary: None)
+        job = ClusterJob(arguments, source, scan, kept, lambda summary: None)
         job._take(table)
         again = (job.summary.ok, job.summary.prompt_tokens)
         job._take(table)

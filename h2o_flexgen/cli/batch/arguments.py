@@ -13,7 +13,7 @@ from h2o_flexgen.cli.arguments import add_engine, engine_of, refuse_known
 from h2o_flexgen.cli.parser import Parser, misspelt
 from h2o_flexgen.cli.program import add_json
 from h2o_flexgen.cli.prompts import stop_texts
-from h2o_flexgen.config.checks import whole
+from h2o_flexgen.config.checks import Checked, Count, Natural, Ratio
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace, given, option
 from h2o_flexgen.config.hardware.profile import HardwareProfile, PlanningConfig, find_profile
@@ -31,7 +31,7 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class BatchArguments:
+class BatchArguments(Checked):
     """All of a command line, checked. `typed`: the sampling settings that were given, by their names in
     SamplingParams; `sampling`: all of them. `notes` are sentences for the user. `input`: that of `plan`, too."""
 
@@ -47,7 +47,9 @@ class BatchArguments:
     plan: Path | None = option(
         None, metavar="FILE", help="run nothing: print the expected time, bytes and memory of these requests"
     )
-    sample: int = option(0, help="first answer N of the requests, for the lengths of answers and the pace (default: 0)")
+    sample: Natural = option(
+        0, help="first answer N of the requests, for the lengths of answers and the pace (default: 0)"
+    )
     error_file: Path | None = option(None, metavar="FILE", help="failed requests go here instead")
     format: str = option(
         "auto",
@@ -66,7 +68,7 @@ class BatchArguments:
         (), parse=str, action="append", metavar="TEXT", help="ends a sequence; may be repeated"
     )
     shard: tuple[int, int] = option((1, 1), parse=_shard, metavar="I/N", help="only the I-th of every N requests")
-    ray: int | None = option(
+    ray: Count | None = option(
         None, help="run by N actors of Ray Data, an engine each, on the cluster of RAY_ADDRESS or one started here"
     )
     resume: bool = option(False, help="fail unless there is a job to resume")
@@ -74,7 +76,7 @@ class BatchArguments:
     retry_failed: bool = option(False, help="run requests again that failed before")
     ordered: bool = option(False, help="sort the results in the order of the requests at the end")
     strict: bool = option(False, help="run no request if any cannot be run")
-    at_risk: float | None = option(
+    at_risk: Ratio | None = option(
         None,
         metavar="SHARE",
         help="share of the requests that may be under way at once, the cost of a kill (default: 0.02, or 32 requests; "
@@ -107,11 +109,7 @@ def job_arguments(args: argparse.Namespace, notes: list[str]) -> BatchArguments:
     if "overwrite" in typed and resumed:
         other = "--resume" if "resume" in resumed else "--retry-failed"
         raise UsageError(f"--overwrite and {other} are given together", "needed one: --overwrite starts anew")
-    if "at_risk" in typed and not 0 < typed["at_risk"] <= 1:
-        raise UsageError(f"--at-risk is {typed['at_risk']}", "needed a share above 0, up to 1")
     planning = from_namespace(PlanningConfig, args)
-    whole(typed.get("ray", 1), "--ray", 1)
-    whole(typed.get("sample", 0), "--sample", 0)
     return BatchArguments(
         engine=engine,
         sampling=from_namespace(SamplingParams, args, defaults={"stop_strings": sampling.get("stop_strings", ())}),

@@ -158,9 +158,8 @@ def _job(
         forecast.note(time.monotonic() - begun)
         progress.finished(summary.ok + summary.failed, summary.failed)
 
-    header = results.header or {}
     if arguments.ray is not None:
-        return ClusterJob(arguments, source, scan, results, header, told)
+        return ClusterJob(arguments, source, scan, results, told)
     shown: list[str] = []
 
     def on_plan(plan: Plan) -> None:
@@ -363,11 +362,9 @@ class ClusterJob:
         source: Source,
         scan: Scan,
         results: JobResults,
-        header: Mapping[str, Any],
         told: Callable[[Summary], None],
     ) -> None:
-        self._arguments, self._source, self._scan, self._results = arguments, source, scan, results
-        self._header, self._told = header, told
+        self._arguments, self._source, self._scan, self._results, self._told = arguments, source, scan, results, told
         self.summary = Summary(scan.requests, before=len(results.state) - results.state.count(0))
         self.record: dict[str, Any] = {}
 
@@ -398,7 +395,7 @@ class ClusterJob:
             "arguments": arguments,
             "kind": self._source.format,
             "doubled": self._scan.doubled,
-            "header": self._header,
+            "header": self._results.header or {},
             "memory": share.memory,
         }
         answered = requests.map_batches(
