@@ -100,10 +100,12 @@ def add_arguments(
         default = (defaults or {}).get(item.name, item.default)
         required = default is dataclasses.MISSING
         note = "required" if required else f"default: {item.show(default)}"
-        text = (item.help if bare else f"{item.help} ({note})").replace("%", "%%")
+        said, metavar, how = (item.given[name] for name in ("help", "metavar", "how"))
+        text = (said if bare else f"{said} ({note})").replace("%", "%%")
         common: dict[str, Any] = {"dest": item.dest, "default": argparse.SUPPRESS, "required": required, "help": text}
         if item.type is not bool:
-            group.add_argument(*item.names, type=_converter(item), metavar=item.metavar, **item.how, **common)
+            metavar = metavar or ("N" if item.type is int else None)
+            group.add_argument(*item.names, type=_converter(item), metavar=metavar, **how, **common)
         elif bare:
             group.add_argument(*item.names, action="store_true", **common)
         else:
@@ -154,28 +156,31 @@ def parse_bool(text: str) -> bool:
 
 
 class _Flagged(NamedTuple):
-    """One field with its flag: `type` is the field's own, without None."""
+    """One field with its flag: `type` is the field's own, without None; `given` to `option` was all the rest."""
 
     name: str
     names: Sequence[str]
     type: Any
     default: Any
-    help: str
-    metavar: str | None
-    parse: Callable[[str], Any]
-    show_value: Callable[[Any], str] | None
-    unset: str
-    how: Mapping[str, Any]
+    given: Mapping[str, Any]
 
     @property
     def dest(self) -> str:
         return self.names[0].lstrip("-").replace("-", "_")
 
+    @property
+    def parse(self) -> Any:
+        """From the text of a flag to its value."""
+        usual: dict[Any, Any] = {bool: parse_bool, tuple: between_commas, Literal: str}
+        return self.given["parse"] or usual.get(typing.get_origin(self.type) or self.type, self.type)
+
     def show(self, value: Any) -> str:
         if value is None:
-            return self.unset
-        if self.show_value:
-            return self.show_value(value)
+            return str(self.given["unset"])
+        if self.given["show"]:
+            return str(self.given["show"](value))
+        if isinstance(value, tuple):
+            return with_commas(value)
         return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -192,26 +197,9 @@ def _flagged(cls: type[Any]) -> tuple[_Flagged, ...]:
 def _read(cls: type[Any]) -> Iterator[_Flagged]:
     hints = typing.get_type_hints(cls)
     for item in dataclasses.fields(cls):
-        if "names" not in item.metadata:
-            continue
-        default = item.default
-        if item.default_factory is not dataclasses.MISSING:
-            default = item.default_factory()
-        kind, meta = without_none(hints[item.name]), item.metadata
-        origin = typing.get_origin(kind) or kind
-        usual: Any = {bool: parse_bool, tuple: between_commas, Literal: str}.get(origin, kind)
-        yield _Flagged(
-            name=item.name,
-            names=flags_of(item),
-            type=kind,
-            default=default,
-            help=meta["help"],
-            metavar=meta["metavar"] or ("N" if kind is int else None),
-            parse=meta["parse"] or usual,
-            show_value=meta["show"] or (with_commas if origin is tuple else None),
-            unset=meta["unset"],
-            how=meta["how"],
-        )
+        if "names" in item.metadata:
+            default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+            yield _Flagged(item.name, flags_of(item), without_none(hints[item.name]), default, item.metadata)
 
 
 def without_none(hint: Any) -> Any:
