@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,6 @@ PATIENCE = 60.0
 """Seconds without a byte, after which a client is given up."""
 _WRITTEN_AT_ONCE = 1 << 20
 _LONGEST_FIELD, _MOST_PARTS, _LONGEST_NAME = 4096, 32, 255
-
-
-@dataclass
-class Upload:
-    """What came: the `fields` of a form, and the `filename` of its file, None where there was none."""
-
-    fields: dict[str, str] = field(default_factory=dict)
-    filename: str | None = None
 
 
 async def pieces(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -51,7 +42,7 @@ async def whole_body(stream: AsyncIterator[bytes], most: int) -> bytes:
     return bytes(body)
 
 
-async def receive(stream: AsyncIterator[bytes], content_type: str, path: Path, most: int) -> Upload:
+async def receive(stream: AsyncIterator[bytes], content_type: str, path: Path, most: int) -> FormReader:
     """Writes the file of a form to `path`, at most `most` bytes; the caller removes it where this raises.
 
     ApiError 400 for what is no such form, 413 for a file that is too long, 408 for a client that is too slow.
@@ -59,7 +50,7 @@ async def receive(stream: AsyncIterator[bytes], content_type: str, path: Path, m
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise ApiError(400, "the body must be multipart/form-data, with a file", "file")
-    reader = _FormReader(most)
+    reader = FormReader(most)
     parser = MultipartParser(options[b"boundary"], reader.callbacks())
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -75,7 +66,7 @@ async def receive(stream: AsyncIterator[bytes], content_type: str, path: Path, m
         await asyncio.to_thread(_write, fd, reader.taken(), True)
     finally:
         os.close(fd)
-    return reader.upload
+    return reader
 
 
 def too_large(most: int) -> ApiError:
@@ -90,11 +81,14 @@ def _write(fd: int, data: bytes, last: bool = False) -> None:
         os.fsync(fd)
 
 
-class _FormReader:
-    """What the parser of a form calls. `waiting`: bytes of the file that are not written yet."""
+class FormReader:
+    """What the parser of a form calls: the `fields` that came, the `filename` of the file, None where there was none,
+    and the bytes of it that are `waiting` to be written."""
 
     def __init__(self, most: int) -> None:
-        self.upload, self.waiting, self.ended = Upload(), bytearray(), False
+        self.fields: dict[str, str] = {}
+        self.filename: str | None = None
+        self.waiting, self.ended = bytearray(), False
         self._left, self._parts, self._most = most, 0, most
         self._headers: dict[bytes, bytes] = {}
         self._header, self._value = bytearray(), bytearray()
@@ -132,11 +126,11 @@ class _FormReader:
         _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
         name = options.get(b"name", b"").decode("utf-8", "replace")
         if name == "file":
-            if self.upload.filename is not None:
+            if self.filename is not None:
                 raise ApiError(400, "the form has two files", "file")
             shown = options.get(b"filename", b"").decode("utf-8", "replace")
             # A name and nothing else: what is before a slash of either kind is of the client's machine.
-            self.upload.filename = shown.replace("\\", "/").rpartition("/")[2][:_LONGEST_NAME] or "upload"
+            self.filename = shown.replace("\\", "/").rpartition("/")[2][:_LONGEST_NAME] or "upload"
         else:
             self._name = name
 
@@ -153,7 +147,7 @@ class _FormReader:
 
     def _end(self) -> None:
         if self._name is not None:
-            self.upload.fields[self._name] = self._text.decode("utf-8", "replace")
+            self.fields[self._name] = self._text.decode("utf-8", "replace")
 
     def _finish(self) -> None:
         self.ended = True

@@ -148,15 +148,10 @@ class ComputeRates(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, keys in (
-            ("decode_attention", ("plain", "scored")),
-            ("prefill_attention", ("plain", "scored")),
-            ("tick_s", UNIT_KINDS),
-        ):
+        kinds = {**dict.fromkeys(("decode_attention", "prefill_attention"), ("plain", "scored")), "tick_s": UNIT_KINDS}
+        for name, keys in (kinds | ({"prompt_tick_s": UNIT_KINDS} if self.prompt_tick_s else {})).items():
             if set(getattr(self, name)) != set(keys):
                 raise UsageError(f"{name} has {sorted(getattr(self, name))}", f"needed {', '.join(keys)}")
-        if self.prompt_tick_s and set(self.prompt_tick_s) != set(UNIT_KINDS):
-            raise UsageError(f"prompt_tick_s has {sorted(self.prompt_tick_s)}", f"needed {', '.join(UNIT_KINDS)}")
         if not set(self.packed) <= set(PACKED_BITS):
             raise UsageError(f"packed has {sorted(self.packed)}", f"needed bits among {', '.join(PACKED_BITS)}")
         for tick in self.tick_s.values():
