@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.calibration.timing import Sample, Spreads, Timer
+from h2o_flexgen.calibration.timing import Sample, Timer
 from h2o_flexgen.config.hardware.rates import LinkRate
 from h2o_flexgen.config.model.tensors import PAGE
 from h2o_flexgen.errors import StorageError
@@ -219,15 +219,6 @@ def link_rate(large: tuple[int, float], small: tuple[int, float]) -> LinkRate:
         return LinkRate(many / long)
     rate = (many - few) / (long - short)
     return LinkRate(rate, max(0.0, short - few / rate))
-
-
-def measured_rate(
-    timer: Timer, large: Link, small: Link, seconds: float, spreads: Spreads, most: int | None = None
-) -> LinkRate:
-    """The rate of one link, by transfers of two sizes; `most`: of the large ones."""
-    unit = spreads.note(large.name, queued_sample(timer, large, seconds * 0.8, most))
-    little = queued_sample(timer, small, seconds * 0.2)
-    return link_rate((large.nbytes, unit.seconds), (small.nbytes, little.seconds))
 
 
 def _feed(link: Link, ends: list[float], stop: threading.Event) -> None:

@@ -24,7 +24,7 @@ from h2o_flexgen.calibration.links import (
     Factors,
     HostGpu,
     Link,
-    measured_rate,
+    link_rate,
     queued_sample,
 )
 from h2o_flexgen.calibration.packed import packed_factors, usual_packings
@@ -296,7 +296,9 @@ class CalibrationRun:
         """Measures one link by transfers of two sizes; `most`: of the large ones."""
         self.spreads.said[large.name] = said
         seconds = self._start(part)
-        self._links[large.name] = measured_rate(self._timer, large, small, seconds, self.spreads, most)
+        unit = self.spreads.note(large.name, queued_sample(self._timer, large, seconds * 0.8, most))
+        little = queued_sample(self._timer, small, seconds * 0.2)
+        self._links[large.name] = link_rate((large.nbytes, unit.seconds), (small.nbytes, little.seconds))
 
 
 def _fuses(bench: Bench) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from h2o_flexgen.config.budget import Range
 from h2o_flexgen.config.checks import known_keys, one_of, token_ids, truth, whole
@@ -60,7 +60,8 @@ class Prompt:
         if isinstance(self.spans, str | Mapping) or not isinstance(self.spans, Sequence):
             raise UsageError(f"spans are {self.spans!r}", "needed a list of them")
         object.__setattr__(self, "ends", token_ids(self.ends, "ends of a prompt"))
-        object.__setattr__(self, "spans", tuple(sorted(map(_checked, self.spans), key=lambda span: span.start)))
+        spans = (each if isinstance(each, Span) else Span(**known_keys(each, Span)) for each in self.spans)
+        object.__setattr__(self, "spans", tuple(sorted(spans, key=lambda span: span.start)))
         if len({span.unit for span in self.spans}) > 1:
             raise UsageError("spans of one prompt are in tokens and in characters", "needed one unit")
         if any(span.unit == "char" for span in self.spans) and not isinstance(self.content, str):
@@ -77,12 +78,6 @@ class TokenSpan(NamedTuple):
     stop: int
     name: str
     keep: bool
-
-
-def _checked(span: Any) -> Span:
-    if isinstance(span, Span):
-        return span
-    return Span(**known_keys(span, Span))
 
 
 def token_spans(

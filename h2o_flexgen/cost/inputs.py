@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from h2o_flexgen.config.hardware.profile import HardwareProfile
 from h2o_flexgen.config.model.spec import UnitSpec
@@ -191,10 +191,6 @@ class CostInputs(BlockShape):
             elsewhere=any(self.attention_device(*place) != self.compute_tier for place in self.placement.cache),
             rolling=self.request.eviction.rolling_positions,
         )
-
-    def with_batches(self, batches: tuple[int, ...], *, later: bool = False) -> Self:
-        """The same plan for a block of other GPU batches, no more of them than the policy has."""
-        return replace(self, batches=batches, later=later)
 
 
 class PromptPart(NamedTuple):

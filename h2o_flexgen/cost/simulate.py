@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -255,7 +255,7 @@ def predict(model: CostModel) -> Prediction:
     # Where new memory costs nothing, a later block is like the first.
     priced = any(rates.fresh_bytes_per_s is not None for rates in model.machine.compute.values())
     shapes = Counter([(first, model.later), *((rows, model.later or priced) for rows in others)])
-    simulated = [(simulate(model.with_batches(rows, later=later)), count) for (rows, later), count in shapes.items()]
+    simulated = [(simulate(replace(model, batches=b, later=late)), count) for (b, late), count in shapes.items()]
     busy, moved = defaultdict[str, float](float), Counter[str]()
     for block, count in simulated:
         for resource, seconds in block.busy.items():

@@ -300,7 +300,7 @@ def test_a_call_is_the_sum_of_its_blocks() -> None:
     """Eleven sequences in blocks of 2 x 2: two whole ones, and one of 2 and 1."""
     model = model_of(OffloadPolicy(2, 2, **on(weights="disk")))
     call = predict(asked(model, workload=replace(model.request.workload, num_sequences=11)))
-    whole, rest = simulate(model.with_batches((2, 2))), simulate(model.with_batches((2, 1)))
+    whole, rest = simulate(replace(model, batches=(2, 2))), simulate(replace(model, batches=(2, 1)))
     assert call.blocks == 3
     assert call.prefill_s == pytest.approx(2 * whole.prefill_s + rest.prefill_s)
     assert call.decode_s == pytest.approx(2 * whole.decode_s + rest.decode_s)
@@ -325,5 +325,5 @@ def test_placements_of_absent_batches_do_not_matter() -> None:
     shorter = Placement(
         model.placement.weights, {p: t for p, t in model.placement.cache.items() if p[1] < 2}, {0: "cpu", 1: "cpu"}
     )
-    rows = (2, 1)
-    assert simulate(model.with_batches(rows)).spans == simulate(replace(model, batches=rows, placement=shorter)).spans
+    few = replace(model, batches=(2, 1))
+    assert simulate(few).spans == simulate(replace(few, placement=shorter)).spans
