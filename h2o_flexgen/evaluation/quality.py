@@ -15,7 +15,7 @@ from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.sequence import Score
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
-from h2o_flexgen.errors import H2OFlexGenError, UsageError, required
+from h2o_flexgen.errors import ContextLengthError, H2OFlexGenError, UsageError, required
 from h2o_flexgen.evaluation.settings import (
     RECALL_FILE,
     TEXT_FILE,
@@ -207,7 +207,10 @@ def _measure(
     llm: LLM, eviction: EvictionConfig, cases: list[Question], windows: list[Window]
 ) -> tuple[QualityRow, RunRecord]:
     started = time.perf_counter()
-    tallies, record = recall(llm, cases), record_of(llm)
+    try:
+        tallies, record = recall(llm, cases), record_of(llm)
+    except ContextLengthError as error:
+        raise UsageError(error.found, error.needed, "name a file of shorter questions: --recall FILE") from None
     nll, tokens = likelihood(llm, windows)
     row = QualityRow(
         policy=eviction.name,

@@ -88,6 +88,13 @@ def test_the_program_end_to_end(
     assert err.count("perplexity") == 5
 
 
+def test_questions_beyond_the_context_are_told_with_their_flag(
+    tiny: str, files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--model", tiny, "--text", files[1], "--limit", "3"]) == 2
+    assert "name a file of shorter questions: --recall FILE" in capsys.readouterr().err
+
+
 def test_files_are_not_overwritten_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "quality.json").write_text("{}")
     assert main(["--output", str(tmp_path / "quality.json")]) == 2

@@ -82,6 +82,7 @@ def _listening(arguments: ServeArguments) -> Iterator[socket.socket]:
 @contextmanager
 def _answering(app: Any, listening: socket.socket) -> Iterator[None]:
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # requests that are no HTTP, clients that go
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # what is still sent to those
     config = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1, server_header=False
     )
