@@ -31,7 +31,8 @@ def available(dtype: torch.dtype, dim: int, device: torch.device, packed: bool =
 class NativeAttend:
     """A `DecodeStep` for caches in host memory. Holds the tensors that the C code has pointers to.
 
-    Used by one thread; the work is spread over torch's threads, by row and KV head, and no result depends on how many.
+    Used by one thread; the work is spread over torch's threads, by row and KV head, long ones by parts. No result
+    depends on how many threads there are.
     """
 
     def __init__(

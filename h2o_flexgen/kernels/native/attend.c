@@ -1,8 +1,8 @@
 /* One decode step of attention over the slots of a KV cache, and the bookkeeping that goes with it.
 
-   For each (row, KV head), by itself and on any thread: the new token's K and V go into the free slot, its queries
-   attend to the occupied slots of that row, scores grow by the probabilities, and the slot is found that the next token
-   takes. K and V are read once each, in order, and nothing is read that is not occupied.
+   For each (row, KV head), by itself and on any thread, or of few long ones by parts: the new token's K and V go into
+   the free slot, its queries attend to the occupied slots of that row, scores grow by the probabilities, and the slot
+   is found that the next token takes. K and V are read once each, in order, and nothing is read that is not occupied.
 
    K and V may be packed: see packed_attend.h.
 

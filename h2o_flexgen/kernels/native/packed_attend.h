@@ -3,7 +3,8 @@
 
    Queries, and weights of values, become whole numbers of a unit: of two signed bytes each, its digits, or of three where
    results are float32. Their sums with codes are exact, so that no result depends on an order. The product with a key is
-   scale * (q c) + low * (sum of q); a mixture adds up p * scale * c, and beside it p * low. */
+   scale * (q c) + low * (sum of q); a mixture adds up p * scale * c, and beside it p * low and what
+   rounding took from p * scale. */
 #ifndef PACKED_ATTEND_H
 #define PACKED_ATTEND_H
 
