@@ -162,8 +162,7 @@ def run_process(
     """Runs `python -m module`, which finds this package, with as many threads for every library.
 
     `prefix` is a command that runs the one after it, and passes on its streams, its signals and its exit code. Unless
-    it is our `own`, OpenMP waits in it as it would without this package. The kernel counts a child's memory from that
-    of its parent up: the caller should be a small process.
+    it is our `own`, OpenMP waits in it as it would without this package. Its memory is counted as of `run_command`.
     """
     environment = {
         **without_short_spin(os.environ),

@@ -104,7 +104,4 @@ class PlainFormat:
             name = self._row(record).get(self.id_column)
         except Refused:
             name = None
-        return {
-            "line": record.line,
-            "id": name if isinstance(name, str | int) else str(name) if name is not None else None,
-        }
+        return {"line": record.line, "id": name if isinstance(name, str | int | None) else str(name)}

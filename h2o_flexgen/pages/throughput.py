@@ -146,7 +146,8 @@ def _comparisons(runs: Sequence[PlottedRun]) -> Iterable[Passage]:
     # Most systems first; then what was measured most often.
     order = sorted(groups.items(), key=lambda item: (-len(item[1]), -sum(map(len, item[1].values()))))
     for (work, batch), systems in order[:_MOST]:
-        title = f"{work.model}, {work.prompt} + {work.new} tokens, {_sequences(batch)}"
+        rows = "unknown batch" if batch is None else f"{batch:g} sequence{'s' * (batch != 1)} at once"
+        title = f"{work.model}, {work.prompt} + {work.new} tokens, {rows}"
         spreads = {
             name: {system: Spread.of(run.rates[name] for run in runs) for system, runs in systems.items()}
             for name in RATES
@@ -158,10 +159,6 @@ def _comparisons(runs: Sequence[PlottedRun]) -> Iterable[Passage]:
 
 _MOST = 12
 """Settings whose bars are shown."""
-
-
-def _sequences(batch: float | None) -> str:
-    return "unknown batch" if batch is None else f"{batch:g} sequence{'s' * (batch != 1)} at once"
 
 
 def _settings(work: SameWork) -> str:

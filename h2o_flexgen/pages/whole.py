@@ -47,11 +47,8 @@ def _title(material: Material) -> str:
     ]
     names += [str(report.model) for report in reports] + [str(each.data["model"]) for each in material.suites]
     models = [model_name(name) for name in dict.fromkeys(names) if name]
-    return (
-        f"h2o_flexgen: {', '.join(models[:3])}{' and others' if len(models) > 3 else ''}"
-        if models
-        else "h2o_flexgen: what was measured"
-    )
+    named = ", ".join(models[:3]) + " and others" * (len(models) > 3)
+    return f"h2o_flexgen: {named or 'what was measured'}"
 
 
 def _overview(material: Material) -> Chapter:
