@@ -154,10 +154,10 @@ class Source:
     def _parquet_file(self) -> Any:
         module = _parquet()
         try:
-            self._require_unchanged(self.path.stat())
-            file = module.ParquetFile(self.path)
+            status, file = self.path.stat(), module.ParquetFile(self.path)
         except (OSError, ValueError) as error:
             raise UsageError(f"{self.path} cannot be read as Parquet: {error}") from None
+        self._require_unchanged(status)
         for name in self._columns:
             if name not in file.schema_arrow.names:
                 there = ", ".join(file.schema_arrow.names)
