@@ -345,7 +345,8 @@ INLINE void settle(const Step *s, const Head *h, float *x, const float *sums, fl
 
 enum {
     PART = 2048, /* slots that one thread attends to at a time: the mixtures of a head's parts are added up in their order */
-    ENOUGH = 4,  /* heads for each thread */
+    ENOUGH = 4,  /* heads for each thread; fewer are shared out by parts, where these take no more numbers than */
+    MOST_SHARED = 1 << 24,
 };
 
 /* A head on its way through a step. */
@@ -631,10 +632,10 @@ static void end_heads(void *task, int64_t first, int64_t last, void *room) {
 }
 
 /* Few heads with many slots: parts are shared out. */
-static int by_parts(Tasks *all, int64_t tasks, int64_t room, int threads) {
-    const int64_t parts = tasks * all->parts, each = room_of(all->step, all->longest, all->parts);
+static int by_parts(Tasks *all, int64_t tasks, int64_t numbers, int64_t room, int threads) {
+    const int64_t parts = tasks * all->parts;
     all->works = malloc((size_t)tasks * sizeof *all->works);
-    all->memory = aligned_alloc(64, (size_t)up(tasks * each, LANES) * sizeof(float));
+    all->memory = aligned_alloc(64, (size_t)numbers * sizeof(float));
     int failed = !all->works || !all->memory;
     failed = failed || team_share(start_heads, all, tasks, 1, 0, threads);
     failed = failed || team_share(logits_of_parts, all, parts, 1, 0, threads);
@@ -658,8 +659,9 @@ int attend_step(const Step *s) {
     const int64_t room = s->k_bits ? packed_room(s, longest) : 0;
     const int threads = slots * s->dim * (s->bf16 ? 4 : 8) > FEW_BYTES ? (int)s->threads : 1;
     Tasks all = {s, kind_of(s), longest, (longest + PART - 1) / PART, NULL, NULL};
-    if (all.parts > 1 && threads > 1 && tasks < ENOUGH * threads)
-        return by_parts(&all, tasks, room * (int64_t)sizeof(float), threads);
+    const int64_t shared = tasks * room_of(s, longest, all.parts);
+    if (all.parts > 1 && threads > 1 && tasks < ENOUGH * threads && shared <= MOST_SHARED)
+        return by_parts(&all, tasks, shared, room * (int64_t)sizeof(float), threads);
     const int64_t turn = most(1, tasks / (8 * s->threads)); /* rows differ in length */
     const int64_t floats = room_of(s, longest, 2) + room;
     return team_share(whole_heads, &all, tasks, turn, floats * (int64_t)sizeof(float), threads);
