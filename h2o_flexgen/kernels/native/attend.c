@@ -567,7 +567,7 @@ typedef struct {
     const Step *step;
     Kind kind;
     int64_t longest, parts; /* slots that a row occupies at most; parts of these */
-    HeadStep *works;            /* of all heads, and the memory of these, where parts are shared out */
+    HeadStep *heads;        /* all of them, and their memory, where parts are shared out */
     float *memory;
 } Tasks;
 
@@ -592,14 +592,14 @@ static void start_heads(void *task, int64_t first, int64_t last, void *room) {
     const Tasks *all = task;
     (void)room;
     for (int64_t i = first; i < last; i++)
-        all->works[i] = started(all->step, i, all->parts, all->memory + i * room_of(all->step, all->longest, all->parts));
+        all->heads[i] = started(all->step, i, all->parts, all->memory + i * room_of(all->step, all->longest, all->parts));
 }
 
 static void logits_of_parts(void *task, int64_t first, int64_t last, void *room) {
     const Tasks *all = task;
     (void)room;
     for (int64_t i = first; i < last; i++) {
-        const HeadStep *w = all->works + i / all->parts;
+        const HeadStep *w = all->heads + i / all->parts;
         const int64_t at = i % all->parts * PART;
         if (at < w->h.n) all->kind.logits(all->step, w, at, least(PART, w->h.n - at));
     }
@@ -608,14 +608,14 @@ static void logits_of_parts(void *task, int64_t first, int64_t last, void *room)
 static void weigh_heads(void *task, int64_t first, int64_t last, void *room) {
     const Tasks *all = task;
     (void)room;
-    for (int64_t i = first; i < last; i++) weigh(all->step, all->works + i);
+    for (int64_t i = first; i < last; i++) weigh(all->step, all->heads + i);
 }
 
 static void mixtures_of_parts(void *task, int64_t first, int64_t last, void *room) {
     const Tasks *all = task;
     const int64_t each = all->step->group * size_of_mixture(all->step);
     for (int64_t i = first; i < last; i++) {
-        const HeadStep *w = all->works + i / all->parts;
+        const HeadStep *w = all->heads + i / all->parts;
         const int64_t part = i % all->parts, at = part * PART;
         if (at < w->h.n) all->kind.mix(all->step, w, at, least(PART, w->h.n - at), w->mixed + part * each, room);
     }
@@ -625,7 +625,7 @@ static void end_heads(void *task, int64_t first, int64_t last, void *room) {
     const Tasks *all = task;
     (void)room;
     for (int64_t i = first; i < last; i++) {
-        const HeadStep *w = all->works + i;
+        const HeadStep *w = all->heads + i;
         for (int64_t part = 1; part * PART < w->h.n; part++) add_part(all->step, w, part);
         end(all->step, w);
     }
@@ -634,15 +634,15 @@ static void end_heads(void *task, int64_t first, int64_t last, void *room) {
 /* Few heads with many slots: parts are shared out. */
 static int by_parts(Tasks *all, int64_t tasks, int64_t numbers, int64_t room, int threads) {
     const int64_t parts = tasks * all->parts;
-    all->works = malloc((size_t)tasks * sizeof *all->works);
+    all->heads = malloc((size_t)tasks * sizeof *all->heads);
     all->memory = aligned_alloc(64, (size_t)numbers * sizeof(float));
-    int failed = !all->works || !all->memory;
+    int failed = !all->heads || !all->memory;
     failed = failed || team_share(start_heads, all, tasks, 1, 0, threads);
     failed = failed || team_share(logits_of_parts, all, parts, 1, 0, threads);
     failed = failed || team_share(weigh_heads, all, tasks, 1, 0, threads);
     failed = failed || team_share(mixtures_of_parts, all, parts, 1, room, threads);
     failed = failed || team_share(end_heads, all, tasks, 1, 0, threads);
-    free(all->works);
+    free(all->heads);
     free(all->memory);
     return failed;
 }

@@ -117,10 +117,11 @@ static int64_t tiles_of(int64_t rows, int64_t ins) { return up(rows, TILE) / TIL
    rows; those with the same weights follow one another. */
 typedef struct {
     Product p;
-    term *packed;      /* x, where it is packed: panel by panel */
-    int64_t each;      /* units with the same weights */
-    int64_t units, part; /* all units; rows of a part */
-    int64_t next;      /* unit that no thread has taken */
+    term *packed;  /* x, where it is packed: panel by panel */
+    int64_t units; /* all of them */
+    int64_t each;  /* units with the same weights */
+    int64_t part;  /* rows of a part */
+    int64_t next;  /* unit that no thread has taken */
     int failed;
 } Units;
 
