@@ -145,6 +145,8 @@ def _opened(found: ResolvedModel, config: EngineConfig, device: torch.device, ma
             codec = TextCodec.of_gguf(found.gguf.metadata, found.gguf.path)
         else:
             codec = TextCodec.open(Path(found.tokenizer_folder) if found.tokenizer_folder else None)
+        if codec is not None and not config.eviction.rolling_positions:
+            codec.context = spec.max_positions
         if dummy:
             # Random numbers have no stored dtype: making them in the dtype they are used in saves a conversion.
             source = DummySource(spec, dtype, config.seed)

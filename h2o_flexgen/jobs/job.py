@@ -225,7 +225,7 @@ def opened(engine: Engine, form: RequestFormat, record: Record, asked: BatchRequ
             rows.append(engine.read(Request(prompt, asked.params, number, index, asked.scores, asked.fits)))
         except ContextLengthError as error:
             param = "messages" if "speech" in asked.body else "prompt"
-            raise Refused.of(error, "context_length_exceeded", param) from None
+            raise Refused.of(error, param) from None
         except UsageError as error:
             raise Refused.of(error, param="response_format" if "the schema" in error.found else None) from None
     return OpenRequest(record, asked, rows)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from h2o_flexgen.config.prompt import Prompt
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.chat import marked_chat
-from h2o_flexgen.errors import UsageError
+from h2o_flexgen.errors import ContextLengthError, UsageError
 from h2o_flexgen.jobs.source import Record
 
 if TYPE_CHECKING:
@@ -36,8 +36,9 @@ class Refused(Exception):
         self.message, self.code, self.status, self.param = message, code, status, param
 
     @classmethod
-    def of(cls, error: UsageError, code: str = "invalid_request", param: str | None = None) -> Refused:
-        return cls(str(error), code, param=param)
+    def of(cls, error: UsageError, param: str | None = None) -> Refused:
+        too_long = isinstance(error, ContextLengthError)
+        return cls(str(error), "context_length_exceeded" if too_long else "invalid_request", param=param)
 
     @classmethod
     def of_output(cls, output: RequestOutput) -> Refused:

@@ -120,6 +120,22 @@ def test_on_stdout_and_where_all_are_bad(tmp_path: Path, model: Path, run: Run) 
     assert (ran.code, ran.record["sequences"]) == (3, 0), ran.err
 
 
+def test_of_a_text_that_is_far_too_long_only_the_beginning_is_read(tmp_path: Path) -> None:
+    """Tokenizers take hundreds of bytes for each character."""
+    talker, far = write_talker(tmp_path / "model"), "x" * 100_000
+    with LLM(str(talker), dtype="float32") as llm:
+        codec, read = llm.model.codec, list[int]()
+        assert codec is not None
+        for name in ("encode", "encode_bare"):
+            encode = getattr(codec, name)
+            setattr(codec, name, lambda text, encode=encode: read.append(len(text)) or encode(text))
+        calls: list[Any] = [lambda: llm.generate([far]), lambda: llm.chat([far]), lambda: llm.score([("a", far)])]
+        for call in calls:
+            with pytest.raises(ContextLengthError, match=r"at least 10\d\d tokens.* is 128 tokens"):
+                call()
+        assert max(read) == 1024
+
+
 def test_a_prompt_beyond_memory_is_skipped_too(model: Path) -> None:
     """Within the context, and with a plan that needs more than there is; not where nothing fits."""
     prompts: list[list[int]] = [[5] * (3 + i % 4) for i in range(40)]

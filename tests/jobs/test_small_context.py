@@ -12,7 +12,7 @@ import pytest
 from h2o_flexgen import LLM, EvictionConfig, SamplingParams
 from h2o_flexgen.engine.requests.reader import Request
 from tests.jobs.files import request, results, write
-from tests.programs import Ran, write_talker
+from tests.programs import Ran, tokenizer, write_talker
 from tests.tiny import make_model, save
 
 Batch = Callable[..., Ran]
@@ -66,9 +66,9 @@ def test_plain_prompts(tmp_path: Path, talker: Path, batch: Batch, kind: str) ->
         pyarrow = pytest.importorskip("pyarrow")
         import pyarrow.parquet as parquet
 
-        parquet.write_table(pyarrow.table({"prompt": [SAID, "b", "a" * CONTEXT]}), file)
+        parquet.write_table(pyarrow.table({"prompt": [SAID, "b", "a" * 20 * CONTEXT]}), file)
     else:
-        prompts = [SAID, "b", "a" * CONTEXT]
+        prompts = [SAID, "b", "a" * 20 * CONTEXT]
         write(file, *(prompts if kind == "text" else [json.dumps({"prompt": each}) for each in prompts]))
     ran = batch("-i", file, "-o", tmp_path / "out.jsonl", *flags)
     assert ran.code == 3, ran.err
@@ -96,6 +96,7 @@ def test_lines_of_messages_and_of_ids(tmp_path: Path, talker: Path, batch: Batch
 
 def test_with_rolling_positions_nothing_is_left_out(tmp_path: Path) -> None:
     save(make_model("llama"), tmp_path)
+    tokenizer().save(str(tmp_path / "tokenizer.json"))
     params = SamplingParams(max_new_tokens=LEFT + 4, min_new_tokens=LEFT + 1)
     with LLM(str(tmp_path)) as llm:
         asked = Request([9] * (llm.model.spec.max_positions - LEFT), params, 0, fits=True)
@@ -103,3 +104,4 @@ def test_with_rolling_positions_nothing_is_left_out(tmp_path: Path) -> None:
         assert (row.max_new_tokens, row.params.min_new_tokens) == (LEFT, LEFT)
     with LLM(str(tmp_path), eviction=EvictionConfig("h2o", budget=16, rolling_positions=True)) as llm:
         assert llm.read(asked)[0].max_new_tokens == LEFT + 4
+        assert len(llm.generate([SAID * 10], max_new_tokens=1)[0].prompt_ids) > 10 * len(SAID)

@@ -10,11 +10,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from h2o_flexgen.cli.serve.desk import ApiError
 from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.engine.requests.chat import prompt_ids
 from h2o_flexgen.engine.requests.reader import SAMPLE_BITS
 from h2o_flexgen.engine.requests.sequence import Hooks, RequestOutput
 from h2o_flexgen.engine.requests.sequence import Sequence as Row
@@ -270,7 +272,7 @@ def _tokenise(request: LiveRequest) -> None:
     try:
         asked = request.asked = form.asked(request.record)
         if form.codec is not None and not asked.body.get("echo"):
-            encode = form.codec.encode
+            encode = partial(prompt_ids, form.codec, where="the prompt")
             asked.prompts = [encode(each) if isinstance(each, str) else each for each in asked.prompts]
     except Exception as error:  # which the engine's thread tells, or finds again
         request.asked = request.asked or error

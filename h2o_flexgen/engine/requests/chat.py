@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from h2o_flexgen.config.checks import iterable, whole_text
 from h2o_flexgen.config.prompt import Prompt, Span, token_spans
-from h2o_flexgen.errors import UsageError
+from h2o_flexgen.errors import ContextLengthError, UsageError
 
 if TYPE_CHECKING:
     from h2o_flexgen.engine.requests.tokenizer import TextCodec
@@ -36,6 +36,8 @@ _SETTINGS = (
     "messages",
 )
 """Arguments of rendering itself, which no template may be given."""
+
+_CHARACTERS, _SURELY = 8, 1.25  # for each token of the context; what a text is cut within may have a few tokens more
 
 
 def chat_prompts(
@@ -105,10 +107,23 @@ def marked_chat(
     """The token ids of a conversation, with `spans` of the rendered text, and the tokens that end the model's turn. The
     template writes BOS, so none is added."""
     text = chat_text(codec, model, conversation, where, arguments)
-    ids, prompt = codec.encode_bare(whole_text(text, where)) if codec is not None else [], Prompt(text, spans)
+    ids, prompt = prompt_ids(codec, text, where, bare=True) if codec is not None else [], Prompt(text, spans)
     found = token_spans(prompt, len(ids), offsets_of(prompt, codec, special=False))
     marks = [Span(span.start, span.stop, span.name, span.keep) for span in found]
     return Prompt(ids, marks, codec.turn_ends if codec is not None else ())
+
+
+def prompt_ids(codec: TextCodec, text: str, where: str, *, bare: bool = False) -> list[int]:
+    """The tokens of a prompt; `bare`: without special ones. UsageError if it is no text, ContextLengthError if its
+    beginning alone is longer than the context: tokenizers take hundreds of bytes for a character."""
+    encode, cut = codec.encode_bare if bare else codec.encode, _CHARACTERS * codec.context
+    if len(whole_text(text, where)) > cut and (count := len(encode(text[:cut]))) > _SURELY * codec.context:
+        raise ContextLengthError(
+            f"{where} has at least {count} tokens, those of its first {cut} characters",
+            f"the context of the model is {codec.context} tokens",
+            "shorten the prompt; nothing is ever cut off silently",
+        )
+    return encode(text)
 
 
 def offsets_of(prompt: Prompt, codec: TextCodec | None, special: bool) -> list[tuple[int, int]] | None:

@@ -9,13 +9,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from h2o_flexgen.config.budget import Budget, Range
-from h2o_flexgen.config.checks import iterable, shown, whole_text
+from h2o_flexgen.config.checks import iterable, shown
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.prompt import Prompt, TokenSpan, marked, token_spans
 from h2o_flexgen.config.sampling import SamplingLike, SamplingParams
 from h2o_flexgen.config.workload import Workload, first_pass
-from h2o_flexgen.engine.requests.chat import offsets_of
+from h2o_flexgen.engine.requests.chat import offsets_of, prompt_ids
 from h2o_flexgen.engine.requests.grammars import Grammar, Grammars
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
@@ -189,14 +189,13 @@ class RequestReader:
     def token_ids(self, prompt: str | SequenceOf[int], where: str) -> list[int]:
         """Ids of one prompt, special tokens as the tokenizer adds them; an empty one becomes BOS."""
         if isinstance(prompt, str):
-            ids = self._tokenizer(where).encode(whole_text(prompt, where))
-            return self._known(ids, where) or [self.spec.bos_token_id]
+            return self._known(prompt_ids(self._tokenizer(where), prompt, where), where) or [self.spec.bos_token_id]
         return self._bare(prompt, where) or [self.spec.bos_token_id]
 
     def _bare(self, prompt: str | SequenceOf[int], where: str) -> list[int]:
         """Ids of one prompt without added special tokens."""
         if isinstance(prompt, str):
-            return self._known(self._tokenizer(where).encode_bare(whole_text(prompt, where)), where)
+            return self._known(prompt_ids(self._tokenizer(where), prompt, where, bare=True), where)
         if not _listed(prompt):
             raise UsageError(
                 f"{where}: {prompt!r} is not a prompt",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -31,16 +32,9 @@ _OVERRULED = ("qwen2",)
 """model_types for which transformers replaces a plain class by its own."""
 
 _IDLE_SETTINGS = (
-    "backend",
-    "chat_template",
-    "model_input_names",
-    "model_max_length",
-    "padding_side",
-    "processor_class",
-    "sp_model_kwargs",
-    "tokenizer_class",
-    "use_default_system_prompt",
-)
+    "backend", "chat_template", "model_input_names", "model_max_length", "padding_side", "processor_class",
+    "sp_model_kwargs", "tokenizer_class", "use_default_system_prompt",
+)  # fmt: skip
 """Keys of tokenizer_config.json that change no id and no text."""
 _OFF = ("clean_up_tokenization_spaces", "spaces_between_special_tokens")
 """Keys that change nothing if they are false."""
@@ -250,6 +244,7 @@ class TextCodec:
     light        the tokenizer of the library `tokenizers`, if there is one
     transformed  transformers' tokenizer, None if the light one is enough; loaded when it is asked for
     ends         tokens that end turns by a GGUF file's keys and texts
+    context      tokens that a prompt may have
     """
 
     def __init__(
@@ -264,7 +259,7 @@ class TextCodec:
         self.encode, self.encode_bare, self._transformed = encode, encode_bare, transformed
         self.decode = lambda ids: _whole_characters(decode, ids)
         self.light, self.offsets = light, offsets
-        self.ends: tuple[int, ...] = ()
+        self.ends, self.context = tuple[int, ...](), sys.maxsize
 
     @cached_property
     def transformed(self) -> Any:
