@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from h2o_flexgen.cache.eviction import make_policy
+from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, RankedPolicy, Tokens
+from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.kernels.types import Logits
 from tests.cache.conftest import by_torch
 from tests.cache.harness import Turning, compare, make_stream
 from tests.policy_matrix import LATER, THEN_H2O, PolicyRow
+from tests.seeds import torch_generator
 
 pytestmark = pytest.mark.turns
 
@@ -48,3 +54,17 @@ def test_rolling_positions(policy: PolicyRow) -> None:
 @pytest.mark.parametrize("policy", CASES, ids=lambda row: row.name)
 def test_few_bits(policy: PolicyRow) -> None:
     assert compared(policy, bits=8) > 60, "rounded numbers tie more often, and what ties is not compared"
+
+
+@pytest.mark.parametrize("name", ["rkv", "nacl", "expected_attention", "h2o_mean"])
+def test_among_thousands_of_tokens_few_tie(name: str) -> None:
+    count, generator = 4000, torch_generator(1)
+    k = torch.randn(1, 1, count, 16, generator=generator)
+    prompts = AttendedPrompts(k, k, k, Logits(0.25), queries=k, column_sums=k.norm(dim=-1))
+    config, zero = EvictionConfig(name, budget=2000), torch.zeros(1, dtype=torch.int64)
+    policy = make_policy(config)
+    assert isinstance(policy, RankedPolicy)
+    budget, tokens = config.resolve(count, 64), Tokens(torch.arange(count), zero, zero, 0)
+    rank = policy.prompt_scores(prompts, PromptRows(tokens, budget, None)).rank
+    chosen = rank[..., budget.sinks : count - budget.recent]
+    assert chosen.unique().numel() > 0.9 * chosen.numel()

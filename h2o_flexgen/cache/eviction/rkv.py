@@ -34,7 +34,8 @@ class RKVPolicy(LookingBack):
             parts = zip(keys.split(some), chosen.split(some), strict=True)
             mean = torch.cat([_likeness(*part) for part in parts]).view_as(important)
         alike = mean.masked_fill(~look.chosen, -torch.inf).softmax(-1).nan_to_num_(0.0)
-        return 1 + IMPORTANCE * important - (1 - IMPORTANCE) * alike
+        # Beside the largest, not from 1: shares among thousands of tokens differ by less than what a 1 leaves of them.
+        return IMPORTANCE * important + (1 - IMPORTANCE) * (alike.amax(-1, keepdim=True) - alike)
 
 
 def _likeness(keys: Tensor, chosen: Tensor) -> Tensor:
