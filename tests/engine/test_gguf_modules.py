@@ -43,7 +43,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("mamba", {}),
     "falcon-mamba": ("falcon_mamba", {}),
     "falcon-h1": ("falcon_h1", {**_TIMES, "mlp_multipliers": [0.7, 1.2], "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
-                                "mamba_rms_norm": True}),
+                                "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     "granitehybrid": ("granitemoehybrid", _SCALES),
     "granitehybrid-dense": ("granitemoehybrid", _SCALES),
     "nemotron_h": ("nemotron_h", {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}),
@@ -64,7 +64,7 @@ READ = ("gpt2", "starcoder2", "stablelm", "nemotron", "lfm2", "mamba")
 """What transformers reads, too."""
 HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
 UNROTATED = ("granitehybrid", "nemotron_h", "nemotron_h_moe")
-PERMUTED, ADDED = ("olmo", "arcee", "falcon-h1", *UNROTATED), ("gemma", "nemotron", *HYBRIDS)
+PERMUTED, ADDED = ("olmo", "arcee", *UNROTATED), ("gemma", "nemotron", *HYBRIDS)
 
 
 def stored(row: str, model: PreTrainedModel, name: str, x: torch.Tensor) -> torch.Tensor:

@@ -236,6 +236,7 @@ def _falcon_h1(keys: GgufKeys) -> Config:
         **_second_mamba(keys),
         "mamba_d_ssm": keys.whole("ssm.inner_size"),
         "mamba_rms_norm": "blk.0.ssm_norm.weight" in keys.header.tensors,
+        "mamba_norm_before_gate": False,
         **{f"{part}_multiplier": 1.0 for part in ones},
         "mlp_multipliers": [1.0, 1.0],
         "ssm_multipliers": [1.0] * 5,
@@ -329,7 +330,7 @@ MODULES = {
     "qwen3moe": ARCHITECTURES["qwen3moe"],
     "glm4moe": ARCHITECTURES["glm4moe"]._replace(names=_QWEN),
     "mamba": Architecture("mamba", (_mamba,), attends=False),
-    "falcon-h1": Architecture("falcon_h1", (heads_of, _falcon_h1, ROOT_MEAN_SQUARE, BIASES), "all"),
+    "falcon-h1": Architecture("falcon_h1", (heads_of, _falcon_h1, ROOT_MEAN_SQUARE, BIASES)),
     # rows of q and k are in another order in them, which is the same in all heads, and nothing rotates
     "granitehybrid": Architecture("granitemoehybrid", (_granite_hybrid, ROOT_MEAN_SQUARE, GRANITE)),
     "nemotron_h": _NEMOTRON_H,
