@@ -225,7 +225,10 @@ def keys(writer: gguf.GGUFWriter, word: str, config: Any, old: bool = False) -> 
         writer.add_ssm_group_count(config.linear_num_key_heads)
         writer.add_ssm_time_step_rank(config.linear_num_value_heads)
         writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
-        writer.add_full_attention_interval(2)
+        if word == "qwen35moe":  # as newer files have it
+            writer.add_array(f"{word}.attention.recurrent_layers", [True, False, True, False])
+        else:
+            writer.add_full_attention_interval(2)
     if word in ("qwen35", "qwen35moe"):
         writer.add_rope_dimension_sections([2, 1, 1, 0])
     if word == "stablelm":

@@ -182,10 +182,16 @@ def _delta(keys: GgufKeys) -> Config:
     if values % keys.whole("ssm.group_count") or keys.whole("ssm.inner_size") % values:
         raise keys.error("ssm.time_step_rank", "a multiple of ssm.group_count by which ssm.inner_size can be divided")
     layers, every = layers_of(keys), keys.whole("full_attention_interval", 4)
+    attend = [(i + 1) % every == 0 for i in range(layers)]
+    recurrent = keys.value("attention.recurrent_layers")  # newer files say it of each layer
+    if recurrent is not None:
+        if not isinstance(recurrent, np.ndarray) or recurrent.dtype != bool or len(recurrent) < layers:
+            raise keys.error("attention.recurrent_layers", f"true or false for each of {layers} layers")
+        attend = (~recurrent).tolist()[:layers]
     return {
         **config,
         "num_hidden_layers": layers,
-        "layer_types": ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)],
+        "layer_types": ["full_attention" if each else "linear_attention" for each in attend],
         "linear_conv_kernel_dim": keys.whole("ssm.conv_kernel"),
         "linear_key_head_dim": keys.whole("ssm.state_size"),
         "linear_value_head_dim": keys.whole("ssm.inner_size") // values,
