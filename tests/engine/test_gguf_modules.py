@@ -197,7 +197,9 @@ def keys(writer: gguf.GGUFWriter, word: str, config: Any, old: bool = False) -> 
     rms = word in ("gemma", "arcee", "lfm2", "lfm2moe", "mamba", "falcon-h1", "deepseek2", *HYBRIDS, *UNROTATED)
     eps = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
     found = next((getattr(config, name) for name in eps if hasattr(config, name)), 1e-5)
-    (writer.add_layer_norm_rms_eps if rms else writer.add_layer_norm_eps)(found)
+    (writer.add_layer_norm_rms_eps if rms and word != "nemotron_h_moe" else writer.add_layer_norm_eps)(found)
+    if word == "nemotron":  # as newer files have it
+        writer.add_layer_norm_rms_eps(found)
     if word in UNROTATED:
         return unrotated(writer, word, config)
     rope = getattr(config, "rope_parameters", None)

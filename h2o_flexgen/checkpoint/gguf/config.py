@@ -78,6 +78,12 @@ def _stablelm(keys: GgufKeys) -> Config:
     }
 
 
+def _nemotron(keys: GgufKeys) -> Config:
+    """Newer files have the number of its norms under both keys."""
+    keys.value("attention.layer_norm_rms_epsilon")
+    return {"norm_eps": keys.number("attention.layer_norm_epsilon")}
+
+
 def _olmo(keys: GgufKeys) -> Config:
     """Its norms have no weights, and one number that is the same in all."""
     if abs(keys.number("attention.layer_norm_epsilon", 1e-5) - 1e-5) > 1e-9:
@@ -282,12 +288,12 @@ def _nemotron_h(keys: GgufKeys) -> Config:
     if len(found) != 1 or len(sizes) != len(attend):
         raise keys.error("feed_forward_length", f"one size, or 0, for each of {len(attend)} layers")
     kinds = zip(attend, sizes > 0, strict=True)
-    keys.value("attention.layer_norm_epsilon")  # that of norms of another kind
+    epsilon = keys.value("attention.layer_norm_epsilon")  # of norms of another kind, and of all without the next key
     mamba = _second_mamba(keys)
     config |= {
         "intermediate_size": found.pop(),
         "hybrid_override_pattern": "".join("*" if a else ("E" if experts else "-") if m else "M" for a, m in kinds),
-        "layer_norm_epsilon": keys.number("attention.layer_norm_rms_epsilon"),
+        "layer_norm_epsilon": keys.number("attention.layer_norm_rms_epsilon", epsilon),
         "mamba_num_heads": mamba["mamba_n_heads"],
         "mamba_head_dim": mamba["mamba_d_head"],
         "n_groups": mamba["mamba_n_groups"],
@@ -308,7 +314,6 @@ def _nemotron_h(keys: GgufKeys) -> Config:
 
 
 _QWEN = {"ffn_norm": "post_attention_norm"}
-_NORM = numbers(norm_eps="attention.layer_norm_epsilon")
 _NORM_EPSILON = numbers(norm_epsilon="attention.layer_norm_epsilon")
 _QWEN35 = Architecture("qwen3_5_text", (_qwen35, ROOT_MEAN_SQUARE), names=_QWEN, offset=1.0)
 _NEMOTRON_H = Architecture("nemotron_h", (_nemotron_h,))
@@ -317,7 +322,7 @@ MODULES = {
     "starcoder2": Architecture("starcoder2", (_own_heads, _NORM_EPSILON, biased(use_bias="attn_q"), any_window)),
     "stablelm": Architecture("stablelm", (_own_heads, LAYER_NORM, _stablelm)),
     "phi2": Architecture("phi", (_own_heads, LAYER_NORM, always(tie_word_embeddings=False))),
-    "nemotron": Architecture("nemotron", (heads_of, BIASES, _NORM), offset=1.0),
+    "nemotron": Architecture("nemotron", (heads_of, BIASES, _nemotron), offset=1.0),
     "gemma": Architecture("gemma", (heads_of, ROOT_MEAN_SQUARE), offset=1.0),
     "olmo": Architecture("olmo", (_own_heads, _olmo), "all"),
     "arcee": Architecture("arcee", (heads_of, BIASES, ROOT_MEAN_SQUARE), "all"),
