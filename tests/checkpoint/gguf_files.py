@@ -24,6 +24,7 @@ Kind = gguf.GGMLQuantizationType
 
 SIZES: dict[str, Any] = {"intermediate_size": 64, "hidden_size": 64}
 """What rows of blocks of 32 need. GGUF keeps nothing of what the other settings of a row in tests/tiny.py change."""
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-gqa": ("llama-gqa", {"tie_word_embeddings": True}),
@@ -51,7 +52,15 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed-oss", {"head_dim": 16}),
     "exaone4": ("exaone4", {}),
     "exaone4-full": ("exaone4-full", {}),
-    "olmo3": ("olmo3", {}),
+    "olmo3": (
+        "olmo3",
+        {
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 2000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            }
+        },
+    ),
     "cohere2": (
         "cohere2",
         {"num_hidden_layers": 5, "layer_types": [*["sliding_attention"] * 3, "full_attention", "sliding_attention"]},
@@ -197,6 +206,8 @@ def model_keys(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     windowed = getattr(config, "sliding_window", None) is not None
     if windowed and architecture in ("gemma2", "gemma3", "exaone4", "gpt-oss", "olmo2", "cohere2"):
         writer.add_sliding_window(config.sliding_window)
+    if windowed and architecture == "olmo2":
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
     if windowed and architecture in ("exaone4", "olmo2"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if architecture == "gemma2":

@@ -159,10 +159,11 @@ def _gpt_oss(keys: GgufKeys) -> Config:
 
 
 def _olmo2(keys: GgufKeys) -> Config:
-    """OLMo 3 is known by its windows, and has one base for all layers."""
+    """OLMo 3 is known by its windows; where no key says another base, it has one for all layers."""
     if not keys.value("attention.sliding_window"):
         return {}
-    windowed = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base", 10000.0)}
+    theta = keys.number("rope.freq_base_swa", keys.number("rope.freq_base", 10000.0))
+    windowed = {"rope_type": "default", "rope_theta": theta}
     return {"model_type": "olmo3", **_window(keys, 4), "rope_parameters": {"sliding_attention": windowed}}
 
 
