@@ -136,6 +136,20 @@ def test_exaone_has_windows_in_its_large_model_alone_where_no_key_says_so(
     assert arch.unrotated == (tuple(range(3, 64, 4)) if windowed else ())
 
 
+def test_granite_4_without_mixers_has_their_keys(tmp_path: Path) -> None:
+    def extra(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0].pop("granite.attention.head_count_kv")
+        writer.add_head_count_kv([2, 2, 2])
+        for add in (writer.add_ssm_conv_kernel, writer.add_ssm_state_size, writer.add_ssm_group_count):
+            add(4)
+        writer.add_ssm_inner_size(128)
+        writer.add_ssm_time_step_rank(8)
+        writer.add_expert_shared_feed_forward_length(64)
+        writer.add_rope_scaling_finetuned(True)
+
+    assert spec_of(header_of(tmp_path, "granite", extra)) == spec_of(header_of(tmp_path, "granite"))
+
+
 def test_layers_that_predict_more_tokens_are_left_out(tmp_path: Path) -> None:
     """They stand behind the others and are counted with them."""
 
@@ -173,6 +187,7 @@ def test_yarns_factor_of_logits_is_the_configs(tmp_path: Path) -> None:
         ("glm4", "rope.dimension_count", 32, "needed an even part of heads of 16 dimensions"),
         ("gpt-oss", "expert_feed_forward_length", 32, "needed feed_forward_length"),
         ("gpt-oss", "attention.sliding_window_pattern", "x", "gpt-oss.attention.sliding_window_pattern is 'x'"),
+        ("granite", "expert_shared_feed_forward_length", 32, "needed feed_forward_length"),
         ("dots1", "expert_group_used_count", 8, "topk_group"),
     ],
 )

@@ -137,6 +137,18 @@ def _llama(keys: GgufKeys) -> Config:
     return {"model_type": "mixtral", **EXPERTS(keys)} if keys.value("expert_count") else BIASES(keys)
 
 
+def _granite(keys: GgufKeys) -> Config:
+    """Those of Granite 4 that have no mixers: there are keys of mixers all the same, and their MLP is a shared one."""
+    for key in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
+        keys.value(f"ssm.{key}")
+    size = keys.whole("feed_forward_length")
+    if keys.whole("expert_shared_feed_forward_length", size) != size:
+        raise keys.error("expert_shared_feed_forward_length", "feed_forward_length")
+    if not keys.flag("rope.scaling.finetuned", True):
+        raise keys.error("rope.scaling.finetuned", "true: a model with rotary positions")
+    return BIASES(keys)
+
+
 def _mistral3(keys: GgufKeys) -> Config:
     """Ministral 3: the factor of YaRN's cosines and sines follows from a key of its own."""
     config = _whole_heads(keys)
@@ -342,7 +354,7 @@ ARCHITECTURES = {
     "qwen2moe": Architecture("qwen2_moe", (*_USUAL, EXPERTS, EXPERT_SIZE, SHARED_EXPERT)),
     # all of its models divide the weights of the experts that a token chose by their sum
     "qwen3moe": Architecture("qwen3_moe", (*_USUAL, EXPERTS, EXPERT_SIZE, always(norm_topk_prob=True))),
-    "granite": Architecture("granite", (*_USUAL, BIASES, GRANITE), "all"),
+    "granite": Architecture("granite", (*_USUAL, _granite, GRANITE), "all"),
     "granitemoe": Architecture("granitemoe", (*_USUAL, EXPERTS, GRANITE), "all"),
     # in all of its models every fourth layer has no positions
     "smollm3": Architecture("smollm3", (*_USUAL, always(no_rope_layer_interval=4)), "all"),

@@ -42,6 +42,13 @@ class GgufKeys(ConfigReader):
         self._asked.add(key)
         return super()._value(key, default)
 
+    def whole(self, key: str, default: int | None = None) -> int:
+        """As everywhere; a list with the same number for each layer is that number."""
+        value = self.value(key)
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+            return ConfigReader({key: value[0].item()}, self.name, self._path).whole(key, default)
+        return super().whole(key, default)
+
     def biased(self, part: str) -> bool:
         return f"blk.0.{part}.bias" in self.header.tensors
 
