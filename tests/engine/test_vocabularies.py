@@ -50,7 +50,7 @@ PUBLISHED: dict[str, list[str]] = {
         "jina-v2-code roberta-bpe olmo mpt jais trillion granite-docling exaone4", GPT2),
     **of("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", r"\p{N}", GPT2),
     **of("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe glm4 "
-        "chatglm-bpe", LLAMA3),
+        "glm5 chatglm-bpe", LLAMA3),
     **of("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", QWEN2),
     **of("deepseek-v3 hunyuan-dense joyai-llm hy_v4", r"\p{N}{1,3}", CJK, DEEPSEEK3),
     **of("gpt-4o llama4 kanana2 talkie minimax-m2 granite-embed-multi-97m", GPT4O),
@@ -100,7 +100,9 @@ PUBLISHED: dict[str, list[str]] = {
     ],
 }  # fmt: skip
 WHOLE = {
-    *of("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano tekken minicpm5 youtu"),
+    *of(
+        "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano tekken minicpm5 youtu glm4 glm5"
+    ),
     "granite-embed-multi-97m",
 }
 """Vocabularies with `ignore_merges`."""
@@ -122,7 +124,7 @@ MORE = [
 
 def test_all_words_are_known() -> None:
     assert set(VOCABULARIES) == {*PUBLISHED, *WORDS}
-    assert len({*VOCABULARIES, *SPACED}) == 90
+    assert len({*VOCABULARIES, *SPACED}) == 91
 
 
 @pytest.mark.turns

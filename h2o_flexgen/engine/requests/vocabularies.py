@@ -72,7 +72,8 @@ VOCABULARIES = {
     **_named(
         "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", _LLAMA3, whole=True, bos=True
     ),
-    **_named("dbrx smaug-bpe glm4 chatglm-bpe", _LLAMA3),
+    **_named("dbrx smaug-bpe chatglm-bpe", _LLAMA3),
+    **_named("glm4 glm5", _LLAMA3, whole=True),
     **_named(
         "jais-2",
         rf"(?i:{_SHORT})|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|\s*[\r\n]+|"
