@@ -239,6 +239,21 @@ def test_ids_that_are_no_ids(name: str, token: int) -> None:
     assert (found.encode("ab"), found.turn_ends) == (without.encode("ab"), without.turn_ends)
 
 
+def test_phi3s_marks_of_turns_take_the_space_behind_them(tmp_path: Path) -> None:
+    def renamed(writer: gguf.GGUFWriter) -> None:
+        sentencepiece()(writer)
+        tokens = writer.kv_data[0]["tokenizer.ggml.tokens"].value
+        tokens[3:5] = ["<|user|>", "<|endoftext|>"]
+
+    folders = {name: tmp_path / name for name in ("phi3", "llama")}
+    for folder in folders.values():
+        folder.mkdir()
+    phi3, llama = (opened(written(folder, name, renamed)) for name, folder in folders.items())
+    assert phi3.encode_bare("<|user|>\n a</s> b") == phi3.encode_bare("<|user|>a</s>b")
+    assert phi3.encode_bare("<|endoftext|>\na") != phi3.encode_bare("<|endoftext|>a")
+    assert llama.encode_bare("<|user|>\na") != llama.encode_bare("<|user|>a")
+
+
 def test_llama3_starts_with_bos_unless_told_not_to(tmp_path: Path) -> None:
     codec = opened(written(tmp_path, "llama", byte_level("llama-bpe")))
     assert codec.encode("a") == [2, *codec.encode_bare("a")]

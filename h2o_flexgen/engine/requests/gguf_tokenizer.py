@@ -243,7 +243,10 @@ def _add_tokens(tokenizer: Any, read: _Metadata, special: Mapping[str, str]) -> 
     whole |= {token: False for token in of(_USER_DEFINED) if token not in whole}
     # What is no token under its own spelling would become one with a new id.
     there = {token: its for token, its in whole.items() if tokenizer.token_to_id(token) is not None}
-    added = [AddedToken(token, normalized=False, special=its) for token, its in there.items()]
+    # Phi-3's marks of turns take with them the line that a template ends after them.
+    phi3 = read.architecture == "phi3" and read.value("model", "", "a text") == "llama"
+    ends = {token for token in there if phi3 and (token.startswith("<|") or token == "</s>")} - {"<|endoftext|>"}
+    added = [AddedToken(token, rstrip=token in ends, normalized=False, special=its) for token, its in there.items()]
     tokenizer.add_special_tokens([token for token in added if token.special])
     tokenizer.add_tokens([token for token in added if not token.special])
 
