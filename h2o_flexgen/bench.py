@@ -8,8 +8,8 @@
 Each repetition runs every system in turn, each in a fresh process, peers in environments of their own
 (scripts/peer_env.sh), under --cpu-mem where it is given and with its files out of the page cache. A record per run, a
 summary and the table (markdown, CSV) go to --output-dir; the table is printed too, and the last line of stdout is the
-summary as one JSON object, unless stdout is a terminal. Our own rows run by the searched plan, as `run` does; what that
-needs of a calibration is done before anything is measured, and --no-search plans by rule. With several batch sizes the
+summary as one JSON object, unless stdout is a terminal. Our own rows run by the searched plan, as `run` does; the
+calibration that it needs comes before all measurements, and --no-search plans by rule. With several batch sizes the
 summary is of the largest that all could run, and "best" in it that of each system at its fastest.
 
 The same command with the same --output-dir adds what is missing, so that a comparison can be made in pieces: records

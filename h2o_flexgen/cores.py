@@ -72,7 +72,7 @@ def core_times(stat: Path = _STAT) -> CoreTimes | None:
     try:
         lines = stat.read_text(encoding="ascii").splitlines()
         usable = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-        # user nice system idle iowait irq softirq steal; what comes behind is part of user and nice.
+        # user nice system idle iowait irq softirq steal; the fields behind these are part of user and nice.
         rows = [[int(ticks) for ticks in words[1:9]] for words in map(str.split, lines) if words and words[0] in usable]
     except (OSError, ValueError, AttributeError):
         return None

@@ -1,4 +1,4 @@
-"""`h2o-flexgen doctor`: what this machine offers, what is off and why, for a look and for bug reports.
+"""`h2o-flexgen doctor`: this machine's tiers, rates, limits and kernels, and why features are off, for bug reports.
 
 The text goes to stdout; with --json it is one JSON object alone. The exit code is 0 even where features are off.
 """

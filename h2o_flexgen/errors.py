@@ -19,7 +19,7 @@ def required(value: _Value | None, missing: str) -> _Value:
 
 
 def first_line(error: BaseException) -> str:
-    """What a foreign error says, in brief."""
+    """The first line of another library's error, up to 300 characters; its type's name if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
@@ -61,7 +61,7 @@ class OwnHeadError(ModelError):
 
 
 UNREACHABLE = (errno.EACCES, errno.ENAMETOOLONG)
-"""What asking whether a file is there may raise: a folder before it may not be entered, or its name is too long."""
+"""Errors of a check whether a file is there: a folder before it may not be entered, or its name is too long."""
 
 
 def place_of(error: OSError) -> str:

@@ -1,4 +1,4 @@
-"""`python -m h2o_flexgen.evaluate`: what eviction costs a model, in recall and in perplexity.
+"""`python -m h2o_flexgen.evaluate`: the cost of eviction to a model, in recall and in perplexity.
 
     python -m h2o_flexgen.evaluate --policies full,h2o,local --ratios 0.1,0.2,0.5 --plot quality.png
     python -m h2o_flexgen.evaluate --model opt-125m --recall questions.jsonl --text book.txt --limit 16

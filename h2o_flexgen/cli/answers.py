@@ -71,7 +71,7 @@ class AnswerFile:
             ) from None
 
     def write(self, answer: dict[str, Any]) -> None:
-        """One line. StorageError where the disk is full or failing; what was written of the line is taken back then."""
+        """Writes one line. StorageError where the disk is full or failing; a file keeps no part of the line then."""
         line = memoryview(line_of(answer).encode())
         done = 0
         try:

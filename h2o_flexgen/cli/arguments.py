@@ -254,7 +254,7 @@ def _exclusive(flag: str, other: str, given_too: bool) -> None:
 
 
 def policy_of(args: argparse.Namespace) -> OffloadPolicy | dict[str, Any] | str:
-    """What the user decided: a policy from a file, or the fields whose flags were typed; the rest is chosen."""
+    """The user's choices: a policy from a file, changed by typed flags, or the typed fields alone, or "auto"."""
     typed = given(OffloadPolicy, args)
     fixed: dict[str, Any] = {name: getattr(from_namespace(OffloadPolicy, args), name) for name in typed}
     if args.percent is not None:

@@ -23,7 +23,7 @@ _MOST_S = 90.0
 def let_calibrate(llm: LLM, wanted: bool | None, quiet: bool) -> None:
     """Lets the planner of `llm` measure this machine: where a plan has to move something, or if `wanted` at once.
 
-    What was not asked for is put off while other programs use the cores, and given up after `_MOST_S` seconds.
+    An unasked calibration is put off while other programs use the cores, and given up after `_MOST_S` seconds.
     """
 
     def tell(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Exit codes, signals and messages: what every program does around its work."""
+"""Exit codes, signals and messages: the frame around the work of every program."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def exit_on_errors() -> Iterator[ProgramExit]:
 
 
 def _of_system(error: OSError) -> H2OFlexGenError:
-    """What the system refused, in words; any other mistake is ours, and raised again."""
+    """The system's refusal as an error for users; any other OSError is a fault of the program, and raised again."""
     if error.errno in UNREACHABLE:
         return UsageError(place_of(error), "needed a path that can be reached")
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
@@ -100,7 +100,7 @@ def _of_system(error: OSError) -> H2OFlexGenError:
 
 
 def program(work: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
-    """The `main` of `work` on arguments (None: those typed), which gives the exit code; within `exit_on_errors`."""
+    """The `main` of `work` on arguments (None: the typed ones), which gives the exit code; within `exit_on_errors`."""
 
     @functools.wraps(work)
     def main(argv: Sequence[str] | None = None) -> int:
@@ -119,7 +119,7 @@ def stop_if_told() -> None:
 
 @contextlib.contextmanager
 def leaving_at_once(held: contextlib.ExitStack | None = None) -> Iterator[None]:
-    """Signals end the process there and then: for imports, which swallow exceptions. What is `held` is let go of."""
+    """Signals end the process there and then: for imports, which swallow exceptions. `held` is closed before."""
 
     def leave(signum: int, frame: FrameType | None) -> None:
         os.write(2, b"interrupted\n" if signum == signal.SIGINT else b"terminated\n")
@@ -176,7 +176,7 @@ def output_file(flag: str, text: str | None, *, keep: bool) -> Path | None:
     """The path typed for `flag`, found out now, not after hours, where it cannot be written.
 
     UsageError for a folder, a missing folder and a lack of permission, and with `keep` for a file that is there
-    already: nothing is overwritten unasked. A pipe or a device (/dev/stdout) may be there.
+    already: no file is overwritten unasked. A pipe or a device (/dev/stdout) may be there.
     """
     if text is None:
         return None
@@ -240,7 +240,7 @@ def _failed(error: H2OFlexGenError, outcome: ProgramExit) -> int:
 
 @contextlib.contextmanager
 def _signals_call(told: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM call `told`, wherever the main thread is; what was ignored (nohup, `&`) stays ignored."""
+    """SIGINT and SIGTERM call `told`, wherever the main thread is; an ignored signal (nohup, `&`) stays ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

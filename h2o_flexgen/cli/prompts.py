@@ -73,7 +73,7 @@ def checked_text(text: str, where: str) -> str:
 
 
 def stop_texts(texts: Iterable[str]) -> tuple[str, ...]:
-    """What was typed for --stop. UsageError for an empty one, which every text has."""
+    """The texts typed for --stop. UsageError for an empty one, which every text contains."""
     stops = tuple(checked_text(text, "--stop") for text in texts)
     if "" in stops:
         raise UsageError("--stop is empty", "needed one character or more", "leave it out, or name what ends an answer")

@@ -144,7 +144,7 @@ def _request(args: argparse.Namespace, eviction: EvictionConfig) -> PlanRequest:
     profile = named or kept_profile(spec, engine.dtype, engine.device)
     tier = _compute_tier(engine, profile)
     eviction = counted_in_bytes(eviction, spec)
-    # As the engine runs it: what a prompt has beyond the context goes through decode steps.
+    # As the engine runs it: prompt tokens beyond the context go through decode steps.
     asked = from_namespace(Workload, args, defaults=_LENGTHS)
     check_eviction(spec, eviction)
     most = first_pass(spec, eviction, asked.prompt_len, asked.gen_len, "a prompt (--prompt-len, --gen-len)")
@@ -191,8 +191,8 @@ def _caps(engine: EngineConfig, profile: HardwareProfile, tier: str) -> Caps:
 def _fixed(
     args: argparse.Namespace, engine: EngineConfig, spec: ModelSpec, eviction: EvictionConfig, tier: str
 ) -> dict[str, Any]:
-    """The fields of the policy that stay as they are: those typed, or all of a --policy file's, and what the model asks
-    for. UsageError for what it cannot do."""
+    """The fields of the policy that stay as they are: the typed ones, or all of a --policy file's, and the ones that
+    the model requires. UsageError for a value that it does not support."""
     decided = policy_of(args)
     if isinstance(spec, ModuleSpec):
         from h2o_flexgen.engine.model import for_model  # torch is there: modules made the spec

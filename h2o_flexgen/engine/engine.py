@@ -50,7 +50,7 @@ from h2o_flexgen.schedule.work import CountedWork
 
 _SKIP = 'to run the others nevertheless: --on-error skip, on_error="skip"'
 ON_ERROR = ("fail", "skip")
-"""What a prompt that cannot be run does: ends the call before any work, or has an error for its answer."""
+"""For a prompt that cannot be run: the call ends before any work, or the prompt's outputs carry the error."""
 
 
 class CallGuard:
@@ -252,8 +252,8 @@ class Engine(Closing):
         return Generator(self.model, self._reader().read, self._run)(input_ids, attention_mask, arguments)
 
     def plan(self, workload: Workload) -> Plan:
-        """How this engine would run `workload`; nothing is allocated. PlanError if it cannot. Loaded weights stay where
-        they are if that is as good."""
+        """The plan by which this engine would run `workload`, without loading weights. PlanError if there is none.
+        Weights that are loaded stay where they are if that is as good."""
         config, spec = self.config, self.model.spec
         tier, baseline = self._compute_tier(), self._baseline + devices.held_bytes(self._loaded)
         dtype, caps = self.model.dtype, self._caps()
@@ -296,7 +296,7 @@ class Engine(Closing):
         self.model.source.close()
 
     def _fitting(self, rows: list[Sequence], refused: list[RefusedPrompt]) -> list[Sequence]:
-        """Those of `rows` that can be planned; longer ones are added to `refused`. PlanError if none can be planned."""
+        """The `rows` that can be planned; longer ones are added to `refused`. PlanError if none can be planned."""
         ordered = sorted({row.index: row for row in rows}.values(), key=lambda row: row.prompt_tokens + row.steps)
         fit, none, why = 0, len(ordered) + 1, ""
         while none - fit > 1:

@@ -269,7 +269,7 @@ def _check_states(config: EngineConfig, what: str) -> None:
 
 
 def _with_generation_eos(spec: ModelSpec, folder: Path | None) -> ModelSpec:
-    """generation_config.json goes before config.json, as in transformers: what ends a turn of a chat is only there."""
+    """generation_config.json goes before config.json, as in transformers: tokens that end a turn are only there."""
     if folder is None:
         return spec
     path = Path(folder) / "generation_config.json"

@@ -30,7 +30,7 @@ EVICTION = {
 }
 """Model arguments by the names of the flags of `run`, and the fields of EvictionConfig that they are."""
 SCORED = 256
-"""Requests that are scored in one call: what a cache of answers (`--use_cache`) has lost at most after a crash."""
+"""Requests that are scored in one call: a crash costs a cache of answers (`--use_cache`) so many at most."""
 
 Pair = tuple[list[int], list[int]]
 
@@ -90,7 +90,7 @@ class H2OFlexGenLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         pairs = [self._cut(context, continuation) for _, context, continuation in requests]
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
-        # Long ones first; those of one context next to each other, as they share its computation.
+        # Long contexts first; requests of one context next to each other, as they share its computation.
         order = sorted(range(len(pairs)), key=lambda i: (-len(pairs[i][0]), pairs[i]))
         for some in tqdm([order[i : i + SCORED] for i in range(0, len(order), SCORED)], disable=disable_tqdm):
             for i, score in zip(some, self.llm.score([pairs[i] for i in some]), strict=True):
@@ -160,7 +160,7 @@ class H2OFlexGenLM(TemplateLM):
         return chat_text(self._codec, str(self.llm.config.model), chat_history, "a conversation")
 
     def get_model_info(self) -> dict[str, Any]:
-        """For the results: what evicts while scoring and generating, and where."""
+        """For the results: the eviction policy, whether it acts while scoring, and the dtype."""
         return {
             "eviction": self._eviction.to_json(),
             "eviction_active_while_scoring": self._eviction.name != "full",
@@ -170,9 +170,9 @@ class H2OFlexGenLM(TemplateLM):
 
 
 def _sampling(asked: dict[str, Any]) -> SamplingParams:
-    """The settings of a request, as the harness has normalised them: those that ask for nothing are passed over.
+    """The settings of a request, as the harness has normalised them, without the ones that ask for nothing.
 
-    UsageError for what is not offered.
+    UsageError for a setting that is not offered.
     """
     own = ("until", "max_gen_toks", "temperature", *WITHOUT_EFFECT)
     settings = {name: value for name, value in asked.items() if name not in own and value is not None}

@@ -85,8 +85,8 @@ class Lengths:
     def drawn(self, got: Array, most: Array, random: np.random.Generator) -> Array:
         """(draws, rows): lengths of answers that have `got` (rows,) tokens and may have so many at `most` (rows,).
 
-        By the estimate of Kaplan and Meier: an answer that was cut, or is under way, says that it is longer than what
-        it has. What was seen is one of many things that might have been, of which each draw takes another.
+        By the estimate of Kaplan and Meier: an answer that was cut, or is under way, counts as longer than its tokens
+        so far. The observed lengths are one sample of many that were possible: each draw takes another.
         """
         under_way = Counter(got[got > 0].astype(int).tolist())
         sizes = np.array(sorted(self.ended), dtype=np.float64)
@@ -125,7 +125,7 @@ def block_steps(running: Array, waiting: Array, places: int, more: float) -> Arr
         comes = gone & (next_ < count)
         rows = np.where(comes, waiting[each[:, None], np.minimum(next_, count - 1)], rows)
         taken = np.minimum(taken + gone.sum(axis=1), count)
-        # Those that were first to finish idle until they are many, or have idled for as long as a change takes.
+        # Rows that finish first idle until they are many, or have idled for as long as a change takes.
         first = np.sort(np.partition(rows, soon - 1, axis=1)[:, :soon], axis=1)
         idled = (size + np.cumsum(first, axis=1)) / np.arange(1, soon + 1)
         changes = np.minimum(np.maximum(first, idled).min(axis=1), first[:, -1])
@@ -159,8 +159,8 @@ class Meter:
     """A handler for `LLM.on_progress` that learns the pace: (what, done, in all) of tokens in prefill and decode.
 
     Least squares of the seconds of decode steps by the new and the prompt tokens that they took. Calls of one engine
-    one after another add up. `most`: new tokens of a step. What the engine tells of a sequence that is finished is all
-    that it might have had: `pass_over` is told of what it did not need.
+    one after another add up. `most`: new tokens of a step. The engine counts a finished sequence as all tokens that it
+    asked for: `pass_over` takes the number that were not generated.
     """
 
     def __init__(self, most: int = 1 << 30) -> None:
@@ -223,9 +223,9 @@ class Meter:
 
 @dataclass
 class Forecast:
-    """What is known of a job of so many `requests`, whose blocks have `slots` rows.
+    """The estimate of a job of so many `requests`, whose blocks have `slots` rows.
 
-    `pace`: from before; `lengths`: of answers from before, of a sample.
+    `pace`, and `lengths` of answers: known before the job runs, from a sample or another job.
     """
 
     requests: int
@@ -263,9 +263,9 @@ class Forecast:
         self._done += 1
 
     def left(self, elapsed: float) -> Percentiles | None:
-        """Seconds that the job still takes, `elapsed` after its begin; None where nothing is known of the pace.
-
-        What was measured counts for the share of the job that is done, what was expected for the rest.
+        """Seconds that the job still takes, `elapsed` after its begin; None where the pace, or once some requests are
+        done the lengths of answers, are not known. The measured pace counts for twice the share of requests that are
+        done, the one from before for the rest.
         """
         pace, known = self._paced(elapsed), len(self.lengths) or len(self.answers) >= LEAST
         if pace is None or (not known and self._done):
@@ -310,7 +310,7 @@ class Forecast:
             self.told(elapsed)
 
     def to_json(self, measured: float) -> dict[str, Any]:
-        """What was told of the whole job's seconds first and at half-time, beside what it took."""
+        """The first estimate of the whole job's seconds, and the last by half-time, beside the `measured` ones."""
         told = {"first": self.first, "half": self.halfway(measured)}
         return {**{name: each and each.to_json() for name, each in told.items()}, "measured": round(measured, 3)}
 
@@ -320,7 +320,7 @@ class Forecast:
 
     @property
     def known_pace(self) -> Pace | None:
-        """What is known of the pace by now, for another job."""
+        """The pace as it is known by now, for another job."""
         pace = self._paced(0.0)
         return pace and replace(pace, first=0.0, spread=OF_PLAN)
 

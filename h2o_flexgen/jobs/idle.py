@@ -1,4 +1,4 @@
-"""Fields of a body that are taken where they ask for nothing: what clients and services write unasked."""
+"""Fields of a body that are taken where they ask for nothing: clients and services write them unasked."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ from h2o_flexgen.jobs.source import Record, Source
 from h2o_flexgen.schedule.request import PlanRequest
 
 WINDOW_ROWS, WINDOW_TOKENS = 8192, 1 << 21
-"""Of a window: sequences, and tokens of prompts. What is in memory of a file, however long."""
+"""Limits of a window, the part of a file that is in memory: sequences, and tokens of prompts."""
 AT_RISK, LEAST_AT_RISK = 0.02, 32
 """The share of a job that is under way at once, which a kill costs, and at least so many sequences: fewer are slow."""
 PROMPT_BITS = 15
-"""Of a prompt's number in a job, those that count the prompts of a request."""
+"""Bits of a prompt's number in a job that count the prompts of its request."""
 
 
 class GivenRequests:
@@ -72,7 +72,7 @@ class OpenRequest:
 
 @dataclass
 class Summary:
-    """What this run of a job did, in requests, tokens and seconds; `before`: requests that earlier runs finished."""
+    """The requests, tokens and seconds of this run of a job; `before`: requests that earlier runs finished."""
 
     requests: int
     before: int = 0
@@ -146,7 +146,7 @@ class Job:
                 yield f"line {record.line}: {why.message}"
 
     def _windows(self) -> Iterator[list[OpenRequest]]:
-        """The requests that are not finished, so many at a time; those that cannot be run are answered at once."""
+        """The unfinished requests, so many at a time; requests that cannot be run are answered at once."""
         window, rows, tokens = list[OpenRequest](), 0, 0
         for record in self.source.records():
             if self.results.state[record.line]:
@@ -172,7 +172,7 @@ class Job:
             yield window
 
     def _run(self, window: Sequence[OpenRequest]) -> None:
-        """Answers all of `window`. What does not fit into memory together is tried in halves."""
+        """Answers all of `window`. Requests that do not fit into memory together are tried in halves."""
         waiting = [(row, task) for task in window for row in task.waiting]
         owners = {row.row_id: task for row, task in waiting}
         try:
@@ -215,8 +215,8 @@ class Job:
 
 
 def opened(engine: Engine, form: RequestFormat, record: Record, asked: BatchRequest | None = None) -> OpenRequest:
-    """A request with its sequences, none of them begun; `asked`: what it asks for, if that is known. Refused where it
-    cannot be run."""
+    """A request with its sequences, none of them begun; `asked`: its prompts and settings, if they are known.
+    Refused where it cannot be run."""
     asked = asked or form.asked(record)
     rows = []
     for index, prompt in enumerate(asked.prompts):

@@ -1,10 +1,10 @@
 """The results of a job, and the journal beside them by which a job that was killed goes on.
 
-`FILE.journal` begins with a JSON object: what ran. Then it has a line for each finished request, in the order of the
-results: `ok 17 812 9f0c33d1`, or `failed ...`: its line of the input, the bytes of its result, and a checksum of both.
-A result is appended first and then its entry. `synced` says that all before it was on the disk. When a job goes on,
-all results are read again: what the journal does not vouch for is cut off, and its requests are run again. It is the
-lock of the job, too.
+`FILE.journal` begins with the job as a JSON object. Then it has a line for each finished request, in the order of the
+results, such as `ok 17 812 9f0c33d1` or `failed ...`: its line of the input, the bytes of its result, and a checksum
+of both. A result is appended first and then its line here. `synced` says that all before it was on the disk. When a
+job goes on, all results are read again: results for which the journal has no line are cut off, and their requests run
+again. The journal is the job's lock, too.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class FinishedEntry(NamedTuple):
 class JobResults(Closing):
     """Output files of one job that are locked as long as this lives. A context manager.
 
-    `error_file`: where failed requests go, if not into `output`. Nothing is written before `begin`. `state` has a byte
-    for each line of the input. UsageError for files that are not a job's, LockedError where another process has them,
-    StorageError where the file system fails: the same command then goes on.
+    `error_file`: the one of failed requests, if not `output`. Before `begin` only a killed rewrite is finished. `state`
+    has a byte for each line of the input. UsageError for files that are not a job's, LockedError where another process
+    has them, StorageError where the file system fails: the same command then goes on.
     """
 
     def __init__(self, output: Path, error_file: Path | None = None, *, overwrite: bool = False) -> None:
@@ -66,7 +66,7 @@ class JobResults(Closing):
         self._outputs: list[AppendedFile] = []
         self._unsynced, self._synced_at = 0, time.monotonic()
         self.header: dict[str, Any] | None = None
-        """What was begun, None where there is nothing to go on with."""
+        """The first line of the journal, None where there is no job to go on with."""
         self.state = bytearray()
         try:
             with _failing(f"cannot open {self._beside}", begun=False):
@@ -134,7 +134,7 @@ class JobResults(Closing):
             self._rewrite(ordered, keep_failed)
 
     def close(self) -> None:
-        """Lets go of the files. What is finished is put on the disk, if that can be done."""
+        """Puts finished results on the disk, if that can be done, and closes the files."""
         if self._outputs and self._unsynced:
             with suppress(OSError):
                 self._sync()

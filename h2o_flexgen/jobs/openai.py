@@ -52,7 +52,7 @@ _FIELDS = {
 @dataclass
 class OpenAIFormat:
     """The format for one model. `model`: its name as it was typed; `served`: others that bodies may call it by; `job`:
-    what ids are made from; `sampling`: settings in the place of the service's defaults, by their names in
+    a text that ids are made from; `sampling`: settings in the place of the service's defaults, by their names in
     SamplingParams; `doubled`: lines whose custom_id stood in an earlier one."""
 
     model: str
@@ -67,7 +67,7 @@ class OpenAIFormat:
     served: tuple[str, ...] = ()
 
     def asked(self, record: Record) -> BatchRequest:
-        """What a line asks for; Refused with the field that cannot be served."""
+        """The request in a line; Refused with the field that cannot be served."""
         line = self._line(record)
         url, body = line["url"], line["body"]
         for name, value in body.items():
@@ -114,7 +114,7 @@ class OpenAIFormat:
         )
 
     def head(self, record: Record, url: str, model: str | None) -> dict[str, Any]:
-        """What the answer to a record begins with, and each part of it where it comes in parts."""
+        """The fields that begin the answer to a record, and each part of it where it comes in parts."""
         chat = url == CHAT
         return {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{self._id(record)}",
@@ -138,7 +138,7 @@ class OpenAIFormat:
         return {name: self._sure(text, output, asked.params, marks) for name, text in told.items()}
 
     def _sure(self, text: str, output: RequestOutput, params: SamplingParams, marks: Sequence[str] = ()) -> str:
-        """What an unfinished answer's `text`, or a part of it, has already, whatever comes next."""
+        """The start of an unfinished answer's `text`, or of a part of it, that further tokens do not change."""
         codec = required(self.codec, "a text comes from one")
         cut = stop_in(text, codec.decode, output.prompt_ids, output.token_ids, params)
         return sure_text(text if cut is None else text[: cut[0]], marks, params.stop_strings)
@@ -266,7 +266,7 @@ class OpenAIFormat:
             raise Refused.of(error, param="response_format" if "schema" in error.found else None) from None
 
     def _ends(self, fields: _Body) -> dict[str, Any]:
-        """What ends a sequence: tokens that the request names do even where it ignores the model's own."""
+        """Settings of the end: tokens that the request names end a sequence even where it ignores the model's own."""
         ignores = fields.switch("ignore_eos", self.sampling.get("ignore_eos", False))
         stops = fields.tokens("stop_token_ids")
         if not stops:
@@ -287,7 +287,7 @@ class OpenAIFormat:
         return {"text": before + (output.text or ""), "logprobs": logprobs, "finish_reason": output.finish_reason}
 
     def _chat_choice(self, asked: BatchRequest, output: RequestOutput | None, name: str) -> dict[str, Any]:
-        """`name`: what ids of calls are made from."""
+        """`name`: the text that ids of calls are made from."""
         assert output is not None, "a generated choice has an output"
         message = self._speaker.message(asked.body["speech"], output, asked.params, name)
         reason = "tool_calls" if "tool_calls" in message and output.finish_reason == "stop" else output.finish_reason
@@ -296,8 +296,8 @@ class OpenAIFormat:
     def logprobs(
         self, asked: BatchRequest, output: RequestOutput, start: int = 0, at: int = 0
     ) -> dict[str, Any] | None:
-        """Those of the new tokens from `start` on; None where none are asked for. `at`: where the text of the token
-        before these begins."""
+        """Log-probabilities of the new tokens from `start` on; None where none are asked for. `at`: where the text of
+        the token before these begins."""
         if asked.body["logprobs"] is None:
             return None
         if asked.body["url"] == COMPLETIONS:

@@ -1,4 +1,4 @@
-"""What a job will take, before it runs: tokens, seconds and bytes, by all its requests and a sample of answers."""
+"""Tokens, seconds and bytes that a job will take, before it runs: by all its requests and a sample of answers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _GLIMPSED = 128
 
 @dataclass
 class Outlook:
-    """What a job will take: its forecast, and the plans for its longest rows and for those of the middle."""
+    """A job's forecast, and the plans for rows of its largest and of its median lengths."""
 
     forecast: Forecast
     largest: Plan | None
@@ -85,14 +85,14 @@ def expected(
     sample: int,
     told: Callable[[Summary], None] = unheard,
 ) -> Outlook:
-    """What is known of a job before it goes on, of which `state` has what is done: nothing without a sample."""
+    """The outlook of a job before it goes on, empty without a sample. `state` has the finished requests."""
     left = requests - (len(state) - state.count(0))
     nothing = Outlook(Forecast(left, 1), None, None)
     if not sample or not left:
         return nothing
     try:
         found = outlook(llm, source, form, requests, at_risk, sample, told)
-    except PlanError:  # not all fit together: those that do not are refused one by one
+    except PlanError:  # not all fit together: requests that do not are refused one by one
         return nothing
     # The weights are loaded by now, and requests are read again.
     pace = found.forecast.pace and replace(found.forecast.pace, first=found.reading)

@@ -20,7 +20,7 @@ from h2o_flexgen.jobs.tools import TOOL_FIELDS, CallStyle, Tools, calls_of, styl
 REASONING_FIELDS = ("reasoning_effort", "enable_thinking")
 """Fields of a body that are arguments of the template."""
 LIMITS = ("max_reasoning_tokens", "thinking_token_budget")
-"""What tokens of reasoning are bounded by, ours and vLLM's."""
+"""Fields that bound the tokens of reasoning, ours and vLLM's."""
 SPEECH_FIELDS = (*TOOL_FIELDS, "chat_template_kwargs", *REASONING_FIELDS, "include_reasoning", *LIMITS)
 """Fields of a chat's body that this is about."""
 _TAIL = 32
@@ -66,7 +66,7 @@ def template_of(codec: TextCodec | None) -> str:
 
 
 def marks_of(codec: TextCodec) -> Marks:
-    """What a model marks reasoning with, by its chat template or its vocabulary."""
+    """The marks of a model's reasoning, by its chat template or its vocabulary; <think> where neither has any."""
     template, tokenizer = template_of(codec), codec.transformed
     if "<|channel|>" in template and "analysis" in template:
         return Marks(*_HARMONY, True, True)
@@ -97,7 +97,7 @@ def with_reasoning(codec: TextCodec | None, model: str, arguments: Any, said: Ma
 
 
 def thinking_of(codec: TextCodec, marks: Marks, ids: Sequence[int], most: int | None, form: str) -> Thinking | None:
-    """What the engine is to know of the reasoning behind a prompt `ids`; None where there is nothing to see to.
+    """The engine's settings for the reasoning behind a prompt `ids`; None where it needs none.
 
     most   tokens of reasoning at most
     form   "" for free text, "json" or "calls": the form begins behind the reasoning, which is begun if need be
@@ -159,7 +159,7 @@ def _tokens(codec: TextCodec, marks: Marks, ids: Sequence[int], length: int) -> 
 
 
 def _channels(codec: TextCodec, text: str, ids: Sequence[int]) -> Parts:
-    """Of harmony: what is said in the channel of analysis, and the rest as it is written."""
+    """The parts of a text in harmony: messages of the channel of analysis, and the rest as it is written."""
     thoughts, rest, at, last = list[str](), list[str](), 0, 0
     for found in _CHANNEL.finditer(text):
         if found[1] == "analysis":
@@ -173,7 +173,7 @@ def _channels(codec: TextCodec, text: str, ids: Sequence[int]) -> Parts:
 
 
 def shown_text(codec: TextCodec, marks: Marks, text: str) -> str:
-    """What a reader sees of a text with special tokens spelt: of harmony what is said in its channels."""
+    """The text without special tokens, for readers: of harmony the messages of its channels, without calls."""
     if marks.harmony:
         said = [found[2] for found in _CHANNEL.finditer(text) if " to=" not in found[0]]
         text = "\n".join(said) if said else _HEADER.sub("", text)
@@ -184,7 +184,7 @@ def shown_text(codec: TextCodec, marks: Marks, text: str) -> str:
 
 
 class Speech(NamedTuple):
-    """What a chat asks for beside its messages: its tools, reasoning, and how both are told to the template."""
+    """A chat's messages, tools, limit of reasoning, and the arguments that tell the template of these."""
 
     messages: list[dict[str, Any]]
     arguments: Any
@@ -212,7 +212,7 @@ class Speaker:
 
     @property
     def marks(self) -> tuple[str, str]:
-        """What reasoning begins and ends with."""
+        """The texts that begin and end reasoning."""
         return self._marks.begin, self._marks.end
 
     @property
@@ -255,7 +255,7 @@ class Speaker:
     def message(
         self, speech: Speech, output: RequestOutput, params: SamplingParams, name: str, spell: Spell = spelt
     ) -> dict[str, Any]:
-        """What an answer says, reasons and calls. `name`: what ids of calls are made from."""
+        """The message of an answer: text, reasoning, calls. `name`: the text that ids of calls are made from."""
         said: dict[str, Any] = {"role": "assistant", "content": output.text or ""}
         if self._codec is None:
             return said

@@ -1,4 +1,4 @@
-"""What a line of any format becomes: prompts with settings, and the text of its result once they are answered."""
+"""Requests of any format: prompts with settings, refusals, and the text of a result once they are answered."""
 
 from __future__ import annotations
 
@@ -94,14 +94,14 @@ class BatchRequest:
     fits: bool = False
     """Nobody said how many tokens are to be generated: no more than the context leaves."""
     body: dict[str, Any] = field(default_factory=dict)
-    """What the format needs for its answer."""
+    """The fields that the format needs for its answer."""
 
 
 class RequestFormat(Protocol):
     """How requests and results are written."""
 
     def asked(self, record: Record) -> BatchRequest:
-        """What a record asks for. Refused where it cannot be answered."""
+        """The prompts and settings of a record. Refused where it cannot be answered."""
 
     def answer(self, record: Record, asked: BatchRequest, outputs: Sequence[Sequence[RequestOutput]]) -> dict[str, Any]:
         """The result, from the outputs of each prompt in the order of its samples."""
@@ -130,8 +130,8 @@ def output_json(output: RequestOutput) -> dict[str, Any]:
 
 
 def sure_text(text: str, ends: Sequence[str], stops: Sequence[str]) -> str:
-    """What will be in a text whatever comes next: nothing of one of `ends` or `stops` that may have begun, none of
-    `ends` (whole `stops` are the caller's to cut), and no half of a character."""
+    """The start of `text` that later tokens do not change: up to the first of `ends` (the caller cuts at whole
+    `stops`), without a last part that may begin one of `ends` or `stops`, and without half a character."""
     text = text.rstrip("\ufffd")
     end = min([len(text), *(text.find(each) for each in ends if each in text)])
     for each in (*ends, *stops):

@@ -67,8 +67,8 @@ class Source:
     def __init__(
         self, path: Path, format: str = "auto", *, columns: tuple[str, ...] = (), shard: tuple[int, int] = (1, 1)
     ) -> None:
-        """`columns`: those that are read of Parquet, that of prompts first. `shard` (i, n): of every n requests in a
-        row only the i-th."""
+        """`columns`: the columns that are read of Parquet, the one of prompts first. `shard` (i, n): of every n
+        requests in a row only the i-th."""
         if not path.is_file():
             raise UsageError(f"{path} is not a file", "needed a file of requests, which can be read again")
         self.path, self._columns, self._shard = path, columns, shard

@@ -44,7 +44,7 @@ class CallStyle:
 
 
 HARMONY = CallStyle("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "", None, True)
-"""What gpt-oss writes; its template puts calls of the past into another order."""
+"""The style of gpt-oss; its template puts calls of the past into another order."""
 
 
 def style_of(codec: TextCodec, model: str, eos: Sequence[int]) -> CallStyle:
@@ -80,8 +80,8 @@ def _call(style: CallStyle, number: int, text: str) -> dict[str, Any]:
 
 
 def _written(tokenizer: Any, style: CallStyle, count: int) -> tuple[str, str] | None:
-    """What a template makes of an answer, and of so many calls in its place; None where it takes no tools, no calls or
-    no results of these."""
+    """The text that a template writes before an answer, and the whole text with so many calls in the answer's place;
+    None where it takes no tools, no calls or no results of these."""
     parameters = {"type": "object", "properties": {_KEY: {"type": "string"}}}
     function = {"name": _PROBE, "description": _PROBE, "parameters": parameters}
     given = {"tools": [{"type": "function", "function": function}], "tokenize": False}
@@ -227,8 +227,8 @@ def _sequence(*parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_texts(messages: list[dict[str, Any]], style: CallStyle) -> list[dict[str, Any]]:
-    """Messages of a body as the template takes them: what earlier calls had for arguments is an object there, unless it
-    wants text. Refused for a call that is none."""
+    """Messages of a body as the template takes them: arguments of earlier calls as an object, or as text where it wants
+    that. Refused for a call that is none."""
     made = []
     for message in messages:
         if message.get("tool_calls"):
@@ -255,7 +255,7 @@ def _past(message: Mapping[str, Any], style: CallStyle) -> list[dict[str, Any]]:
 
 
 def calls_of(style: CallStyle, tools: Tools, text: str, name: str) -> tuple[str, list[dict[str, Any]]]:
-    """What an answer says beside its calls, and these as a message has them. `name`: what their ids are made from."""
+    """An answer's text beside its calls, and these as a message has them. `name`: the source of their ids."""
     said, calls = calls_in(text, style, tools.schemas)
     return said, [
         {"id": _id(style, name, number), "type": "function", "function": {"name": called, "arguments": arguments}}
@@ -264,7 +264,7 @@ def calls_of(style: CallStyle, tools: Tools, text: str, name: str) -> tuple[str,
 
 
 def calls_in(text: str, style: CallStyle, names: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
-    """What an answer says beside its calls, and of each whole call the name and the arguments as JSON text."""
+    """An answer's text beside its calls, and the name and the arguments, as JSON text, of each whole call."""
     said, calls, at = list[str](), list[tuple[str, str]](), 0
     while (start := text.find(style.begin, at)) >= 0:
         found = list(_calls_at(text, start + len(style.begin), style, names))

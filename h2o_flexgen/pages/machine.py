@@ -1,4 +1,4 @@
-"""What the machine did: the schedule as a timeline, memory over time, and where each phase stands on the roofline."""
+"""The machine in runs: the schedule as a timeline, memory over time, and where each phase stands on the roofline."""
 
 from __future__ import annotations
 

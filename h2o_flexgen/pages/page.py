@@ -1,6 +1,6 @@
 """A page: sections of texts, figures and tables, put into one HTML file with its style, its scripts and its data.
 
-What a figure shows is data for `assets/page.js`, which draws it by Apache ECharts (`assets/echarts.min.js`, built by
+A figure's content is data for `assets/page.js`, which draws it by Apache ECharts (`assets/echarts.min.js`, built by
 `scripts/chart_library.sh`). Everything that comes from records is escaped: texts and tables by the template, data as
 JSON in which `<`, `>` and `&` are written as escapes. The page's policy allows its own style and scripts, by their
 hashes, and forbids every load.
@@ -25,7 +25,7 @@ LIBRARY = "6.1.0"
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure: what `kind` in page.js draws from `data`, under `title`; `label` says in words what is to be seen."""
+    """A figure: the drawing that `kind` in page.js makes of `data`, under `title`; `label` describes it in words."""
 
     kind: str
     title: str

@@ -1,4 +1,4 @@
-"""What eviction cost: recall and perplexity against the budget, suites of tasks, and perplexity along streams."""
+"""The cost of eviction: recall and perplexity against the budget, suites of tasks, and perplexity along streams."""
 
 from __future__ import annotations
 

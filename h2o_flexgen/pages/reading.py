@@ -21,9 +21,9 @@ from h2o_flexgen.pages.traces import TraceFile, trace_of
 
 Json = dict[str, Any]
 NUMBERS = ("prefill_s", "decode_s", "prompt_tokens", "generated_tokens", "sequences")
-"""What every run has, ours and others'."""
+"""Keys of numbers that every run has, ours and others'."""
 OBJECTS = ("eviction", "policy", "predicted", "roofline", "bytes_moved", "quantization", "host", "settings")
-"""What a run may have, besides the peaks of memory, which some have as one number."""
+"""Keys of objects that a run may have, besides the peaks of memory, which some have as one number."""
 KINDS = (
     "needed a record of run, bench, search, evaluate (of a suite, too) or demo, a trace, a summary of bench, or "
     "recorded scores, as JSON or JSON lines"
@@ -62,7 +62,7 @@ class Material:
     traces: list[TraceFile] = field(default_factory=list)
     scores: list[Sourced] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
-    """What was found in each file."""
+    """The kinds of records in each file, or why it was left out."""
 
     def add(self, source: str, data: Any) -> str:
         """Takes one object; returns what it is. UsageError for one of no known kind."""

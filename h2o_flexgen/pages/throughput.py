@@ -18,7 +18,7 @@ UNKNOWN = "?"
 
 
 class SameWork(NamedTuple):
-    """What runs must share to be compared."""
+    """The work and the machine that runs must share to be compared."""
 
     model: str
     weights: str
@@ -215,7 +215,7 @@ ALONG: dict[str, tuple[str, Place]] = {
     "prompt": ("prompt tokens", lambda run: _number(run.work.prompt)),
     "new": ("new tokens", lambda run: _number(run.work.new)),
 }
-"""What a curve can go along: its axis, and where a run is on it."""
+"""Settings that a curve can go along: the name of the axis, and where a run is on it."""
 
 
 def _curves(runs: Sequence[PlottedRun]) -> Iterable[Passage]:

@@ -72,7 +72,7 @@ def _bits(source: str, data: Json) -> Json:
 
 
 def _returned(number: int, one: Json) -> list[str]:
-    """What came back of one prompt, over the caches, of a layer and KV head each, that recall looked after."""
+    """The table row of one prompt: means over the caches, of a layer and KV head each, with recall; times in all."""
     caches = [
         ([position for position, _ in head], sum(times for _, times in head), set(kept))
         for layer, held in zip(one["returns"], one["kept"], strict=True)

@@ -13,7 +13,7 @@ from h2o_flexgen.schedule.timeline import COUNTER, MEASURED, PREDICTED, Level, R
 
 @dataclass(frozen=True)
 class TraceFile:
-    """A trace file: what was measured, what a simulation expected, or both."""
+    """The timelines in a trace file: a measured one, a simulated one, or both."""
 
     source: str
     measured: Timeline | None

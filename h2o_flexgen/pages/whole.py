@@ -20,7 +20,7 @@ _SECTIONS = (
     (machine.roofline, "Roofline: the record of a run on a calibrated machine."),
     (quality.section, "Quality: the output of evaluate."),
 )
-"""What makes each section, and what it needs."""
+"""The function that makes each section, and the records that it needs."""
 
 
 def page_of(material: Material, title: str = "") -> str:
@@ -52,7 +52,7 @@ def _title(material: Material) -> str:
 
 
 def _overview(material: Material) -> Chapter:
-    """What was run, and its warnings: the first that one reads."""
+    """The first section: the report of the run, if there is only one, and the warnings of all runs."""
     parts = []
     if len(material.runs) == 1 and material.runs[0].record is material.runs[0].data:
         parts.append(_facts(material.runs[0]))

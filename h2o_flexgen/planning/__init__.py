@@ -1,1 +1,1 @@
-"""The planner as a library, and the public engine that uses it: what `LLM`, `run` and `bench` share."""
+"""The planner as a library, and the public engine that uses it: `LLM`, `run` and `bench` share both."""

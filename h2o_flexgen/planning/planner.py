@@ -79,7 +79,7 @@ class SearchPlanner:
 
 
 def _serves(plan: Plan, request: PlanRequest) -> bool:
-    """Whether a search for `request` would hardly find better than `plan`, the result of an earlier search: nothing
+    """Whether a search for `request` would hardly find better than `plan`, the result of an earlier search: no data
     moves and one block holds all sequences, or the work is nearly the same and memory has not grown much."""
     known, work = plan.request, request.workload
     same = replace(request, workload=known.workload, caps=known.caps, baseline=known.baseline)

@@ -17,7 +17,7 @@ from h2o_flexgen.errors import UsageError
 from h2o_flexgen.planning.llm import LLM
 
 COLUMNS = ("generated_text", "generated_tokens", "finish_reason", "error")
-"""What a batch gets beside its own columns: text, a list of token ids, "stop", "length" or "error", why or None."""
+"""Columns that a batch gets beside its own: text, a list of token ids, "stop", "length" or "error", why or None."""
 
 
 class Predictor:
@@ -26,7 +26,7 @@ class Predictor:
         ds.map_batches(Predictor, fn_constructor_kwargs={"model": "demo", "max_new_tokens": 32}, batch_size=64,
                        concurrency=2)
 
-    A row whose prompt cannot be run gets an `error`, and its neighbours their answers. What is sampled depends on the
+    A row whose prompt cannot be run gets an `error`, and its neighbours their answers. Sampled tokens depend on the
     seed and on the row's prompt, or on its `seed` column, not on how Ray divides the data.
 
     prompt      the column of prompts: texts, or lists of token ids

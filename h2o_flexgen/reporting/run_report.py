@@ -99,7 +99,7 @@ def report_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def _recall(recall: Mapping[str, Any]) -> str:
-    """What came back, and what that moved beside what was planned."""
+    """The tokens that came back, and the bytes moved for them beside the planned ones."""
     planned, moved = recall["planned"], list[str]()
     for what, way in (("written to", "written"), ("read from", "read")):
         nbytes = format_bytes(recall[f"{way}_bytes"])

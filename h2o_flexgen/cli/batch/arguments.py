@@ -100,7 +100,7 @@ def parse_batch(argv: Sequence[str] | None = None, environ: Mapping[str, str] = 
 
 
 def job_arguments(args: argparse.Namespace, notes: list[str]) -> BatchArguments:
-    """Those of jobs, their files where they are named: `args` has the engine's flags, and whichever else it likes."""
+    """The arguments of jobs, with their files if these are named. `args` has the engine's flags and may have others."""
     refuse_known(args)
     engine, typed, sampling = engine_of(args, notes), given(BatchArguments, args), given(SamplingParams, args)
     if "stop" in typed:

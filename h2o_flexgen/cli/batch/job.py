@@ -107,7 +107,7 @@ def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
 
 
 def _plan_only(arguments: BatchArguments) -> int:
-    """Prints what the job would take, and its JSON. Nothing is written."""
+    """Prints what the job would take, and its JSON. No results are written."""
     source = Source(arguments.input, arguments.format, columns=_columns(arguments), shard=arguments.shard)
     scan = source.scan()
     with LLM(**vars(arguments.engine), hardware=arguments.hardware) as llm:
@@ -180,8 +180,8 @@ def _columns(arguments: BatchArguments) -> tuple[str, ...]:
 
 
 def _model_identity(llm: LLM, begun: Mapping[str, Any]) -> dict[str, Any]:
-    """What the model is: by its content, whatever it is called and wherever it lies now. A job that was `begun` by a
-    version that went by names and times goes on by these."""
+    """The model by its content, with any name and in any folder. A job that was `begun` by an older version, which
+    went by names and times, goes on by these."""
     if begun and "config.json" not in begun:
         return {"model": llm.config.model, "checkpoint": llm.model.source.fingerprint}
     return {"model": begun.get("model", llm.config.model), **llm.model.content()}
@@ -289,7 +289,7 @@ def request_format(
 
 
 class ActorShare(NamedTuple):
-    """What one actor gets: processors, GPUs, and the share of its machine's free memory."""
+    """The resources of one actor: processors, GPUs, and the share of its machine's free memory."""
 
     cpus: int
     gpus: int
@@ -369,7 +369,7 @@ class ClusterJob:
         self.record: dict[str, Any] = {}
 
     def run(self) -> Summary:
-        """All that is left to do. What an engine raises is raised here."""
+        """Runs all unfinished requests. Raises the errors of the actors' engines."""
         started = time.monotonic()
         if self.summary.before < self.summary.requests:
             with _cluster() as ray:
@@ -407,7 +407,7 @@ class ClusterJob:
             num_cpus=share.cpus,
             num_gpus=share.gpus or None,
         )
-        # Nothing is fetched ahead: what has come is in the journal before more is waited for.
+        # No table is fetched ahead: each is in the journal before the next is waited for.
         yield from answered.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
 
     def _batches(self, rows: int) -> Iterator[Any]:
@@ -435,7 +435,7 @@ class ClusterJob:
 def _cluster() -> Iterator[Any]:
     """Ray, connected to the cluster that it finds, or to one of this machine, which then ends with this.
 
-    Errors of ours that actors raised come out as they were; those of Ray as one message.
+    H2OFlexGenErrors that actors raised come out as they were, Ray's own errors as one message.
     """
     told = signal.getsignal(signal.SIGTERM)
     import ray

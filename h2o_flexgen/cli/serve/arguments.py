@@ -38,7 +38,7 @@ _OF_BATCH = {"served_model_name", "sample", "at_risk", "quiet"}
 
 @dataclass(frozen=True)
 class ServeArguments:
-    """All of a command line, checked. `jobs`: what batches of all models are run with, but for their files."""
+    """The whole command line, checked. `jobs`: the arguments of batches of all models, but for their files."""
 
     jobs: BatchArguments
     api_key: str | None = field(repr=False)
@@ -68,7 +68,7 @@ class ServeArguments:
 
     @cached_property
     def models(self) -> dict[str, BatchArguments]:
-        """What batches of each model are run with, by its id: its path's last part. UsageError where two have one."""
+        """The arguments of each model's batches, by its id: its path's last part. UsageError where two have one."""
         found = dict[str, BatchArguments]()
         for typed in (self.jobs.engine.model, *self.more_models):
             engine = replace(self.jobs.engine, model=typed, revision=None)

@@ -1,7 +1,7 @@
-"""What the service knows of files and batches, in small JSON files that are always whole.
+"""Files and batches of the service, in small JSON files that are always whole.
 
     DIR/lock                      held by the process that serves
-    DIR/files/file-...            what was uploaded, or a batch wrote; `.json` beside it: what is known of it
+    DIR/files/file-...            an uploaded file, or the results of a batch; `.json` beside it: its entry
     DIR/batches/batch_....json    a batch as clients see it
     DIR/batches/batch_.../        results of one in progress, and their journal: these are the truth about it
 
@@ -57,7 +57,7 @@ class ApiError(Exception):
 
 
 class Desk:
-    """Files and batches of one folder. All methods may be called by any thread; what they give is not to be changed.
+    """Files and batches of one folder. Any thread may call all methods; clients' threads only read returned entries.
 
     `changed` is told of everything that the engine's thread may wait for, and `news` is true then until that thread
     has looked. `called`: ids of models by their names; a batch that names none is for the first. LockedError where
@@ -195,7 +195,7 @@ class Desk:
         return _page(every, {**query, "order": "desc"}, 20, 100)
 
     def cancel(self, name: str) -> Entry:
-        """What has not begun ends at once, else once the engine looks. ApiError 409 for a batch that is over."""
+        """Cancels a batch: at once if it has not begun, else when the engine looks next. ApiError 409 if it is over."""
         with self._writing():
             batch, now = self.batch(name), int(time.time())
             if batch["status"] == "cancelling":
@@ -207,7 +207,7 @@ class Desk:
             change = {"status": "cancelling"} if begun else {"status": "cancelled", "cancelled_at": now}
             return self.update(batch, **change, cancelling_at=now, forecast=None)
 
-    # What the engine's thread does with batches
+    # For the engine's thread
 
     def next_batch(self, model: str | None = None) -> Entry | None:
         """The one that came first of those that can be gone on with, of this `model` if there are any. Half of its time
@@ -248,13 +248,13 @@ class Desk:
                 batch["forecast"] = forecast
 
     def hold(self, batch: Entry, why: str, seconds: float = float("inf")) -> None:
-        """Nothing of a batch is lost, and nothing is done with it for so many seconds, or by this process."""
+        """Puts a batch off for so many seconds, by default until this process ends. Its results stay."""
         self._held[batch["id"]] = time.monotonic() + seconds
         with suppress(StorageError):  # which may be why
             self.update(batch, errors=error_list([("waiting", self.told(why), None)]), forecast=None)
 
     def told(self, message: str) -> str:
-        """What clients are told: where this folder is on the machine is left out."""
+        """`message` for clients: without the path of this folder."""
         for folder in (self._folder.resolve(), self._folder):
             message = message.replace(f"{folder}/", "")
         return message
@@ -380,7 +380,7 @@ class Desk:
         return fd
 
     def _load(self) -> None:
-        """What is there; what a kill left half done is removed."""
+        """Reads all files and batches, and removes what a kill left half done."""
         for folder, entries in ((self.file_folder, self.files), (self._batch_folder, self.batches)):
             for path in folder.glob("*.tmp"):
                 path.unlink()
@@ -440,7 +440,7 @@ def _page(every: list[Entry], query: Mapping[str, str], usual: int, most: int) -
 
 
 def _seconds(window: Any) -> int:
-    """Those of "24h". ApiError 400 for what is no time."""
+    """The seconds of a time such as "24h". ApiError 400 for anything else, and above 366 days."""
     found = re.fullmatch(r"([0-9]{1,8})([smhd])", window) if isinstance(window, str) else None
     seconds = int(found[1]) * _UNITS[found[2]] if found else 0
     if not 0 < seconds <= _LONGEST_WAIT:

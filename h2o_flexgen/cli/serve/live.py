@@ -40,7 +40,7 @@ _NOTHING: Mapping[str, str] = {}
 
 
 class LiveEvent(NamedTuple):
-    """What a client is told: pieces of text of a `choice`, by field, with the log-probabilities of more of its tokens,
+    """A message to a client: pieces of text of a `choice`, by field, with the log-probabilities of more of its tokens,
     or how the request ended: `status`, `body`."""
 
     choice: int = 0
@@ -68,13 +68,13 @@ class LiveRequest:
 
     @property
     def head(self) -> dict[str, Any]:
-        """What all events of a stream begin with; of a request that was read."""
+        """The fields that begin all events of a stream; of a request that was read."""
         return self.form.head(self.record, self.url, self.body.get("model"))
 
 
 class LiveRequests:
-    """Those that are not finished. `put` is called by any thread, all else by the engine's. `wake`: called once there
-    is something to read; `called`: ids of models by their names, of which the first is usual."""
+    """The unfinished requests. Any thread may call `put`, only the engine's all else. `wake`: called once there is
+    something to read; `called`: ids of models by their names, the first one for requests that name none."""
 
     def __init__(self, called: Mapping[str, str]) -> None:
         self._called, self._loaded = called, ""
@@ -112,7 +112,7 @@ class LiveRequests:
         return self._model_of(self._elsewhere[0]) if self._elsewhere else None
 
     def lost(self, model: str, message: str) -> None:
-        """Those that wait for a model that cannot be loaded are answered by an error."""
+        """Answers the requests for a model that cannot be loaded by an error."""
         for request in [each for each in self._elsewhere if self._model_of(each) == model]:
             self._elsewhere.remove(request)
             self._number(request)
@@ -137,7 +137,7 @@ class LiveRequests:
         return bool(self._rows)
 
     def read(self) -> None:
-        """Makes sequences of what came; what cannot be run is answered."""
+        """Makes sequences of new requests; answers requests that cannot be run."""
         while self._new:
             request = self._new.popleft()
             if request.gone:
@@ -236,7 +236,7 @@ class LiveRequests:
         except Refused as why:
             self._refuse(request, why)
             return
-        except Exception as error:  # of one request: whatever else is under way goes on
+        except Exception as error:  # of one request: all others go on
             log.exception("a request could not be read")
             self._refuse(request, Refused(type(error).__name__, "server_error", status=500))
             return
@@ -307,7 +307,7 @@ class _Listener:
     place: int
     told: Mapping[str, str] = field(default_factory=dict)
     tokens: int = 0
-    """Those whose log-probabilities were told."""
+    """How many new tokens were told with their log-probabilities."""
     at: int = 0
     """Where the text of the last of these begins."""
 

@@ -174,7 +174,7 @@ class Worker:
             self._desk.changed.notify_all()
 
     def _look(self, what: str, done: int, total: int) -> None:
-        """Called by the engine between its steps: what came meanwhile is read, a batch that is over is left."""
+        """Called by the engine between its steps: reads new requests, and raises Interrupted to stop a batch."""
         stop_if_told()
         self._meter(what, done, total)
         now = time.monotonic()
@@ -189,8 +189,8 @@ class Worker:
     # Batches
 
     def _serve(self, batch: Entry) -> None:
-        """Goes on with a batch until it is over, or has to wait. ModelError where nothing can be answered: what is in
-        progress goes on once the model is mended."""
+        """Goes on with a batch until it is over, or has to wait. ModelError where no request can be answered: the
+        batch goes on once the model is mended."""
         try:
             end = batch.get("_end") or self._ended(batch)
             if end is None:
@@ -292,8 +292,8 @@ class Worker:
         batch["forecast"] = {**said, "left": None, **forecast.to_json(summary.seconds)}
 
     def _tell_waiting(self, runs: Entry, ends: Percentiles | None, forecast: Forecast, form: RequestFormat) -> None:
-        """Says of the batches behind the one that `runs` when they begin and end: those for the same model, up to the
-        first of which nothing is known. Each file is looked at once, and few at a time."""
+        """Tells when the batches behind the one that `runs` begin and end: batches for the same model, up to the first
+        without an estimate. Each file is looked at once while one batch runs, and few at a time."""
         begun, queue = time.monotonic(), self._desk.queue(self._loaded if self._by_model else None)
         for batch in queue:
             if batch is runs or ends is None:
@@ -329,7 +329,7 @@ class Worker:
         )
 
     def _stop(self, batch: Entry, end: str) -> None:
-        """What was not answered gets an error line; what was stays."""
+        """Writes an error line for each unanswered request; answers stay."""
         desk, folder = self._desk, self._desk.folder_of(batch)
         path = desk.content(batch["input_file_id"])
         if not (folder / f"{OUTPUT}.journal").exists():

@@ -82,8 +82,8 @@ def _write(fd: int, data: bytes, last: bool = False) -> None:
 
 
 class FormReader:
-    """What the parser of a form calls: the `fields` that came, the `filename` of the file, None where there was none,
-    and the bytes of it that are `waiting` to be written."""
+    """The callbacks of a form's parser, and their results: `fields`, the `filename` of the file, None where there was
+    none, and its bytes that are `waiting` to be written."""
 
     def __init__(self, most: int) -> None:
         self.fields: dict[str, str] = {}
@@ -129,7 +129,7 @@ class FormReader:
             if self.filename is not None:
                 raise ApiError(400, "the form has two files", "file")
             shown = options.get(b"filename", b"").decode("utf-8", "replace")
-            # A name and nothing else: what is before a slash of either kind is of the client's machine.
+            # The name alone: a path before it, with slashes of either kind, is of the client's machine.
             self.filename = shown.replace("\\", "/").rpartition("/")[2][:_LONGEST_NAME] or "upload"
         else:
             self._name = name

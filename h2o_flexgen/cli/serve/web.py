@@ -112,7 +112,7 @@ def _key_of(header: str, *, basic: bool) -> bytes:
 
 
 class _Service:
-    """What each path answers."""
+    """The handlers of all paths."""
 
     def __init__(self, arguments: ServeArguments, desk: Desk, live: LiveRequests) -> None:
         self._models, self._called, self._most = list(arguments.models), arguments.called, arguments.max_file
@@ -238,7 +238,7 @@ def _streams(body: Mapping[str, Any]) -> tuple[bool, bool]:
 
 
 def _left_text(batch: Mapping[str, Any]) -> str:
-    """How long a batch takes, in words; nothing where that is not known, or it is over."""
+    """How long a batch takes, in words; empty where that is not known, or the batch is over."""
     told = {name: Percentiles(**each) for name in ("starts", "left") if (each := (batch["forecast"] or {}).get(name))}
     if "left" not in told or batch["status"] not in UNFINISHED:
         return ""
@@ -247,7 +247,7 @@ def _left_text(batch: Mapping[str, Any]) -> str:
 
 
 async def _or_gone(waited: Awaitable[LiveEvent], request: Request, asked: LiveRequest) -> LiveEvent | None:
-    """What is waited for; None once the client has gone."""
+    """The event that is `waited` for; None once the client has gone, and `asked` is marked so."""
     task = asyncio.ensure_future(waited)
     gone = asyncio.ensure_future(_gone(request.receive))
     try:

@@ -2,7 +2,7 @@
 
 Rows with a common prefix are neighbours (`shared_first`), so that their prompts form a tree, which is computed depth
 first: a segment that several rows continue, or that is one part of a long prompt, leaves its keys and values on a
-*path*; what follows attends to the path and to itself. The path holds no more than one prompt.
+*path*; tokens that follow attend to the path and to themselves. The path holds no more than one prompt.
 
 Segments that a store of prefixes has are *held*: they go onto the path without being computed. Segments that several
 rows share, in this block or over blocks, are stored.
@@ -187,7 +187,7 @@ def segments_of(
 
     A segment has at most `chunk` tokens per row. A path may reach from one GPU batch into the next. share: whether
     equal tokens have equal keys; if not, only long prompts are cut. own: the length of each row's prompt, if more
-    tokens follow it, which are not shared. prefixes: what a store has for the rows."""
+    tokens follow it, which are not shared. prefixes: pieces of the rows' prompts that a store has."""
     prompts = [ids for batch in batches for ids in batch]
     ends = [len(ids) for ids in prompts] if own is None else own
     batch_of = [index for index, batch in enumerate(batches) for _ in batch]
@@ -256,7 +256,7 @@ def chunks_of(segments: Sequence[PromptSegment], chunk: int) -> list[PromptChunk
     chunks: list[PromptChunk] = []
     for segment in segments:
         last = chunks[-1] if chunks else None
-        # What is held is at hand only in a chunk that has tokens.
+        # Held segments are at hand only in a chunk that has tokens.
         if last is None or (segment.stop - last.start > chunk and last.stop > last.start):
             chunks.append(PromptChunk(segment.start, segment.stop, (segment,)))
         else:

@@ -42,7 +42,7 @@ class LateRows(Protocol):
 
 
 class Newcomers:
-    """The late rows of one call. Those that join are added to its unfinished sequences `running`; none joins once the
+    """The late rows of one call. Rows that join are added to its unfinished sequences `running`; none joins once the
     call's own are all finished."""
 
     def __init__(self, source: LateRows | None, running: dict[int, Sequence]) -> None:

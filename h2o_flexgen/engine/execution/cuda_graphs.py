@@ -182,7 +182,7 @@ class DecodeGraphs:
         """Steps launched as a whole."""
 
     def step(self, gpu_batch: GpuBatch) -> Launched | None:
-        """Launches the whole step of a GPU batch. None: nothing was done, go unit by unit."""
+        """Launches the whole step of a GPU batch. None: none was launched, go unit by unit."""
         if gpu_batch.kept is not None:
             self._forget(gpu_batch)
         steady = self._gpu_batches.setdefault(gpu_batch.index, _Steady())

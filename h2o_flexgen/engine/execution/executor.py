@@ -219,8 +219,8 @@ class Executor:
         return self._sampler.take(gpu_batch.rows, *outcome())
 
     def _launcher(self) -> Callable[[GpuBatch], Launched | None] | None:
-        """What launches a decode step as a whole, None where it has to be left to the ticks: steps that move nothing,
-        without a trace or `--check-finite`."""
+        """The function that launches a decode step as a whole, None where the ticks have to run it: among others
+        where steps move data between tiers, with a trace, and with `--check-finite`."""
         device, first = self._gpu_batches[0].device, self._all_stages[0]
         moves = first.loaded.weights.streamed or first.caches.moves or first.hidden.moves
         can = self._passes is None and recordable(

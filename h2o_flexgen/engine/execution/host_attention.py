@@ -186,7 +186,7 @@ class HostAttention:
         self._prompts.until(cache.filling)
 
     def close(self) -> None:
-        """Releases all memory. Nothing may be under way."""
+        """Releases all memory. No copy and no attention may be under way."""
         self._late.clear()
         self._resources.close()
 

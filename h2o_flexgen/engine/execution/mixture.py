@@ -99,7 +99,7 @@ class Mixture:
         self._decoder.add_experts(x, out, self._choices, places, weights, self._most)
 
     def made(self, gpu_batch: GpuBatch) -> Tensor | None:
-        """The results for the GPU batch's tokens (T, H), once; None: nothing new."""
+        """The results for the GPU batch's tokens (T, H), once; None if none are pending."""
         out = self._pending.pop(gpu_batch.index, None)
         if out is not None:
             self._x = self._out = None

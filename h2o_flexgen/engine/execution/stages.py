@@ -62,7 +62,7 @@ class ActivationTransfer:
         buffer, ticket, shape = self._arrivals.pop(gpu_batch.index)
         ticket.wait_on_device()
         gpu_batch.hidden = typed(buffer, shape, self._dtype).clone()
-        # Whatever lands there next starts behind this: a copy waits for what was computed when it was asked for.
+        # The next copy into this buffer starts behind the clone: it waits for all computes that were issued before it.
         self._landing.append(buffer)
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class Stage:
             self.host.finish(gpu_batch)
 
     def load_hidden(self, gpu_batch: GpuBatch) -> None:
-        # Those that wait for host attention were not stored.
+        # Hidden states that wait for host attention were not stored.
         if self.host is None or not self.host.pending(gpu_batch):
             self.hidden.load(gpu_batch)
 

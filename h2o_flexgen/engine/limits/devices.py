@@ -275,7 +275,7 @@ def gpu_limit(gpu: Device, asked: int | None, held: int = 0) -> Limit:
 
 
 def require_threads() -> None:
-    """UsageError in a process that was forked from one with an engine, whose OpenMP threads stayed behind: what is for
+    """UsageError in a process that was forked from one with an engine, whose OpenMP threads stayed behind: work for
     several threads would wait for them for ever."""
     if _makers - {os.getpid()} and torch.get_num_threads() > 1:
         raise UsageError(

@@ -57,7 +57,7 @@ class OomRetry:
                 return planner(replace(smaller, fixed=fixed))
             except PlanError as error:
                 if not self._tried:
-                    # The lesson was another call's. What fits its memory is not known to fail.
+                    # The caps are of an earlier call: a plan within the request's own is not known to fail.
                     self._caps.clear()
                     return planner(request)
                 raise self._given_up(str(error).partition("\n")[0]) from error

@@ -90,7 +90,7 @@ class WorkCounter:
                 continue
             self._work.decode.cache_tokens[caches.window, caches.device] += layers * attended
             self._move(self._work.decode, caches, layers * (attended - steps), inward=True)
-            # What the last step adds is read by no step.
+            # The keys and values of the last step are read by no step.
             self._move(self._work.prefill, caches, layers * kept, inward=False)
             self._move(self._work.decode, caches, layers * (steps - 1), inward=False)
 

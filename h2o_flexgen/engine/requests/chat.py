@@ -37,7 +37,7 @@ _SETTINGS = (
 )
 """Arguments of rendering itself, which no template may be given."""
 
-_CHARACTERS, _SURELY = 8, 1.25  # for each token of the context; what a text is cut within may have a few tokens more
+_CHARACTERS, _SURELY = 8, 1.25  # for each token of the context; the word at the cut may take a few tokens more
 
 
 def chat_prompts(

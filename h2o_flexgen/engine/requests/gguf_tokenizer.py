@@ -241,7 +241,7 @@ def _add_tokens(tokenizer: Any, read: _Metadata, special: Mapping[str, str]) -> 
 
     whole = {token: True for token in (*of(_CONTROL), *special.values())}
     whole |= {token: False for token in of(_USER_DEFINED) if token not in whole}
-    # What is no token under its own spelling would become one with a new id.
+    # A text that is no token under its own spelling would become one with a new id.
     there = {token: its for token, its in whole.items() if tokenizer.token_to_id(token) is not None}
     # Phi-3's marks of turns take with them the line that a template ends after them.
     phi3 = read.architecture == "phi3" and read.value("model", "", "a text") == "llama"

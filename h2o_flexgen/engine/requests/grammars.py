@@ -98,7 +98,7 @@ class Grammars:
 
 
 def _why(error: RuntimeError) -> str:
-    """What the library says, behind the place in its own source."""
+    """The library's message, without the place in its own source before it."""
     return str(error).strip().splitlines()[-1].rsplit(".cc:", 1)[-1].partition(": ")[2] or str(error)
 
 

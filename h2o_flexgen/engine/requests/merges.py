@@ -1,6 +1,6 @@
 """The merges of a vocabulary that comes without them: every way to make a token of two others.
 
-Those of a large vocabulary take seconds to find: they are kept in the user's cache folder by its content.
+The merges of a large vocabulary take seconds to find: they are kept in the user's cache folder, by its content.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _VERSION = 1
 
 
 def merges_of(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
-    """All pairs of `tokens`, no two of which are equal, that make up a token: those of the highest score first.
+    """All pairs of `tokens`, no two of which are equal, that make up a token, in the order of its score, highest first.
 
-    Of those with the same score, the pair with the longest first half goes first, then that with the longest second.
+    Of equal scores the pair with the longest first half goes first, then the one with the longest second half.
     """
     kept = _kept(tokens, scores) if len(tokens) >= _LARGE else None
     pairs = None if kept is None else _read(kept, len(tokens))

@@ -328,7 +328,7 @@ def _budget(eviction: EvictionConfig, prompt_len: int, gen_len: int, ranges: tup
 
 @lru_cache(64)
 def _eos(given: int | tuple[int, ...] | None, own: tuple[int, ...]) -> frozenset[int]:
-    """Tokens that end a sequence: those that are given, else the model's `own`."""
+    """Tokens that end a sequence: the `given` ones, else the model's `own`."""
     eos = own if given is None else given
     return frozenset((eos,) if isinstance(eos, int) else eos)
 

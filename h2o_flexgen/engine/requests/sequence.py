@@ -17,7 +17,7 @@ from h2o_flexgen.errors import required
 
 FinishReason = Literal["stop", "length", "error"]
 Fault = Literal["settings", "response_format", "numbers"]
-"""What made a sequence fail: what was asked of it, or numbers of the model that are not finite."""
+"""Why a sequence failed: its settings, its response format, or numbers of the model that are not finite."""
 Processor = Callable[[Tensor, Tensor], Tensor]
 """(ids so far (1, n) int64, scores (1, vocab) float32) to scores: the protocol of transformers' logits processors."""
 Criterion = Callable[[Tensor, Any], Any]
@@ -161,7 +161,7 @@ class Sequence:
         return self.fed[self._taken - 1] if self._taken else self.prompt_ids[-1]
 
     def take_fed(self) -> bool:
-        """Takes the next token of `fed`, if there is one; nothing is sampled then."""
+        """Takes the next token of `fed`; False if there is none, so that one is sampled."""
         waiting = self._taken < len(self.fed)
         self._taken += waiting
         return waiting
@@ -183,7 +183,7 @@ class Sequence:
             self.dropped.append(self._folding)
             self._folding = None
         if fold is not None and sampled and token == fold.trigger:
-            # Step n takes token n of the answer in; what is kept follows the trigger.
+            # Step n reads token n of the answer; the tokens of `keep` follow the trigger.
             self._folding = Dropped(prompt + self._thought, prompt + count, count + len(fold.keep))
             self.given = [*fold.keep, *fold.then]
             self._thought = count + len(self.given)

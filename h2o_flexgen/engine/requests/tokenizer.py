@@ -379,7 +379,7 @@ def _warn_of_others(folder: Path, tokenizer: Any) -> None:
     settings = read_json(folder / "tokenizer_config.json")
     told = any(settings.get(f"add_{word}_token") is not None for word in ("bos", "eos"))
     for text in _PROBES:
-        # What special tokens are added may be told beside tokenizer.json, how words are cut may not.
+        # Added special tokens may be named beside tokenizer.json; how words are cut stands in it alone.
         for special in (False,) if told else (False, True):
             ids = list(tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
             other = list(stored.encode(text, add_special_tokens=special).ids)

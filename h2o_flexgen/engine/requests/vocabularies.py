@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 
 class Vocabulary(NamedTuple):
-    """`patterns`: what is found is a word, and so is what is left between. `whole`: a word that is a token is taken
+    """`patterns`: each match is a word, and so is the text between two. `whole`: a word that is a token is taken
     before any merges. `bos`: BOS starts a text unless the file says otherwise."""
 
     patterns: tuple[str, ...]

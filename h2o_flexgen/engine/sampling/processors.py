@@ -1,7 +1,7 @@
 """From logits to the next token: the processors of transformers' `generate`, in its order.
 
 The usual ones are plain torch and serve all rows with equal settings together; the rare ones are transformers' own
-classes, row by row. Nothing here waits for the device.
+classes, row by row. Choosing by the usual ones (`Group`) does not wait for the device.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ def _corrections(row: Sequence, context: list[int], made: Made, device: torch.de
 
 
 def _shaping(params: SamplingParams, device: torch.device) -> Iterator[LogitsStep]:
-    """The last processors: those of sampling, which always leave a token, and normalisation."""
+    """The last processors: sampling, which always leaves a token, and normalisation."""
     if params.do_sample:
         yield from _warpers(params, device)
     if params.renormalize_logits:
@@ -331,6 +331,6 @@ def top_p(mass: float, scores: Tensor) -> Tensor:
 
 
 def min_p(share: float, scores: Tensor) -> Tensor:
-    """Those of `scores` (b, vocab) that are at least `share` times as likely as the likeliest."""
+    """The `scores` (b, vocab) of tokens at least `share` times as likely as the likeliest; -inf for the others."""
     probabilities = scores.softmax(-1)
     return scores.masked_fill(probabilities < share * probabilities.amax(-1, keepdim=True), NOTHING)

@@ -180,7 +180,7 @@ class _Loading:
         self._swap = experts_swap(plan.request.spec, self._where, plan.request.compute_tier)
         self._groups, units = plan.request.spec.weight_groups, plan.request.spec.units
         self.stages = plan.request.stages
-        # The weight groups that each stage uses; those of tied embeddings are at both ends.
+        # The weight groups that each stage uses; tied embeddings are at both ends.
         self._keys = [
             {key for unit in stage for key in (units[unit].weights, *units[unit].experts)} for stage in self.stages
         ]
@@ -209,7 +209,7 @@ class _Loading:
         return tiers
 
     def fill_memory(self, stages: SequenceOf[Tiers], copies: CopyEngine) -> list[dict[str, WeightLocation]]:
-        """The groups in memory, stage by stage; those on the host are shared. copies: reads packed files."""
+        """The groups in memory, stage by stage; groups on the host are shared. copies: reads packed files."""
         locations: list[dict[str, WeightLocation]] = [{} for _ in stages]
         groups = [group for group in self._groups if self._where[group.key] != "disk"]
         total, done = sum(group.nbytes(self._dtype) for group in groups), 0

@@ -36,7 +36,7 @@ class SuitePolicy:
     name: str
     settings: tuple[tuple[str, Any], ...] = ()
     budgets: tuple[float, ...] = ()
-    """The shares that it is measured at; none: those of the suite."""
+    """The shares that it is measured at; if empty, the suite's."""
 
     @classmethod
     def from_json(cls, data: Any) -> SuitePolicy:
@@ -72,7 +72,7 @@ class SuitePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """What a file of configs/eval holds: every policy at every budget on every model, by every task.
+    """The measurements of a file of configs/eval: every policy at each of its budgets, on every model, by every task.
 
     The full cache is measured first, whether it is listed or not. Relative files are looked for beside the suite's.
     """
@@ -185,7 +185,7 @@ def run_suite(
 def _measured(
     cell: Mapping[str, Any], task: Measured, llm: LLM, foresight: Foresight | None, full: Mapping[str, Figures]
 ) -> list[SuiteRecord]:
-    """The records of one task; `cell`: what is known of them beforehand."""
+    """The records of one task; `cell`: their fields that are known beforehand."""
     started = time.perf_counter()
     figures = task.run(llm, foresight, full)
     seconds = round(time.perf_counter() - started, 2)

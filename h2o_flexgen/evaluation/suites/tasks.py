@@ -43,7 +43,7 @@ _PLACES = ("cabinet", "barn", "gate", "office", "bridge", "desk", "locker", "gar
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteTask(Checked, KeptAsJson):
-    """What is measured, and of how much. Raises UsageError for values that make no sense.
+    """One measurement of a suite, and its size. Raises UsageError for values that make no sense.
 
     perplexity: `cases` windows of `text`, `context` tokens read and evicted from, `continuation` more scored. recall:
     `cases` questions of a file. keys: one of `keys` facts, at each of `depths` in passages of each of `lengths`
