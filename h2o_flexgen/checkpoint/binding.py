@@ -87,7 +87,7 @@ def merged(spans: Iterable[Range]) -> list[Range]:
 class Binding:
     """The tensors that the model of `spec` needs, to be compared with the tables of its files; notes every difference.
 
-    `quantization`: what config.json says of packed matrices; None: there are none.
+    `quantization`: the description of packed matrices in config.json; None: there are none.
     `tied_copy`: the output head that a tied model's checkpoint holds besides its token embedding, once bound.
     """
 
@@ -178,8 +178,8 @@ class Binding:
         return self._tables[self._where[stored][0]][stored]
 
     def _claim_packed(self, lost: set[str]) -> set[str]:
-        """Give quantised matrices to the canonical tensors that they hold: the names of the tensors that they are
-        stored as. `lost`: those that are in files already reported."""
+        """Give quantised matrices to the canonical tensors that they hold; returns the names of the tensors that they
+        are stored as. `lost`: names of tensors in files already reported."""
         packed, where = set[str](), self._where
         if self._quantization is None:
             return packed

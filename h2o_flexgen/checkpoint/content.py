@@ -1,4 +1,4 @@
-"""What a checkpoint is by its content, wherever it lies, whatever its files are called, whenever they were written."""
+"""Digests of a checkpoint's content: the same in any folder, with any names and times of its files."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def strict_json(text: bytes) -> Any:
 
 
 def json_of_model(path: Path, parse_float: Callable[[str], float] | None = None) -> Any:
-    """What a file of JSON holds, which may begin with a byte order mark. ModelError where it cannot be read."""
+    """The value of a file of JSON, which may begin with a byte order mark. ModelError where it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"), parse_float=parse_float)
     except (OSError, ValueError, RecursionError) as error:

@@ -106,8 +106,8 @@ def resolve_model(
 
     A .gguf file is a model, and so is a folder with one of them and no other weights. `path` is a folder of
     models to look in, and then the only place besides the cache. The network is asked last, and never for a folder,
-    with `path`, or with `offline` (default: what HF_HUB_OFFLINE says). Without `need_weights` the sizes are enough,
-    which are built in for well-known models. Nothing is ever executed, whatever config.json names.
+    with `path`, or with `offline` (default: as HF_HUB_OFFLINE says). Without `need_weights` the sizes are enough,
+    which are built in for well-known models. No code of a model is ever executed, even if config.json names some.
 
     Raises ModelError that says where was looked and what to do, within seconds on a machine without a network, and
     StorageError where the disk is full.
@@ -288,7 +288,7 @@ def download(repo: str, revision: str | None, weights: bool) -> Path:
     """Fetch `repo` into the cache, with a progress bar, and return its snapshot.
 
     Of the weights (if `weights`) the safetensors files are taken, .bin files only where there are none of those, and of
-    an index the files that it names. What is there already is not fetched again. HubFailure when the hub cannot be
+    an index the files that it names. Files in the cache are not fetched again. HubFailure when the hub cannot be
     reached or has no such model, ModelError for an index that cannot be used, StorageError when the disk is full.
     """
     from huggingface_hub import HfApi, constants, snapshot_download

@@ -64,7 +64,7 @@ def ensure_packed(
     progress: Callable[[int, int], None] = lambda done, total: None,
     reserve: int = 0,
 ) -> dict[str, PackedUnit]:
-    """The packed files of `groups` in `dtype` by group key: those that earlier runs made, and missing ones made now.
+    """The packed files of `groups` in `dtype` by group key: files of earlier runs, and missing ones made now.
 
     Waits for another run that is packing the same weights. Takes one buffer of the largest group to be packed, and no
     page cache. `progress` hears of the bytes packed so far, and of all to be packed.
@@ -109,7 +109,7 @@ def ensure_packed(
 
 
 def packed_bytes(source: WeightSource, dtype: str, folder: Path) -> int:
-    """Bytes that earlier runs packed of `source` in the offload folder `folder`; nothing is made or locked.
+    """Bytes that earlier runs packed of `source` in the offload folder `folder`, without making or locking any file.
 
     0 where the folder cannot be read: `ensure_packed` says why.
     """
@@ -143,7 +143,7 @@ def _fill(layout: UnitLayout, buffer: torch.Tensor, source: WeightSource) -> Non
 
 
 class _Folder:
-    """The files of one packed folder, whose lock is held. What the manifest does not name is removed."""
+    """The files of one packed folder, whose lock is held. Files of ours that the manifest does not name are removed."""
 
     def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
         self._path, self._identity = path, dict(identity)
@@ -202,7 +202,7 @@ class _Folder:
         return found
 
     def _read_manifest(self) -> dict[str, dict[str, Any]]:
-        """Group key -> record. Nothing, with a notice, where the manifest is torn or of something else."""
+        """Group key -> record. Empty where the manifest is missing or, with a notice, torn or of other weights."""
         path = self._path / _MANIFEST
         try:
             file = CheckpointFile(str(path))

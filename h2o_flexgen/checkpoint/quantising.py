@@ -139,7 +139,7 @@ def kept_importance(
 
 
 def _read(path: Path, spec: ModelSpec) -> dict[str, Tensor] | None:
-    """What an earlier run has left; None where that is nothing, or not what it should be."""
+    """The tensors that an earlier run has left; None where it left none, or they do not fit `spec`."""
     wanted = {each.name: each.shape for group in spec.weight_groups for each in group.tensors}
     try:
         found = torch.load(path, weights_only=True)

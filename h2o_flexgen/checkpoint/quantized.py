@@ -36,7 +36,7 @@ PART_NAMES = (
 )
 """The names in their module of the tensors that a quantised matrix may be stored as."""
 PACKED_DTYPES = ("float8_e4m3fn", "int8")
-"""Those of a weight that is not what it stands for."""
+"""The dtypes of weights that are stored as codes, to be multiplied by scales."""
 _FLOATS = ("float16", "bfloat16", "float32")
 _BLOCK = 4 << 20  # bytes that are read and converted at once
 
@@ -132,7 +132,7 @@ class StoredMatrix:
                 at += stop - start
 
     def _shifted(self, codes: Array) -> Array:
-        """Unsigned codes of 8 bits as int8 has them, in bytes; those of 4 bits are unsigned here too."""
+        """Unsigned codes of 8 bits as int8 has them, in bytes; codes of 4 bits are unsigned here too."""
         return codes ^ np.uint8(128) if self.scheme.levels == "int8" else codes
 
     def _shifted_zeros(self, zeros: Array) -> Array:
@@ -170,7 +170,7 @@ class _Gptq(StoredMatrix):
     def zeros(self, read: Read, outputs: Array) -> Array:
         bits = self.scheme.bits
         zeros = _unpacked(read("qzeros").view(np.uint8), bits)[:, outputs].T
-        # Some programs say that they subtracted one and did not: those of symmetric matrices show it.
+        # Some programs say that they subtracted one and did not: zero points of symmetric matrices show it.
         if not (self.scheme.symmetric and (zeros == 1 << (bits - 1)).all()):
             zeros = (zeros + np.uint8(self.scheme.zero_step)) & np.uint8((1 << bits) - 1)
         return self._shifted_zeros(zeros)

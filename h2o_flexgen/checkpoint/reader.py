@@ -53,8 +53,8 @@ def open_checkpoint(
 
     `names`: canonical name -> the tensors of a checkpoint, or rows of them, that it may be; one of them must be there.
     Tensors that match one of the patterns `ignored` (searched for, as re.search does) are left alone. `quantization`:
-    what config.json says of packed matrices. Links to files elsewhere are followed, as the Hugging Face cache needs it.
-    Takes no weight memory.
+    the description of packed matrices in config.json. Links to files elsewhere are followed, as the Hugging Face cache
+    needs it. Takes no weight memory.
 
     Raises ModelError with the complete list of what is wrong: missing, doubled, unknown, misshapen or unusable tensors,
     rows of them that are no part of the model, missing or foreign files, damaged ones, a tied output head that is not
@@ -113,7 +113,7 @@ class CheckpointSource(FileSource):
     def __init__(
         self, tensors: Mapping[str, FoundTensor], files: Sequence[CheckpointFile], method: str | None = None
     ) -> None:
-        """`method`: what quantised the packed ones."""
+        """`method`: by which the packed tensors were quantised."""
         super().__init__(files)
         self._tensors = dict(tensors)
         self.packings = {name: each.packing for name, each in tensors.items() if isinstance(each, PackedTensor)}
@@ -302,8 +302,8 @@ class ChunkReader:
         requests, itemsize = requests_for(tensor.runs, CHUNK - CHUNK % whole), torch_dtype(tensor.dtype).itemsize
 
         def place(number: int) -> int:
-            # Chunks lie in their pages as they do in the file's, so that whole pages are read in place. What starts at
-            # an odd byte cannot lie so and be a float tensor too: such reads take a detour.
+            # Chunks lie in their pages as they do in the file's, so that whole pages are read in place. Chunks from
+            # an odd byte on cannot lie so and be a float tensor too: such reads take a detour.
             offset = requests[number].offset
             return offset % PAGE if offset % itemsize == 0 else 0
 

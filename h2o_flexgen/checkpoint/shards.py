@@ -118,7 +118,7 @@ def _say_none(names: list[str], problems: Problems) -> None:
 
 
 def other_layout(names: Iterable[str]) -> str:
-    """What a folder without a checkpoint of ours is, where the names of its files tell; else empty."""
+    """The description of a folder without a checkpoint of ours, where the names of its files tell; else empty."""
     names = list(names)
     if "adapter_config.json" in names or any(name.startswith("adapter_model.") for name in names):
         return (

@@ -137,4 +137,4 @@ class DummySource(WeightSource):
             done, start = done + taken, 0
 
     def close(self) -> None:
-        """Nothing is open."""
+        """No file is open."""

@@ -12,7 +12,7 @@ Range = tuple[int, int]
 """[start, stop)"""
 
 LAYER = re.compile(r"((?:.*\.)?layers\.)(\d{1,6})\.")
-"""The name of a layer's tensor: what comes before the layer's number, and that."""
+"""The name of a layer's tensor: the part before the layer's number, and the number."""
 
 
 class Wanted:

@@ -36,7 +36,7 @@ class Budget:
     """The budget without spans. If it is set, `spans` cover the whole prompt, each span has a share of this budget, and
     the policy chooses within a span as if it were the prompt."""
     parts: tuple[Budget, ...] = ()
-    """Those of the heads that look near and of those that look far, where a layer has both. This is then their mean."""
+    """The budgets of heads that look near and of heads that look far, where a layer has both. This is their mean."""
 
     def part(self, index: int) -> Budget:
         """The budget of one of a layer's two kinds of heads."""

@@ -122,14 +122,14 @@ def no_number(word: str) -> float:
 
 
 def json_fault(error: Exception) -> str:
-    """What is wrong in a line of JSON, and where; Python would count lines within it."""
+    """The error in a line of JSON, with its column; Python would count lines within it."""
     if not isinstance(error, json.JSONDecodeError):
         return str(error)
     return f"{error.msg}: column {min(error.pos, len(error.doc.rstrip())) + 1}"
 
 
 def json_file(path: str | Path, called: str, needed: str) -> Any:
-    """What a file of JSON holds. UsageError, naming the file as it is `called`, where it cannot be read as such."""
+    """The value of a file of JSON. UsageError, naming the file as it is `called`, where it cannot be read as such."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -190,7 +190,7 @@ class Checked:
     CALLED: ClassVar[str] = ""
     """How messages call a field, "{}" being its name; by its flag where they say nothing else, and it has one."""
     FIELD: ClassVar[str] = ""
-    """What messages call any field."""
+    """How messages call any field."""
 
     def __new__(cls, *values: Any, **options: Any) -> Self:
         names: Mapping[str, Any] = cls.__dataclass_fields__  # type: ignore[attr-defined]
@@ -238,7 +238,7 @@ class KeptAsJson:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """What `to_json` was called of; unknown keys raise UsageError with a suggestion."""
+        """The object whose `to_json` is `data`; unknown keys raise UsageError with a suggestion."""
         return made_of(cls, data)
 
 
@@ -268,7 +268,7 @@ def plain(value: Any, where: str = "", owner: str = "") -> Any:
 
 
 def made_of(cls: type[T], data: Any, *, derived: tuple[str, ...] = ()) -> T:
-    """What `plain` made `data` of, by types of the fields of `cls`; `derived` as in `known_keys`, besides DERIVED."""
+    """The `cls` of which `plain` made `data`, by types of its fields; `derived` as in `known_keys`, besides DERIVED."""
     kinds = _kinds(cls)  # type: ignore[arg-type]
     if len(kinds) == 1:
         return cls(data)  # type: ignore[call-arg]

@@ -81,7 +81,7 @@ class EvictionConfig(Checked, KeptAsJson):
     seed: Natural = 0
     """Of the random policy."""
     token_bytes: tuple[int, int, int] = (1, 1, 0)
-    """Of a token in all caches, and in 16 bits, and those beside all tokens: what makes tokens of a share of bytes."""
+    """Bytes of a token in all caches, and in 16 bits, and beside all tokens; they turn a share of bytes into tokens."""
     window_bytes: tuple[tuple[int, int, int], ...] = ()
     """Of each window that layers have, the narrowest first: the tokens that one of these layers holds at most, and the
     bytes of a token in them all, and in 16 bits."""
@@ -231,10 +231,10 @@ class EvictionConfig(Checked, KeptAsJson):
     def by_layer(
         self, windows: Sequence[int | None], prompt_len: int, gen_len: int, spans: Sequence[Range] = ()
     ) -> tuple[Budget, ...]:
-        """The budget of each layer, within its window; together they hold what they would hold if all had the same.
+        """The budget of each layer, within its window; together they hold as many tokens as if all had the same.
 
-        Where it is not split evenly a layer's total is rounded down, and the first layers get a token more each. What
-        a layer cannot use goes to the others.
+        Where it is not split evenly a layer's total is rounded down, and the first layers get a token more each. Tokens
+        that a layer has no use for go to the others.
         """
         budget, length = self.resolve(prompt_len, gen_len), prompt_len + gen_len
         how = self.how_layers_share
@@ -264,7 +264,7 @@ class EvictionConfig(Checked, KeptAsJson):
         for total, window, sees_all in zip(totals, windows, far, strict=True):
             recent = budget.recent if how == "pyramid" and budget.heavy else None
             if halved and sees_all and differ:
-                # What is newest is for layers with a window: these are there for what lies far back.
+                # The newest tokens are for layers with a window: these layers are for tokens far back.
                 own = self._divided(total, prompt_len, gen_len)
                 asked = self.recent is not None or self.recent_ratio is not None or not self.split.takes_recent
                 recent = None if asked or own.full or not own.heavy else min(own.recent, FAR_RECENT)
@@ -390,7 +390,7 @@ def _place(value: object, needed: str) -> int | tuple[int, int]:
 
 
 def _of_layer(heads: Sequence[Budget], far: Sequence[bool]) -> Budget:
-    """The budget of a layer of these heads; those that look far have the same one, and so have the others."""
+    """The budget of a layer of these heads; heads that look far have the same one, and so have the others."""
     near = min((each for each, looks in zip(heads, far, strict=True) if not looks), key=_total, default=None)
     most = min((each for each, looks in zip(heads, far, strict=True) if looks), key=_total, default=None)
     if near is None or most is None:

@@ -114,9 +114,9 @@ def add_arguments(
 
 
 def from_namespace(cls: type[T], namespace: argparse.Namespace, *, defaults: Mapping[str, Any] | None = None) -> T:
-    """The `cls` that the parsed flags describe; what was not typed comes from `defaults`, else from the fields.
+    """The `cls` that the parsed flags describe; other fields come from `defaults`, else from the fields' own defaults.
 
-    Raises what `cls` raises for values that make no sense, UsageError, and warns as it does: of flags, not of fields.
+    Raises UsageError as `cls` does for values that make no sense, and warns as it does: of flags, not of fields.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

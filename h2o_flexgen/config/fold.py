@@ -11,7 +11,7 @@ from h2o_flexgen.errors import UsageError
 
 @dataclass(frozen=True)
 class Fold(Checked):
-    """What becomes of a thought when the token `trigger` has been generated behind it.
+    """How a thought is folded away when the token `trigger` has been generated behind it.
 
     The answer goes on with the tokens `keep` and then with those of `then`, which are given instead of sampled. Once
     the last one of `keep` has attended to the thought, all that was generated since the prompt, or since the last fold,

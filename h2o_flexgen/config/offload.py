@@ -36,7 +36,7 @@ class Kernels(StrEnum):
 
     @classmethod
     def of(cls, compute_tier: str, *, emulated: bool, triton: bool) -> Kernels:
-        """Those of a compute tier, "gpu" or "cpu". `triton`: whether it serves the GPU, where there is a real one."""
+        """The kernels of a compute tier, "gpu" or "cpu". `triton`: whether it serves the GPU, where one is real."""
         if compute_tier == "cpu" or emulated:
             return cls.CPU
         return cls.TRITON if triton else cls.TORCH
@@ -55,7 +55,7 @@ class Kernels(StrEnum):
         """Float32 attention logits of prompts alive at once: of 16 queries, or so many where these have fewer.
 
         On a CPU 4 MiB, which stay in its caches. On a GPU 64 MiB, so that the kernels that torch starts on them take
-        longer than starting them; what those take in all is some 14 bytes for each. Triton's kernels write none.
+        longer than starting them; in all they take some 14 bytes for each logit. Triton's kernels write none.
         """
         return 1 << 24 if self is Kernels.TORCH else 1 << 20
 
@@ -199,7 +199,7 @@ class OffloadPolicy(Checked, KeptAsJson):
         return cls(**placements, **others)
 
     def with_gpu_as_cpu(self) -> OffloadPolicy:
-        """The same policy on a machine without a gpu tier: what was to be there is on cpu."""
+        """The same policy on a machine without a gpu tier: the shares of gpu are on cpu."""
 
         def moved(shares: Mapping[str, float]) -> Shares:
             return Shares({"cpu": shares["gpu"] + shares["cpu"], "disk": shares["disk"]})

@@ -19,8 +19,8 @@ K = TypeVar("K", bound=Hashable)
 class Placement:
     """The tier of every weight group (by key), of every cache (by layer and GPU batch) and of every GPU batch.
 
-    slots: the size of a row's cache, layer by layer, in any unit: those of windowed layers are smaller. None given: all
-    are alike.
+    slots: the size of a row's cache, layer by layer, in any unit: windowed layers have smaller ones. Empty: all are
+    alike.
     """
 
     weights: Mapping[str, str]

@@ -18,8 +18,8 @@ RecallTier = Literal["cpu", "disk"]
 EVERY = 4
 """Steps of a row from one look through what is away to the next, unless asked for."""
 FIRST = 16
-"""A row's first steps, each of which looks: what a question asks for is away when it comes, and does not come back at
-one look."""
+"""A row's first steps, each of which looks: tokens that a question needs are away when it comes, and do not all come
+back at one look."""
 STATIC = 4
 """First tokens that never leave, unless asked for."""
 INDEX_BITS = 4
@@ -87,9 +87,9 @@ class Reading(NamedTuple):
     """Of the most that may be read: each head its own tokens, as many as may come back. None: not known."""
 
     def tokens(self, budget: Budget, window: int | None, before: int) -> float:
-        """Those, of all heads, that one look of a row reads from its shelf, as planned: see `coming_back`. From disk
-        come the pages of every token that any head wants; where the share is not known, as if all came back that may,
-        and each head chose by itself among those that are away."""
+        """Tokens, of all heads, that one look of a row reads from its shelf, as planned: see `coming_back`. From disk
+        come the pages of every token that any head wants; where the share is not known, as if as many came back as may,
+        and each head chose by itself among all that are away."""
         back = coming_back(budget, window, before)
         if self.share is not None:
             return self.share * back * (self.heads if self.tier == "disk" else 1)

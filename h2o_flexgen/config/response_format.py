@@ -1,7 +1,7 @@
 """The form that a sequence's text must have: any text, a JSON object, JSON that a schema describes, or calls of tools.
 
-The form is OpenAI's `response_format`. A schema is followed exactly or refused: what the grammar library cannot express
-(xgrammar 0.2 takes `not`, `contains` and others and ignores them) is refused by name here.
+The form is OpenAI's `response_format`. A schema is followed exactly or refused: keywords beyond the grammar library
+(xgrammar 0.2 takes `not`, `contains` and others and ignores them) are refused by name here.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class ResponseFormat:
             raise UsageError(f"the schema is not JSON: {error}", "needed a JSON schema") from None
         if len(text) > _MOST_CHARACTERS:
             raise UsageError(f"the schema has {len(text)} characters", f"needed at most {_MOST_CHARACTERS}")
-        # Read again: what is checked is what is followed.
+        # Read again, so that the schema that is checked is the one that is followed.
         read = json.loads(text)
         _check(read, "#", 0)
         return cls(json.dumps(read, ensure_ascii=False), strict)

@@ -34,8 +34,8 @@ class SamplingParams(Checked):
     `sequence_bias`: (token ids, what is added to the last one's logit), or a dict of these. `presence_penalty`,
     `frequency_penalty`, -2 to 2: OpenAI's, taken from the logit of each new token that is there already, once, and as
     often as it is there. `response_format`: OpenAI's, a dict of the type json_schema, json_object or text: the text is
-    such JSON, and an eos ends it only where it is complete; needs the extra `schemas`. `fold`: what a token that is
-    generated makes of the thought before it, a `Fold` or its dict; with the full cache. `thinking`: the thought that an
+    such JSON, and an eos ends it only where it is complete; needs the extra `schemas`. `fold`: how a generated token
+    folds away the thought before it, a `Fold` or its dict; with the full cache. `thinking`: the thought that an
     answer may begin with, how long it may get, and that a form is for what follows.
     """
 
@@ -210,7 +210,7 @@ _UNUSUAL = frozenset(_DEFAULTS).difference(_USUAL, _ELSEWHERE)
 
 
 def shapes_greedy(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a model's `stored` generation settings that change its greedy tokens."""
+    """The settings for generation, among a model's `stored` ones, that change its greedy tokens."""
     names = set(_IDLE).difference(_ELSEWHERE, SAMPLING_ONLY)
     return {name: stored[name] for name in sorted(names) if stored.get(name) not in (None, [], _IDLE.get(name))}
 

@@ -12,7 +12,7 @@ LayerSplit = Literal["uniform", "global", "far", "pyramid"]
 
 
 class Share(NamedTuple):
-    """What the most recent tokens take their part of."""
+    """Counts of tokens, of one of which the most recent tokens are a part."""
 
     total: int
     """The budget."""
@@ -28,7 +28,7 @@ class Split(NamedTuple):
     """How an eviction policy divides its budget."""
 
     recent: Callable[[Share], int]
-    """The most recent tokens, which stay, unless given; what is left beside them and the sinks is chosen by score."""
+    """The most recent tokens, which stay, unless given; the rest beside them and the sinks is chosen by score."""
     sinks: int = 0
     """Unless given."""
     takes_sinks: bool = True

@@ -72,7 +72,7 @@ def _with_far_layers(eviction: EvictionConfig, spec: ModelSpec) -> EvictionConfi
 
 
 def _fault(spec: ModelSpec, place: int | tuple[int, int]) -> str | None:
-    """What a model has instead of this layer, or head of a layer."""
+    """The layers or heads that a model has, if this layer, or head of a layer, is not among them; else None."""
     layer = place if isinstance(place, int) else place[0]
     if layer >= spec.num_layers:
         return f"{spec.num_layers} layers, from 0"
@@ -101,9 +101,9 @@ def check_eviction(spec: ModelSpec, eviction: EvictionConfig) -> None:
 
 
 def first_pass(spec: ModelSpec, eviction: EvictionConfig, prompt_len: int, gen_len: int, what: str) -> int:
-    """The tokens of a prompt that are computed at once; those after them are fed step by step.
+    """The tokens of a prompt that are computed at once; later tokens are fed step by step.
 
-    With rolling positions a sequence may be as long as it likes, if what a cache holds stays within the context.
+    With rolling positions a sequence may have any length, if the tokens that a cache holds stay within the context.
     ContextLengthError for one that is too long; `what` names the prompt there.
     """
     length = prompt_len + gen_len

@@ -233,7 +233,7 @@ class Decoder:
     def _outer_steps(
         self, spec: ModelSpec
     ) -> tuple[list[Callable[[Weights, Tensor, Tensor], Tensor]], list[Callable[[Weights, Tensor], Tensor]]]:
-        """What `embed` does to the token embeddings, and `head` to the hidden states before the last product."""
+        """The steps of `embed` on the token embeddings, and of `head` on the hidden states before the last product."""
         arch, width = spec.arch, spec.hidden_size
         embed = [
             # Rounded to the embeddings' dtype first, as transformers does: in bfloat16 the square root of 3072 is 55.5.
@@ -264,7 +264,7 @@ class Decoder:
         return Form(*norm, before, after, arch.activation, arch.gated_mlp, heads, self.spec.head_dim, arch.qk_norm)
 
     def _half(self, w: Weights, hidden: Tensor) -> HalfPlace | None:
-        """What does a half in one call for these tokens, if anything does: made once for a unit's tensors."""
+        """The HalfPlace that computes a half in one call for these tokens, or None; made once for a unit's tensors."""
         if self._form is None or not HalfPlace.takes(hidden):
             return None
         if HALF not in w and isinstance(w, dict):

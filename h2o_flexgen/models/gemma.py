@@ -42,7 +42,7 @@ def _second(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 
 def _third(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    # What transformers makes of it is nothing, against its own words.
+    # transformers documents this key for Gemma 3, but does not use it.
     read.refuse(["attn_logit_softcapping"])
     spec = switched(_scaled(spec, read), logit_cap=read.number_or_null("final_logit_softcapping", None))
     window, period = read.whole_or_null("sliding_window", 4096), read.whole("sliding_window_pattern", 6)

@@ -1,4 +1,4 @@
-"""Families built like Llama: what each has that others have not, and how its config.json is read by that.
+"""Families built like Llama: the features in which they differ, and the reading of each one's config.json.
 
 No torch. Touvron et al., "LLaMA: Open and Efficient Foundation Language Models", arXiv 2302.13971. Layers that see a
 sliding window of the latest tokens only: Beltagy et al., "Longformer", arXiv 2004.05150.
@@ -80,7 +80,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     family: dict(zip(_KEYS.split(), (json.loads(_CELLS.get(cell, cell)) for cell in cells), strict=True))
     for family, *cells in map(str.split, _ROWS.splitlines()[2:])
 }
-"""What config classes of transformers have for the keys that a config.json leaves out, by the family, then by the key.
+"""The defaults of transformers' config classes for keys that a config.json leaves out, by the family, then by the key.
 
 "-" stands for null; with `attention_bias` and `mlp_bias` for a family that has no such key.
 """
@@ -95,7 +95,7 @@ def plain_names(spec: ModelSpec, parts: Mapping[str, str] = PARTS) -> Names:
 class LlamaLike:
     """A family of decoders of RMS norms, rotary positions and a gated MLP, called `family` as its model_type.
 
-    What a config.json leaves out is in `DEFAULTS`. `attention_bias` is of q, k, v and the output projection; without
+    The defaults of config.json are in `DEFAULTS`. `attention_bias` is of q, k, v and the output projection; without
     `num_key_value_heads` there are as many as query heads, and `head_dim` is hidden_size / num_attention_heads.
 
     stretched       whether max_position_embeddings is the context after stretching by RoPE scaling
@@ -103,7 +103,7 @@ class LlamaLike:
     filled          the config with values for some of the keys that it leaves out
     rotary          (config, head_dim, max_position_embeddings): the rotary positions of all layers
     switches        of ArchSpec, which all models of the family have
-    more            (spec, config): the spec with what else a config.json of the family says
+    more            (spec, config): the spec with the other keys of config.json in the family
     checkpoint_names, ignored  as plain_names and IGNORED
     """
 

@@ -1,7 +1,7 @@
-"""What families with mixtures of experts share: the fields of their config.json, and where checkpoints keep experts.
+"""Mixtures of experts in all families: the fields of their config.json, and where checkpoints keep experts.
 
-No torch. On the hub each expert has tensors of its own; transformers 5 keeps those of a layer in one tensor of three
-dimensions, gate and up one after the other.
+No torch. On the hub each expert has tensors of its own; transformers 5 keeps the experts of a layer in one tensor of
+three dimensions, gate and up one after the other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXPERTS = {
 """The parts of a layer, as most checkpoints call them; {} stands for the number of an expert."""
 
 FUSED = {"gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"}
-"""What transformers 5 calls the tensors of all experts of a layer."""
+"""The names in transformers 5 of the tensors of all experts of a layer."""
 SLOPE = 1.702
 """Of the sigmoid in gpt-oss's gates: `clamped` in kernels/native/rows.c has it as well."""
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

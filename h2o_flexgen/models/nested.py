@@ -1,6 +1,6 @@
 """The language model of a multimodal checkpoint: its config inside the other, its tensors behind a prefix. No torch.
 
-Text only. What belongs to images is left where it is, and never read.
+Text only. Tensors that belong to images are left where they are, and never read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The description in config.json of weights that are stored in fewer bits: its quantization_config. No torch.
 
-One policy for this and for all files that people have. What repeats a known fact is taken, under any of the names that
-programs have for it; what contradicts one is refused, with both; a key that is not known is bookkeeping and taken with
-a warning, unless its name says that it changes numbers (`_CHANGES`): then it is refused by name. Which modules are
-packed, and in which shapes, is seen from the tensors, which have to be what the settings say.
+One policy for this and for all files that people have. A key that repeats a known fact is taken, under any of the names
+that programs have for it; one that contradicts a fact is refused, with both; an unknown key is bookkeeping and taken
+with a warning, unless its name says that it changes numbers (`_CHANGES`): then it is refused by name. The tensors show
+which modules are packed, and in which shapes; they have to agree with the settings.
 
 Frantar et al. 2022, "GPTQ", arXiv 2210.17323; Lin et al. 2023, "AWQ", arXiv 2306.00978; the keys are those that
 GPTQModel, AutoAWQ, AutoRound, transformers and compressed-tensors write.
@@ -118,8 +118,8 @@ _CHANGES = re.compile(
     r"|activation|scale|zero|offset|levels|format|layout",
     re.IGNORECASE,
 )
-"""What the names of keys that change numbers have in them. Bits and group sizes are not among these: the shapes of
-tensors show them, whatever a key says of them."""
+"""Words in the names of keys that change numbers. Bits and group sizes are not among them: the shapes of tensors show
+both, so that no key is needed."""
 
 
 def _repeated(read: ConfigReader, keys: str, default: str, options: Mapping[str, T]) -> T:
@@ -218,7 +218,7 @@ def _auto_round(read: ConfigReader) -> Quantization:
     stored = read.values().get("packing_format", "auto_round")
     if stored in _PACKING_FORMATS[3:]:
         return _awq(read)
-    # The zero points of symmetric matrices show how they are stored; those of others are told by this key alone.
+    # The zero points of symmetric matrices show how they are stored; for other matrices this key alone tells.
     if stored not in _PACKING_FORMATS[:2] and not (
         stored in ("auto_round", _PACKING_FORMATS[2]) and read.flag("sym", True)
     ):
@@ -281,7 +281,7 @@ def _compressed(read: ConfigReader) -> Quantization:
         schemes.append((targets, _compressed_scheme(group.section("weights"), layout)))
     if not schemes:
         raise read.error("config_groups", "at least one group")
-    # What is left out is seen from the tensors: a pattern that may take for ever is not needed for it.
+    # The tensors show which modules are left out, so that a pattern that may take for ever is not needed.
     ignored = tuple(text for text in _texts(read, "ignore") if not _pattern_fault(text))
     return Quantization("compressed-tensors", tuple(schemes), ignored, static=static)
 
@@ -422,7 +422,7 @@ def _check_pattern(read: ConfigReader, key: str, text: str) -> None:
 
 
 def _pattern_fault(text: str) -> str:
-    """What a pattern, of those that "re:" begins, should be instead; empty for one that is safe to search for."""
+    """The kind of pattern that is needed instead of one behind "re:"; empty for one that is safe to search for."""
     if not text.startswith("re:"):
         return ""
     pattern = text.removeprefix("re:")

@@ -171,4 +171,4 @@ KINDS: dict[str, Callable[[ConfigReader, RotarySpec, int], RotarySpec]] = {
     "yarn": _yarn,
     "longrope": _longrope,
 }
-"""Every rope_type that is supported: what its fields add to a RotarySpec, given max_position_embeddings."""
+"""By every supported rope_type: adds its fields to a RotarySpec, given max_position_embeddings."""

@@ -64,7 +64,7 @@ class Rotary:
         return Angles(*(torch.cat((t, t), dim=-1) for t in (cos.to(dtype), sin.to(dtype))))
 
     def growth(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """What queries (T, heads, head_dim) at `positions` (T,) are multiplied by, (T, 1, 1); None: by 1."""
+        """The factors (T, 1, 1) of queries (T, heads, head_dim) at `positions` (T,); None: all are 1."""
         if not self.spec.growth:
             return None
         times = 1 + torch.floor(positions / self.spec.grows_every)

@@ -30,7 +30,7 @@ class Architecture(NamedTuple):
              "all" where llama.cpp's converter turned them, "rotated" where the family has them so, "" for none
     names    GGUF's names of canonical parts, where they are not the usual ones, by which those of modules stand; parts
              of one name are one tensor, one after another
-    offset   of transformers' modules: what norms have too much
+    offset   of transformers' modules: the surplus of norms
     attends  of modules: whether layers attend at all, and have an MLP
     """
 
@@ -60,7 +60,7 @@ def query_norm(keys: GgufKeys) -> Config:
 
 
 def always(**values: Any) -> Part:
-    """What no key says."""
+    """Values that no key tells."""
     return lambda keys: values
 
 
@@ -180,7 +180,7 @@ def _olmo2(keys: GgufKeys) -> Config:
 
 
 def _olmoe(keys: GgufKeys) -> Config:
-    """The size of an expert is that of an MLP: what the key says is not needed."""
+    """The size of an expert is that of an MLP: the value of the key is not needed."""
     keys.value("expert_feed_forward_length")
     return {}
 
@@ -224,7 +224,7 @@ def _dots1(keys: GgufKeys) -> Config:
 
 
 def _ernie_moe(keys: GgufKeys) -> Config:
-    """The size of a shared expert is that of the others: what the key says is not needed."""
+    """The size of a shared expert is that of the others: the value of the key is not needed."""
     keys.value("expert_shared_feed_forward_length")
     found = routed(keys, 1)
     if found["routed_scaling_factor"] != 1:

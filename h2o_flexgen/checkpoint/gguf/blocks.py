@@ -91,8 +91,8 @@ def _q8_0(blocks: Bytes) -> Parts:
 def _scales_and_lows(packed: Bytes) -> Parts:
     """The scales and lows of 6 bits of a block's 8 groups, in its 12 bytes of them.
 
-    Those of the first four groups are the lower 6 bits of bytes 0 to 3 and 4 to 7, whose upper 2 bits belong to the
-    last four groups; the lower 4 bits of these are the halves of bytes 8 to 11.
+    The first four groups have the lower 6 bits of bytes 0 to 3 and 4 to 7, whose upper 2 bits belong to the last four
+    groups; the lower 4 bits of these are the halves of bytes 8 to 11.
     """
     first, second, third = packed[:, :, :4], packed[:, :, 4:8], packed[:, :, 8:]
     scale = np.concatenate([first & 63, third & 15 | first >> 6 << 4], -1)
@@ -175,7 +175,7 @@ def _mxfp4(blocks: Bytes) -> Parts:
 
 
 def _nvfp4(blocks: Bytes) -> Parts:
-    # Scales are floats of 8 bits (e4m3) whose sign plays no part; what would be no number is 0.
+    # Scales are floats of 8 bits (e4m3) whose sign plays no part; the code of NaN is 0.
     size = np.arange(256) & 127
     floats = np.where(size < 8, size * 2.0**-9, (8 + size % 8) * 2.0 ** (size // 8 - 10.0))
     floats[127] = 0

@@ -48,7 +48,7 @@ _OTHER_FILES = {
     "imatrix": "a table of how much weights matter (imatrix)",
     "vocab": "a vocabulary without weights",
 }
-"""What `general.type` may be besides a model."""
+"""Values of `general.type` besides a model, and what such a file is."""
 
 
 def _own_heads(keys: GgufKeys) -> Config:
@@ -183,7 +183,7 @@ def _qwen35(keys: GgufKeys) -> Config:
 
 
 def _delta(keys: GgufKeys) -> Config:
-    """What hybrids of Qwen have: gated delta rules, attention in every n-th layer."""
+    """Hybrids of Qwen: gated delta rules, attention in every n-th layer."""
     config, values = heads_of(keys), keys.whole("ssm.time_step_rank")
     if values % keys.whole("ssm.group_count") or keys.whole("ssm.inner_size") % values:
         raise keys.error("ssm.time_step_rank", "a multiple of ssm.group_count by which ssm.inner_size can be divided")
@@ -242,7 +242,7 @@ def _second_mamba(keys: GgufKeys) -> Config:
 
 
 def _falcon_h1(keys: GgufKeys) -> Config:
-    """What its config multiplies products by is in the weights already."""
+    """The factors by which its config multiplies products are in the weights already."""
     ones = ("attention_in", "attention_out", "key", "ssm_in", "ssm_out", "lm_head", "embedding")
     return {
         **_second_mamba(keys),
@@ -347,7 +347,7 @@ MODULES = {
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": _NEMOTRON_H,
 }
-"""By GGUF's word; those that have a family as well are read as that reads them."""
+"""By GGUF's name; an architecture that has a family as well is read as for the family."""
 
 
 def config_of(header: GgufHeader) -> Config:
@@ -397,7 +397,7 @@ def config_of(header: GgufHeader) -> Config:
 
 
 def not_a_model(header: GgufHeader) -> str | None:
-    """What a GGUF file is that is no language model; None: it may be one."""
+    """The description of a GGUF file that is no language model; None: it may be one."""
     kind, architecture = header.metadata.get("general.type", "model"), header.metadata.get("general.architecture")
     if kind in _OTHER_FILES:
         return _OTHER_FILES[kind]

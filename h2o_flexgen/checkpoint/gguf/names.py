@@ -30,7 +30,7 @@ _ALONE = {"attn.sinks": "attn_sinks.weight", "mlp.choice": "exp_probs_b.bias"}
 _SHARED = {"shared_gate": "ffn_gate_inp_shexp", **{part: f"ffn_{part}_shexp" for part in ("up", "gate", "down")}}
 """Names of the shared expert, which all tokens go through."""
 ROTARY_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-"""Tensors that belong to the config: what the rotary frequencies are divided by."""
+"""Tensors that belong to the config: the divisors of the rotary frequencies."""
 
 
 class StoredRows(NamedTuple):

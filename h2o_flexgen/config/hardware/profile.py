@@ -199,8 +199,8 @@ def _measured(profile: HardwareProfile, spec: ModelSpec) -> bool:
 class PlanningConfig:
     """How a program gets to know how fast the machine is.
 
-    hardware   a shipped profile's name, or a file; None: what was calibrated on this machine
-    calibrate  True: calibrate it now, if that was never done; False: never; None: only where something has to move
+    hardware   a shipped profile's name, or a file; None: the rates calibrated on this machine
+    calibrate  True: calibrate it now, if that was never done; False: never; None: only where weights or caches move
     """
 
     hardware: str | None = option(

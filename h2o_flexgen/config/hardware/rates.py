@@ -1,4 +1,4 @@
-"""Rates of links and compute devices: what `calibrate` measures and the cost model predicts from. No torch.
+"""Rates of links and compute devices, which `calibrate` measures and the cost model predicts from. No torch.
 
 Everything is in SI units: bytes, seconds, FLOP/s (a multiply-add counts two).
 """
@@ -70,7 +70,7 @@ class LinkRate(Checked):
     latency_s: Seconds = 0.0
 
     def seconds(self, nbytes: float) -> float:
-        """Of one transfer; nothing takes no time."""
+        """The seconds of one transfer; 0 for no bytes."""
         return self.latency_s + nbytes / self.bytes_per_s if nbytes else 0.0
 
 
@@ -102,7 +102,7 @@ class ComputeRates(Checked):
     memory_bytes_per_s  of streaming reads: no product is faster than its weight can be read
     shapes              products at the shapes of a model (`ModelSpec.products`), where they were measured
     packed              how many times as long as in the dtype a product takes whose weight is packed in so many bits
-                        ("4", "8"), over the number of rows; those left out take as long as UNMEASURED_PACKED says
+                        ("4", "8"), over the number of rows; bits that are left out: as UNMEASURED_PACKED says
     experts             seconds of one expert of a mixture, its tokens gathered and its results added up, over its
                         tokens, by `ModelSpec.expert_bits`: many experts at a time. Others are priced by their products
     decode_attention    seconds of one `KVCache.attend` (all rows and heads of a GPU batch in one layer), its fixed cost
@@ -116,7 +116,7 @@ class ComputeRates(Checked):
                         with ranking the prompt's tokens by them
     elementwise_bytes_per_s  of norms, activations, residuals, rotations and copies: bytes read and written together,
                         on the mix of them in a layer, for a chunk of a prompt
-    tick_s              what a tick takes beyond all of the above, by kind of unit (`UNIT_KINDS`): its tasks issued, its
+    tick_s              time of a tick beyond all of the above, by kind of unit (`UNIT_KINDS`): its tasks issued, its
                         kernels started, products slower in a row than alone. Seconds, or a curve over the tick's
                         tokens, measured in decode ticks of the engine
     graph_tick_s        the same of decode steps that are recorded once and launched as a whole (`schedule.tasks`):

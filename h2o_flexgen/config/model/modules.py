@@ -1,8 +1,8 @@
 """The shape of a model that is computed by transformers' own modules, as a run of them on no data has shown it.
 
-No torch. Caches, plans and costs are those of any other model. A layer is what holds something of each row: keys and
-values, states, or both. Its first half reaches up to the end of what attends or mixes; what follows up to the next
-layer, if there is anything, are halves without.
+No torch. Caches, plans and costs are the same as of any other model. A layer holds something of each row: keys and
+values, states, or both. Its first half reaches up to the end of its attention or mixer; modules that follow, up to the
+next layer, are halves without either.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class ModuleTensor(NamedTuple):
 
 
 class LayerSpec(NamedTuple):
-    """What a layer holds of each row: `number`, by which modules know it in their cache; the heads of its attention,
-    and `scale`, what logits are multiplied by, None where it does not attend; its states; and the layer whose keys it
-    reads, itself but where it has none of its own."""
+    """The attention and states of a layer: `number`, by which modules know it in their cache; its heads of attention,
+    and `scale`, the factor of logits, None where it does not attend; its states; and the layer whose keys it reads,
+    itself but where it has none of its own."""
 
     number: int
     heads: LayerHeads
@@ -93,10 +93,10 @@ Matrices = tuple[tuple[str, tuple[tuple[Product, float], ...]], ...]
 
 @dataclass(frozen=True)
 class ModuleSpec(ModelSpec):
-    """`groups`: what each weight group holds, "embed" or "vocab" first.
+    """A model computed by transformers' modules. `groups`: the tensors of each weight group, "embed" or "vocab" first.
 
     config    the config.json of the model, from which the modules are made
-    layers    what each holds of a row
+    layers    the attention and states of each
     halves    the units between the embedding and the head
     matrices  the products of the units of each kind
     starts    the module at whose call each unit but the embedding begins, in the order of units: the next call of it
@@ -119,7 +119,7 @@ class ModuleSpec(ModelSpec):
         return not self.alone
 
     def heads_of(self, layer: int) -> LayerHeads:
-        """Those of a layer; where it does not attend, the largest of all."""
+        """The heads of a layer; where it does not attend, the largest of all."""
         return self.layers[layer].heads
 
     def attends(self, layer: int) -> bool:
@@ -170,7 +170,7 @@ class ModuleSpec(ModelSpec):
 
     @property
     def hidden_width(self) -> int:
-        """What is held between two units. At least a half's input, and beside it the sum that it is added to."""
+        """Numbers of a token held between units: at least a half's input, and the sum that its output is added to."""
         return max(2 * self.hidden_size, self.activations.held)
 
     def products(self, kind: str) -> tuple[Product, ...]:

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 
 def _signed(step: float, *sizes: int) -> tuple[float, ...]:
-    """Sizes in steps: those of codes 0 to 7, and of codes 8 to 15 with the sign turned."""
+    """Values of `sizes` in steps: first of codes 0 to 7, then of codes 8 to 15 with the sign turned."""
     return tuple(float(sign * size * step) for sign in (1, -1) for size in sizes)
 
 
@@ -28,11 +28,11 @@ LEVELS = {
     "iq3s": _signed(1, 1, 3, 5, 7, 9, 11, 13, 15),
     "iq2": _signed(0.125, 1, 7, 8, 9, 25, 43, 0, 0),
 }
-"""What the 16 codes of some levels of 4 bits stand for: of OCP's MX, and of GGUF's IQ types (iq2 serves IQ1 too)."""
+"""The values of the 16 codes of some levels of 4 bits: of OCP's MX, and of GGUF's IQ types (iq2 serves IQ1 too)."""
 LEVEL_BITS = {"uint4": 4, "e2m1": 4, "iq4": 4, "iq3": 4, "iq3s": 4, "iq2": 4, "int8": 8, "e4m3": 8}
-"""What a code stands for, and its bits: 0 to 15; one of LEVELS; -128 to 127; the floats of 8 bits of OCP's FP8."""
+"""The bits of a code, by its kind of values: 0 to 15; one of LEVELS; -128 to 127; the floats of 8 bits of OCP's FP8."""
 SUPER = 256
-"""Inputs of a super-block: those of GGUF's K formats."""
+"""Inputs of a super-block in GGUF's K formats."""
 CACHE_GROUP = 64
 """Numbers of a packed key or value that share a scale and a low, at most."""
 EXPANDED = 1 << 20
@@ -141,7 +141,7 @@ CacheRotation = Literal["centre", "scale", "rotate", "none"]
 """Before keys and values are packed both are rotated, and keys are centred and scaled by channel first
 (`cache.packing.KeyScales`); only scaled first; both are rotated; or neither."""
 FIRST = 1
-"""Tokens of a prompt, its first ones, whose rounding errors are kept where keys are centred: what draws most of the
+"""First tokens of a prompt whose rounding errors are kept where keys are centred: a key that draws most of the
 attention to itself is far from the mean."""
 
 

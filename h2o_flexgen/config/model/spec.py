@@ -106,7 +106,7 @@ class ModelSpec(Checked):
         return True
 
     def states_of(self, layer: int) -> tuple[StateSpec, ...]:
-        """What a layer keeps of each row besides keys and values, however many tokens it has."""
+        """The states that a layer keeps of each row besides keys and values, however many tokens it has."""
         return ()
 
     @cached_property
@@ -152,7 +152,7 @@ class ModelSpec(Checked):
         return (self.eos_token_id,) if isinstance(self.eos_token_id, int) else self.eos_token_id
 
     def heads_of(self, layer: int) -> LayerHeads:
-        """Those of a layer; the model's own numbers are of its largest."""
+        """The heads of a layer; the model's own numbers are of its largest."""
         return LayerHeads(self.num_heads, self.num_kv_heads, self.head_dim)
 
     def source_of(self, layer: int) -> int:
@@ -225,8 +225,8 @@ class ModelSpec(Checked):
     def with_bits(self, bits: int, group: int) -> ModelSpec:
         """This model with its matrices in 4 or 8 bits, `group` inputs sharing a scale.
 
-        Norms, biases, learned positions and an untied embedding stay as they are; the head has 8 bits at least, and
-        where it is tied so has the one table. What is packed already stays as it is.
+        Packed matrices stay as they are, and so do norms, biases, routers, learned positions, an untied embedding, and
+        matrices of one row or an odd number of inputs. The head, or the table to which it is tied, has 8 bits.
         """
         packings, packed = list(self.packings), dict(self.packings)
         for tensor in (tensor for each in self.weight_groups for tensor in each.tensors):
@@ -449,7 +449,7 @@ def _mlp_tensors(spec: ModelSpec, prefix: str, ffn: int) -> tuple[TensorSpec, ..
 
 
 def _mixture_tensors(spec: ModelSpec, prefix: str, experts: ExpertSpec) -> tuple[TensorSpec, ...]:
-    """Of a layer's mixture of experts without the experts: what all tokens go through."""
+    """The tensors of a layer's mixture of experts that all tokens go through: all but the experts."""
     tensors = [*_half_norms(spec, prefix), TensorSpec(f"{prefix}.router.weight", (experts.count, spec.hidden_size))]
     if experts.bias:
         tensors.append(TensorSpec(f"{prefix}.router.bias", (experts.count,)))

@@ -21,7 +21,7 @@ PAGE = 4096
 
 
 WEIGHT_DTYPES = ("float16", "bfloat16", "float32")
-"""What weights that are not packed are stored in."""
+"""The dtypes in which weights that are not packed are stored."""
 
 
 def dtype_bytes(dtype: str) -> int:
@@ -84,7 +84,7 @@ class TensorSpec:
     packing: Packing | None = None
     """How a matrix of fewer bits is kept; None: as numbers of the dtype that is computed with."""
     wide: bool = False
-    """Kept in float32, whatever is computed with: what small differences decide by."""
+    """Kept in float32 in any compute dtype, as small differences in it decide."""
 
     def dtype(self, usual: str) -> str:
         """That of its numbers, where those of others are in `usual`."""
@@ -113,7 +113,7 @@ class WeightGroup:
 
     @cached_property
     def _fixed(self) -> tuple[int, ...]:
-        """Bytes of each of the others: those that are packed, or wide."""
+        """Bytes of each of the other tensors, which are packed or wide."""
         return tuple(each.nbytes("float32") for each in self.tensors if each.packing is not None or each.wide)
 
     @property

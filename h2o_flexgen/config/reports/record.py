@@ -78,7 +78,7 @@ def eviction_entry(name: str, budgets: Sequence[Budget]) -> dict[str, Any]:
 
 
 def span_of(values: Iterable[float]) -> float | list[float]:
-    """What all values are, or [least, most]; 0 of none."""
+    """The one value that all are, or [least, most]; 0 of none."""
     ordered = sorted(values) or [0]
     return ordered[0] if ordered[0] == ordered[-1] else [ordered[0], ordered[-1]]
 
@@ -176,14 +176,14 @@ class RunRecord(Report, Throughput, Checked):
     kv_bytes: Natural
     """Of keys and values in the largest block, with the newest tokens that packed caches also keep in 16 bits."""
     state_bytes: Natural = 0
-    """What layers keep of each row besides keys and values: of short convolutions and recurrences."""
+    """Of states in the largest block, which short convolutions and recurrences keep of each row."""
     computed_prompt_tokens: int | None = None
     """`prompt_tokens`, but what prompts of a block begin with in common is counted once, as it was computed."""
     bound: dict[str, Any] | None = None
     """The phase that took longest, the resource that was busy longest and for how long."""
     roofline: dict[str, Any] | None = None
-    """By phase: what had to be computed, read and moved, how long that takes at known rates, and the share of the
-    measured time that this is. None of what no engine of ours counted; docs/roofline.md explains the keys."""
+    """By phase: the work to be computed, read and moved, the time that it takes at known rates, and the share of the
+    measured time that this is. None where no engine of ours counted; docs/roofline.md explains the keys."""
     predicted: dict[str, Any] | None = None
     """Seconds, tokens per second and bytes under the names above, as the cost model expected them of the longest
     lengths of the call, and whose rates these come from."""
@@ -196,10 +196,10 @@ class RunRecord(Report, Throughput, Checked):
     `decode`: the mean over sequences, layers and KV heads. None: no prompt had spans."""
     recall: dict[str, Any] | None = None
     """With `--recall`: the `tier` behind caches; `recalled`, tokens that came back over all layers and KV heads, of
-    `looks` through what waits, in every `every`th step of a row; `written_bytes` of keys and values to the tier and
+    `looks` through waiting tokens, in every `every`th step of a row; `written_bytes` of keys and values to the tier and
     `read_bytes` from it, on disk of whole pages, and both `planned`, beside the `most` that may be read, of which the
     engine's later calls plan the share that its earlier ones have read; `hit_rate`, in one look of 8, the attention
-    that kept tokens have, by the index, of what as many could have at most. None: what was evicted was lost."""
+    that kept tokens have, by the index, of what as many could have at most. None: evicted tokens were lost."""
     dependency: float | None = None
     """LightThinker's "Dep" (arXiv 2502.15589): over all tokens generated or scored the sum of the tokens held for the
     query that each comes from, itself included, the mean over layers. None where no engine of ours counted."""

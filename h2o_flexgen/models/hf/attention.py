@@ -1,4 +1,4 @@
-"""What transformers' modules call in place of their own attention, masks and caches, and the guards of these calls.
+"""Attention, masks and caches that transformers' modules call in place of their own, and the guards of these calls.
 
 Modules that keep states of each sequence (short convolutions, delta rules, state space models) are called for each
 prompt alone, and for all decode rows at once; `MixerCall.of` is the one place where that is done.
@@ -102,8 +102,8 @@ class _Mixing(list[Any]):
 
 
 class PassedOn(Cache):
-    """Where modules look for a cache: keys and values go through, for the call of attention that follows to be known
-    by. States are those of the rows that go through a mixer. What else a cache can be asked for is refused."""
+    """The cache that modules are given: keys and values go through it, and tell the layer of the attention that
+    follows. The states are of the rows that go through a mixer. Other requests to a cache are refused."""
 
     layers: Any
 
@@ -196,7 +196,7 @@ def attention(
         k, v = own_k[0].transpose(0, 1), own_v[0].transpose(0, 1)
         own = [choice.keys.unsqueeze(1)] if choice is not None and choice.layer == layer else []
         kept = torch.cat([k, v, *own], -1)
-        # What follows the latents in a value is left out of what is mixed.
+        # The numbers that follow the latents in a value are left out of the result.
         asked = _wide(absorbed.query(query), kept.shape[-1])
         call = Call(layer, asked, kept, kept, scale, window, sinks, softcap, chunked, joint=True, choice=choice)
         mixed = run.attend(call)
@@ -286,9 +286,9 @@ Key = tuple[Kind, int]
 
 
 class RowStates(LinearAttentionLayer):
-    """What a mixer finds in its cache: the states of some rows (rows, ...), or none yet.
+    """The states of some rows (rows, ...) that a mixer finds in its cache, or none yet.
 
-    Those that are given are written to in place. `layer`: which the mixer has asked for, by its own number.
+    Given states are written to in place. `layer`: the one that the mixer has asked for, by its own number.
     """
 
     def __init__(self, given: dict[Key, Tensor] | None = None) -> None:
@@ -374,8 +374,8 @@ class MixerCall:
         return MixedTokens(start, length, decode, RowStates(states))
 
     def of(self, pieces: Iterable[MixedTokens]) -> Any:
-        """What the mixer makes of all tokens, piece by piece: what transformers' own functions make of each. The next
-        piece is asked for when one is done."""
+        """The mixer's output for all tokens, from transformers' own functions piece by piece. The next piece is asked
+        for when one is done."""
         seen, done, outs = current().cache.layers, list[MixedTokens](), list[Any]()
         # The scan of the first Mamba takes no state: with several tokens it begins anew, so it gets them one by one.
         kind: Any = type(self.module)
@@ -424,7 +424,7 @@ def _joined(outs: Sequence[Any], pieces: Sequence[MixedTokens]) -> Any:
 
 @cache
 def named(kind: Any) -> frozenset[str]:
-    """What the own methods of a module of this type name."""
+    """The names of globals and attributes in the methods that this class of modules defines; none in torch's."""
     if kind.__module__.startswith("torch."):
         return frozenset()
     functions = (inspect.unwrap(each) for each in vars(kind).values() if callable(each))

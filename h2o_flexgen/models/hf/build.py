@@ -120,7 +120,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 class Absent:
-    """Stands for a tensor while its unit is not computed: whatever uses it fails."""
+    """Stands for a tensor while its unit is not computed: any use of it fails."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -246,7 +246,7 @@ class Alive(TorchDispatchMode):
 
 
 def apart(call: T) -> T:
-    """A tuple with tensors of the same sizes on meta, which are not counted: what is kept of a call."""
+    """A call as it is kept: with empty tensors of the same sizes on meta, which are not counted."""
     with _disable_current_modes():
         tensors = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
         return call._replace(**{name: torch.empty_like(x, device="meta") for name, x in tensors.items()})
@@ -267,7 +267,7 @@ class Marked(list[Any]):
 
     @contextmanager
     def inside(self, tokens: int, listed: bool = True) -> Iterator[None]:
-        """What is alive within is a mixer's with so many tokens. Unless `listed`, what happens is not listed."""
+        """Counts tensors alive within as a mixer's of so many tokens. Unless `listed`, events are not listed."""
         first, before = len(self), self.alive.amount().now
         yield
         amounts = [*self.amounts[first:], self.alive.amount()]
@@ -287,8 +287,8 @@ class Marked(list[Any]):
 
 
 def activations(events: Marked, starts: Sequence[int], tokens: int) -> Activations:
-    """Of events with a `kind` and a `path`, in a run of so many tokens of which one wanted logits; `starts`: those
-    that begin the units but the first."""
+    """The Activations of events with a `kind` and a `path`, in a run of so many tokens of which one wanted logits;
+    `starts`: the events, by number, that begin the units but the first."""
     amounts, begins = events.amounts, [0, *starts]
     last = max(i for i, event in enumerate(events) if event.kind == "enter")
     held = [amounts[i].now for i in (*begins, *(i for i, event in enumerate(events) if event.kind == "experts"))]

@@ -1,5 +1,5 @@
-"""What single modules of transformers do in a way of their own that ours can only do by the interfaces: experts,
-routers and attention whose forwards are replaced."""
+"""Forwards that replace those of single modules of transformers: experts, routers and attention that do not call the
+interfaces, by which alone the engine's take their place."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def by_length(kind: str) -> bool:
 
 
 def _phimoe_angles(module: Any) -> None:
-    """Those of sequences within the context, scaled as it scales these."""
+    """The angles of sequences within the context, scaled as PhiMoE scales them."""
     rope = module.config.rope_parameters
     if module.rope_type != "default":
         module.config = copy(module.config)
@@ -114,7 +114,7 @@ def _attention_of_pairs(
 
 
 def _dbrx_experts(module: Any) -> None:
-    """Experts are rows of matrices; what is between their projections is not the columns but the rows of all three."""
+    """Experts are rows of matrices; in all three a row, not a column, is one of the numbers between projections."""
     ffn, hidden = module.ffn_hidden_size, module.hidden_size
     wide = [ExpertPart(f"{name}.weight", f"mlp.{key}", (ffn, hidden), 0, ffn) for name, key in _DBRX]
     down = ExpertPart("down.weight", "mlp.w2", (hidden, ffn), 0, ffn, transposed=True)
@@ -197,7 +197,7 @@ def _jetmoe_queries(module: Any, heads: int, layer_input: Tensor) -> tuple[Tenso
 
 
 def _jetmoe_mixed(module: Any, heads: int, layer_input: Tensor, chosen: tuple[Tensor, Tensor]) -> Tensor:
-    """What was found (1, T, k, heads * d), and the chosen experts and their shares -> (1, T, H)."""
+    """Results of attention (1, T, k, heads * d), with the `chosen` experts and their shares -> (1, T, H)."""
     experts, shares = chosen
     found = layer_input[0]
     found = _turned(found, heads, module.top_k) if heads else found

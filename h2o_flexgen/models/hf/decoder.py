@@ -60,7 +60,7 @@ class Forward:
         return attend(call)
 
     def _keep(self, call: MixerCall) -> Any:
-        """What a module makes that keeps states."""
+        """The output of a module that keeps states. ModelError where the unit was recorded without states."""
         if self._mix is None:
             raise ModelError(f"{self._spec.name} keeps states in unit {self._unit} as it did not when it was looked at")
         mix, self._mix = self._mix, None
@@ -73,7 +73,7 @@ class Forward:
         return made
 
     def give(self, made: Tensor) -> None:
-        """What the experts have made of the tokens (T, H) that the forward waits with."""
+        """Gives the forward the experts' output (T, H) for the tokens that it waits with."""
         self._made = made
 
     def step(
@@ -82,8 +82,8 @@ class Forward:
         attend: Callable[[Call], Tensor] | None = None,
         mix: Callable[[MixerCall], Any] | None = None,
     ) -> Tensor | Routing | None:
-        """Computes a unit, which is the one that the forward has come to; the logits (n, vocab) float32 of the last.
-        A half with experts only up to these. `attend`, `mix`: what the unit is to ask for."""
+        """Computes `unit`, the one that the forward has come to; returns the logits (n, vocab) float32 of the last.
+        A half with experts stops at their Routing, and returns that. `attend`, `mix`: answer the unit's one call."""
         if self._routed:
             self._routed = False
             came, self.hidden = self._run.switch(self._made)
@@ -195,7 +195,7 @@ class ModuleDecoder(Decoder):
         return feed_forward(self._experts_module, w, x) if self._own_experts else super()._expert(w, x)
 
     def _fuse(self, model: nn.Module, modules: Mapping[str, nn.Module], dtype: torch.dtype | None) -> None:
-        """`dtype`: what is normed, on a CPU."""
+        """`dtype`: of the tensors to be normed, on a CPU."""
         spec, groups = self._modules_of, dict(self._modules_of.groups)
         for unit in spec.units:
             own = [each for each in groups[unit.weights] if each.product and each.name.startswith(f"{unit.name}.")]
@@ -230,7 +230,7 @@ class ModuleDecoder(Decoder):
             where[key] = tensor
 
     def scale_of(self, layer: int) -> float:
-        """What the logits of a layer's attention are multiplied by."""
+        """The factor of the logits of a layer's attention."""
         return self._modules_of.layers[layer].scale or 1.0
 
     def rotary_of(self, layer: int) -> None:
@@ -251,8 +251,8 @@ class ModuleDecoder(Decoder):
 
 
 class _Bound:
-    """The modules of a unit with its weights, which are put in their places on entry. What each place is given, and
-    which matrices are joined, is found once for each time that weights come, and kept with them."""
+    """The modules of a unit with its weights, which are put in their places on entry. The tensors of places, unless
+    copied, and the joined matrices are found once for each time that weights come, and kept with them."""
 
     def __init__(self, unit: int, places: Places, joints: list[Joint]) -> None:
         self._key, self._joints = f"given in unit {unit}", joints
@@ -306,7 +306,7 @@ def _whole(weights: Mapping[str, Any], names: tuple[str, ...]) -> Tensor:
 
 
 def _stop(units: frozenset[int]) -> Callable[..., None]:
-    """What stops a forward at a call that begins one of these units, if that is the next."""
+    """A hook that stops a forward at a call that begins one of these units, if that is the next."""
 
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         run = getcurrent()

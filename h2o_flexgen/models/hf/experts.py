@@ -1,7 +1,7 @@
-"""What transformers' modules call in place of their own experts: those of a pass are computed one by one, elsewhere;
-and of indexers, which choose among tokens that are kept elsewhere.
+"""Experts that transformers' modules call in place of their own: all of a pass are computed one by one, elsewhere;
+and indexers, which choose among tokens that are kept elsewhere.
 
-Modules that do in a way of their own what ours can only do by the interface have their forwards replaced: `changes`.
+Modules that do not call experts by the interface, which ours need, have their forwards replaced: `changes`.
 """
 
 from __future__ import annotations
@@ -146,15 +146,15 @@ def feed_forward(module: Any, w: Mapping[str, Any], x: Tensor) -> Tensor:
 
 
 _INDEXES = "update_indexer"
-"""What a module calls that chooses which tokens are attended to: DeepSeek's sparse attention (arXiv 2512.02556, 2.1).
+"""The method of its cache that an indexer calls: DeepSeek's sparse attention (arXiv 2512.02556, 2.1).
 
 An indexer, a module beside attention, scores all tokens by small keys of its own, and each query attends to as many as
 `index_topk` of the best. Its keys are kept behind those of attention, in the same slots: they are evicted, packed and
-moved with these. Its own forward is what chooses, given the keys of the slots that there are: among what was kept."""
+moved with these. Its own forward chooses, given the keys of the slots that there are: among kept tokens."""
 
 
 class _Known(Exception):
-    """An indexer has told the keys of its tokens; what it would choose among them is not wanted."""
+    """An indexer has told the keys of its tokens; its choice among them is not wanted."""
 
 
 def take_indexers(model: nn.Module) -> None:
@@ -174,8 +174,8 @@ def _index(module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 class IndexerChoice(Choice):
-    """That of an indexer for the T tokens of a part. `keys` (T, D): theirs. What was chosen is kept for layers behind
-    that have none of their own, by positions."""
+    """The choice of an indexer for the T tokens of a part. `keys` (T, D): of these. The chosen positions are kept for
+    layers behind that have no indexer of their own."""
 
     def __init__(self, module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
         kind = type(module).__name__
@@ -226,7 +226,7 @@ class IndexerChoice(Choice):
         return found.to(seen.device)
 
     def _choose(self, tokens: Tensor, keys: Tensor, seen: Tensor, positions: Tensor | None) -> Tensor:
-        def part(x: Tensor) -> Tensor:  # what is of these tokens: (n, q, ...)
+        def part(x: Tensor) -> Tensor:  # the part of these tokens: (n, q, ...)
             return x[0][tokens.to(x.device)] if x.dim() > 1 and x.shape[:2] == (1, self._tokens) else x
 
         among = keys[..., -self.keys.shape[-1] :].to(self.keys)
@@ -247,8 +247,8 @@ class IndexerChoice(Choice):
         return mask
 
     def _again(self, tokens: Tensor, seen: Tensor, positions: Tensor | None) -> Tensor:
-        """For a layer without an index: of what it holds what was chosen in the one before; all where that had to
-        choose nothing, or nothing of it is left."""
+        """For a layer without an index: of its tokens those that the one before has chosen; all where that did not
+        have to choose, or none of its choice is left."""
         if self._chosen is None:
             return seen
         chosen, width = self._chosen[tokens].long(), seen.shape[-1]

@@ -1,6 +1,6 @@
-"""Fewer, larger operations in place of what transformers' modules do one by one: products of the same tensor, gated
-MLPs, norms and rotations, by the engine's kernels. What a module or function does is found by looking at numbers, not
-by its name."""
+"""Fewer, larger operations in place of the small ones of transformers' modules: products of the same tensor, gated
+MLPs, norms and rotations, by the engine's kernels. A module or function is recognised by the numbers that it computes,
+not by its name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from h2o_flexgen.models.hf.build import is_product, multiply, product
 
 Joined = tuple[Tensor, Tensor | None]
 Norm = Callable[..., Tensor]
-"""Of a module, its own forward, and what that is given: what is to be normed, or that and a gate."""
+"""Of a module, its own forward, and the arguments of that: the tensor to be normed, or this and a gate."""
 Groups = tuple[tuple[str, tuple[ModuleTensor, ...]], ...]
 
 _TOKENS = 4  # of the numbers that are looked at
@@ -91,7 +91,7 @@ class Joint:
             module.forward = partial(self._forward, number)
 
     def look(self) -> Joined | None:
-        """What `joined` is for the tensors that the modules have now."""
+        """The value of `joined` for the tensors that the modules have now."""
         weights, biases = ([each._parameters[key] for each in self.modules] for key in ("weight", "bias"))
         weight, bias = as_one(weights), as_one(biases)
         if weight is None or (bias is None and any(each is not None for each in biases)):
@@ -221,7 +221,7 @@ def take_norms(model: nn.Module, look: Callable[[nn.Module, int], Norm | None] |
 
 
 def _norm(module: nn.Module, size: int) -> Norm | None:
-    """What computes the same as a norm over the last dimension; None where nothing here does."""
+    """A function that computes the same as this norm over the last dimension; None where none here does."""
     if len(signature(type(module).forward).parameters) != 2:  # of more than one tensor: a gate may be left out
         return None
     generator = torch.Generator().manual_seed(0)
@@ -249,8 +249,8 @@ def _same(module: nn.Module, norm: Norm, x: Tensor, weight: Tensor, bias: Tensor
 
 
 def tried(module: nn.Module, given: Mapping[str, Tensor], compute: Callable[[], Any]) -> Any:
-    """What is computed while a module has the `given` tensors for its parameters of these names; None where that cannot
-    be: the module does something else then, whatever it is."""
+    """The result of `compute` while a module has the `given` tensors for its parameters of these names; None where it
+    raises: the module is of another kind then."""
     before = dict(module._parameters)
     module._parameters |= {key: given[key] for key, each in before.items() if each is not None}  # type: ignore[misc]
     try:
@@ -288,7 +288,7 @@ def plain(module: nn.Module) -> Any:
 
 
 def _renamed(wrapper: Any) -> Any:
-    """What a wrapper of `transformers.utils.deprecation` calls an argument; None: it is another."""
+    """The new name of an argument that a wrapper of `transformers.utils.deprecation` renames; None: another wrapper."""
     if wrapper.__globals__["__name__"] != "transformers.utils.deprecation":
         return None
     closed = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True))
@@ -296,7 +296,7 @@ def _renamed(wrapper: Any) -> Any:
 
 
 def among(function: FunctionType, places: Mapping[str, Any]) -> FunctionType:
-    """A function with other globals: those of transformers stay what they are."""
+    """A copy of a function with other globals; the globals of transformers stay as they are."""
     given = {**function.__globals__, **places}
     own = FunctionType(function.__code__, given, function.__name__, function.__defaults__, function.__closure__)
     own.__kwdefaults__ = function.__kwdefaults__
@@ -323,7 +323,7 @@ def take_rotations(model: nn.Module) -> None:
 
 @cache
 def _rotation(function: FunctionType) -> Callable[..., Any] | None:
-    """What does the same as a function of (q, k, cos, sin) or (x, cos, sin); None where nothing here does."""
+    """A rotation that equals a function of (q, k, cos, sin) or (x, cos, sin); None where none here does."""
     names = tuple(signature(function).parameters)
     alone = names[:3] == ("x", "cos", "sin")
     if not alone and names[:4] != ("q", "k", "cos", "sin"):

@@ -1,8 +1,8 @@
-"""What transformers' mixers compute with torch, token by token or in large chunks, by kernels in C: the functions that
-their modules call by these names, with the same arguments and results.
+"""Kernels in C for the functions that transformers' mixers compute with torch, token by token or in large chunks: under
+the names by which the modules call them, with the same arguments and results.
 
-States that are given are updated in place and returned, where transformers returns new ones that its caches copy. What
-the kernels do not take, transformers' own function computes. Norms with a gate are known by their numbers.
+Given states are updated in place and returned, where transformers returns new ones that its caches copy. Calls that
+the kernels do not take go to transformers' own function. Norms with a gate are known by their numbers.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def _usual(original: Original) -> dict[str, Any]:
 
 
 def _by(compute: Callable[[Any], Any], original: Original, *args: Any, **others: Any) -> Any:
-    """What `compute` makes of the arguments by their names in transformers; where that is None, what the `original`
-    makes: also of packed sequences, as it refuses, and where it names no arguments."""
+    """The result of `compute`, given the arguments by their names in transformers; where it is None, the result of
+    `original`, which also gets packed sequences, and all calls where it names no arguments."""
     usual = _usual(original)
     if usual and others.get("cu_seqlens") is None and others.get("seq_idx") is None:
         made = compute(SimpleNamespace(**{**usual, **dict(zip(usual, args, strict=False)), **others}))
@@ -154,14 +154,14 @@ OURS: dict[str, Callable[[Any], Any]] = {
     "mamba_selective_state_update": _first_step,
     "mamba_selective_scan": _first_scan,
 }
-"""By the names that transformers' modules call them by: what computes the same of the arguments, or None."""
+"""By the names that transformers' modules call: functions that compute the same of the arguments, or return None."""
 
 
 def take_recurrences(model: nn.Module, by: Callable[..., Any] | None = None) -> list[str]:
     """From now on the modules of this model compute recurrences by `OURS`, or all `by` one function that is given
-    transformers' own and its arguments. Returns which functions they call.
+    transformers' own and its arguments. Returns the names of the functions that they call.
 
-    A module's own forward is run with other globals: those of transformers stay what they are.
+    A module's own forward is run with other globals; the globals of transformers stay as they are.
     """
     taken = set[str]()
     for module in model.modules():
@@ -196,7 +196,7 @@ def _normed(
 
 
 def _look(module: nn.Module, size: int) -> Norm | None:
-    """What computes the same; None where nothing here does."""
+    """A norm that computes the same as the module; None where none here does."""
     if module._parameters.get("bias") is not None:
         return None
     generator = torch.Generator().manual_seed(0)
@@ -227,6 +227,6 @@ def _candidates(module: nn.Module, size: int) -> Iterator[states.GatedNorm]:
 
 
 def _theirs(module: nn.Module, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor | None:
-    """What the module makes of these; None where it is of something else."""
+    """The module's output for these; None where the call fails, or the output is not as large as `x`."""
     made = tried(module, {"weight": weight}, lambda: type(module).forward(module, x, gate))
     return made if torch.is_tensor(made) and made.shape == x.shape else None

@@ -1,4 +1,4 @@
-"""What checkpoints call the tensors of transformers' modules."""
+"""The names that checkpoints have for the tensors of transformers' modules."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IGNORED = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$", r"\.attention\.
 
 
 def _inside(name: str) -> tuple[str, str]:
-    """What a model for images and text may call a tensor of its language model, where that is made alone."""
+    """The names that a tensor of a language model, made alone, may have in a model for images and text."""
     return f"language_model.{name}", f"model.language_model.{name.removeprefix('model.')}"
 
 
@@ -68,8 +68,8 @@ def checkpoint_names(spec: ModuleSpec) -> Names:
 
 
 def pieces(model: PreTrainedModel) -> dict[str, tuple[tuple[str, int], ...]]:
-    """The parameters of which checkpoints keep each of several pieces as a tensor of its own: what the modules would
-    call these, and their rows, one behind another."""
+    """The parameters of which checkpoints keep each of several pieces as a tensor of its own: the names that modules
+    would have for the pieces, and the rows of each, one behind another."""
     found = dict[str, tuple[tuple[str, int], ...]]()
     converters = [each for each in get_model_conversion_mapping(model, add_legacy=False) or () if _joins(each)]
     for name, tensor in model.named_parameters() if converters else ():
@@ -84,8 +84,8 @@ def pieces(model: PreTrainedModel) -> dict[str, tuple[tuple[str, int], ...]]:
 
 
 def _rows_of(model: PreTrainedModel, parts: list[str], name: str, rows: int) -> list[int] | None:
-    """The rows of pieces that make up the `rows` of a parameter: those of the products that they follow ("q_conv1d" and
-    "q_proj"), or all the same; None where neither can be."""
+    """The rows of pieces that make up the `rows` of a parameter: as many as the products have that they follow
+    ("q_conv1d" and "q_proj"), or all the same; None where neither can be."""
     inner, modules = name.split(".")[-2], dict(model.named_modules())
     followed = [f"{part.rpartition('.')[0].removesuffix(inner)}proj" for part in parts]
     sizes = [getattr(modules.get(path), "out_features", 0) for path in followed]
@@ -188,7 +188,7 @@ def _of_expert(
 
 
 def _rows_in_all(each: ModuleTensor, shape: Sequence[int]) -> int:
-    """Those of the parameter, of this shape, that a part of an expert is rows of: of a bias, all its numbers."""
+    """All rows of the parameter, of this shape, of which an expert's part is some: of a bias, all its numbers."""
     return math.prod(shape if len(each.shape) == 1 else shape[:-1])
 
 
@@ -201,7 +201,7 @@ _MERGED = ([MergeModulelist], [MergeModulelist, Concatenate])
 
 
 def _saved(parameter: str, renamings: list[WeightRenaming]) -> list[str]:
-    """What transformers calls a parameter when it saves it, and what it may have been called before."""
+    """The names by which transformers saves a parameter, or may have saved it before."""
     found = []
     plain = [each for each in renamings if not isinstance(each, PrefixChange)]
     for some in (plain, renamings):

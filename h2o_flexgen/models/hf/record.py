@@ -88,7 +88,7 @@ def record(model: PreTrainedModel, name: str) -> Marked:
 
 
 def _mixed(call: MixerCall) -> tuple[Any, Mixing]:
-    """What a mixer makes of all tokens of a prompt, and what states it keeps."""
+    """The output of a mixer for all tokens of a prompt, and the states that it keeps."""
     piece = call.piece(0, call.tokens, {})
     made, states = call.of([piece]), piece.states
     if states.layer is None:
@@ -131,7 +131,7 @@ def heads_of(call: Call) -> LayerHeads:
 
 
 def _layers_of(timeline: RecordedUnits, heads: LayerHeads, name: str) -> tuple[LayerSpec, ...]:
-    """What each layer holds, and whose keys it reads. `heads`: of layers that do not attend."""
+    """The attention and states of each layer, and whose keys it reads. `heads`: of layers that do not attend."""
     found, owners = list[LayerSpec](), dict[int, int]()
     for number, layer in enumerate(timeline.layers):
         call, source = layer.call, number
@@ -206,7 +206,7 @@ def plain_spec(
     layers: tuple[LayerSpec, ...],
     heads: LayerHeads,
 ) -> ModuleSpec:
-    """What modules show however sequences go through them."""
+    """The fields of a ModuleSpec that modules show for packed sequences and row by row alike."""
     groups, tied = weight_groups(model, timeline, name)
     experts, activation = experts_of(timeline, name, model)
     matrices = matrices_of(model, timeline)
@@ -262,7 +262,7 @@ def _takes_positions(model: nn.Module) -> bool:
 def _beside(read: ConfigReader, config: Any) -> dict[str, Any]:
     """The fields of a ModelSpec that no module shows."""
     tokens = read.special_tokens(*(_token(config, each) for each in ("bos_token_id", "eos_token_id", "pad_token_id")))
-    # Those of several parts say it of each.
+    # Configs of several parts name the dtype of each.
     return {"dtype": read.dtype(read.section("text_config").dtype("float32")), **tokens}
 
 

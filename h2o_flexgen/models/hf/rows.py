@@ -29,7 +29,7 @@ from h2o_flexgen.models.hf.record import any_choice
 from h2o_flexgen.models.hf.units import Event, RecordedLayer, RecordedUnits
 
 CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
-"""What caches are called, as arguments of a model and in what it gives back."""
+"""The names of caches, as arguments of a model and in its output."""
 
 
 def row_arguments(model: nn.Module, ids: Tensor, cache: Any, seen: int, mask: bool = True) -> dict[str, Any]:

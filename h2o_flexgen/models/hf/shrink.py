@@ -1,4 +1,4 @@
-"""A model of any type made tiny: what is to be found out about a type shows in a second, on few numbers."""
+"""A model of any type made tiny, on which facts about the type show in a second, on few numbers."""
 
 from __future__ import annotations
 
@@ -141,13 +141,13 @@ SECTIONS = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm_ocr", "paddleocr_vl")
 
 
 Fields = Callable[[PreTrainedConfig], dict[str, Any]]
-"""What of a decoder's config is to be otherwise."""
+"""The fields of a decoder's config that are to be otherwise, with their values."""
 
 
 def shrunk(raw: Mapping[str, Any]) -> PreTrainedConfig:
-    """The config of a config.json, tiny: of a decoder, or of one in a wrapper with what looks at images.
+    """The config of a config.json, tiny: of a decoder, or of one in a wrapper with an image part.
 
-    What it says beside sizes stays, as kinds of layers and of positions do. Raises as transformers does.
+    Fields beside sizes stay, such as the kinds of layers and of positions. Raises as transformers does.
     """
     return _changed(raw, small)
 

@@ -293,7 +293,7 @@ def release() -> tuple[int, int]:
 
 
 def tested(config: Mapping[str, Any]) -> Way | None:
-    """What a test of just this model has found, now or earlier; None: there was none."""
+    """The result of a test of just this model, now or earlier; None: there was no test."""
     try:
         kept = json.loads(_verdict(config).read_text(encoding="utf-8"))
         return Way(kept["how"], kept["why"])

@@ -22,7 +22,7 @@ SMALL = 1 << 22
 
 
 class Mixing(NamedTuple):
-    """What a mixer keeps: `layer` is its own number of it."""
+    """The states that a mixer keeps; `layer`: the number by which it asks for them."""
 
     layer: int
     states: tuple[StateSpec, ...]
@@ -39,8 +39,8 @@ class Event(NamedTuple):
 
 
 class RecordedLayer:
-    """A layer as the run has shown it: what it attends with and keeps, the event by which it begins, and that behind
-    which all that is done. A module that is called several times is as many layers."""
+    """A layer as the run has shown it: its `call` of attention and its states, the event by which it begins, and the
+    event behind which both are done. A module that is called several times is as many layers."""
 
     def __init__(self, path: str, begin: int, end: int = 0) -> None:
         self.path, self.begin, self.end = path, begin, end
@@ -49,12 +49,12 @@ class RecordedLayer:
 
     @property
     def products(self) -> Literal["attn", "mixer"]:
-        """The kind of those of its first half."""
+        """The kind of the products of its first half."""
         return "mixer" if self.call is None and self.mixing is not None else "attn"
 
     @property
     def number(self) -> int:
-        """By which the modules know it in their cache."""
+        """The number by which the modules know it in their cache."""
         held = self.call or self.mixing
         if held is None:
             raise RuntimeError(f"{self.path} holds nothing")
@@ -64,10 +64,9 @@ class RecordedLayer:
 class RecordedUnits:
     """The units of a recorded run, and in which of them each module was called.
 
-    `layers`: those that hold something of a row. `halves`: the units between the embedding and the head; `routings`: by
-    unit those of experts, and the path of these; `starts`: the module whose call begins each unit but the first, and
-    `begins` the events of these calls. What a
-    layer computes once its experts have answered belongs to the unit behind.
+    `layers`: the layers that hold something of a row. `halves`: the units between the embedding and the head;
+    `routings`: by unit the path of its experts, and their routing; `starts`: the module whose call begins each unit but
+    the first, and `begins` the events of these calls. A layer's operations behind its experts belong to the next unit.
     """
 
     def __init__(self, model: PreTrainedModel, events: list[Event], name: str) -> None:
@@ -111,7 +110,7 @@ class RecordedUnits:
                     raise self._refused(f"what {what} is not in one layer of a list")
                 begin = begun[stack.index(outer[0])]
                 if len(outer) > 1 and begin in found:
-                    begin = begun[-1]  # a layer attends again: what it does so with is one of its own
+                    begin = begun[-1]  # a layer attends again: its second attention is a layer of its own
                 layer = found.setdefault(begin, RecordedLayer(outer[0], begin))
                 if (layer.mixing if event.mixing is not None else layer.call) is not None:
                     raise self._refused(f"{outer[0]} {what} more than once")
@@ -339,7 +338,7 @@ def _used_unseen(model: PreTrainedModel, timeline: RecordedUnits) -> dict[str, s
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """What a module itself keeps in a checkpoint: parameters, and buffers that are saved."""
+    """The tensors that a module itself keeps in a checkpoint: parameters, and buffers that are saved."""
     kept = [(key, each) for key, each in module._parameters.items() if each is not None]
     saved = [key for key in module._buffers if key not in module._non_persistent_buffers_set]
     return [*kept, *((key, each) for key in saved if (each := module._buffers[key]) is not None)]
