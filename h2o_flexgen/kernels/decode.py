@@ -53,9 +53,9 @@ class NativeAttend:
         masks: positions, as a ranking has them, where slots may hold tokens that have left the window, beside the sinks
         that rules hide.
 
-        rule: what slots of a ranking are compared by; None: their scores. With `packings` K and V are packed so, uint8
-        (rows, kv_heads, capacity, bytes of a piece). exact: what that has cost the newest tokens, which steps go on
-        with, and the first; q, k and v are then in its dtype.
+        rule: how slots of a ranking are compared; None: by their scores. With `packings` K and V are packed so, uint8
+        (rows, kv_heads, capacity, bytes of a piece). exact: the rounding errors of the newest tokens, which each step
+        updates, and of the first; q, k and v are then in its dtype.
         """
         if library() is None or len(rules) != size[0] or size[3] > MAX_DIM:
             raise ValueError(f"no kernel for {len(rules)} rules and a cache of {size}: see `available`")
@@ -111,9 +111,9 @@ class NativeAttend:
         self._step.k, self._step.v = k.data_ptr(), v.data_ptr()
 
     def scale_keys(self, scales: Tensor, means: Tensor | None) -> None:
-        """Packed keys are kept less `means`, None: nothing, times `scales`, powers of two that queries are divided by.
+        """Packed keys are kept less `means`, unless None, times `scales`, powers of two that queries are divided by.
 
-        Both (rows, kv_heads, d), contiguous, in the dtype of the steps' q, k and v; those are then as they came.
+        Both (rows, kv_heads, d), contiguous, in the dtype of the steps' q, k and v, which the caller leaves unscaled.
         """
         self._scales = [x for x in (scales, means) if x is not None]
         for x in self._scales:

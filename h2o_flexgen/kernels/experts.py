@@ -27,7 +27,7 @@ PLACE = "native"
 class ExpertPlace(structure("matrices.h", "Expert")):  # type: ignore[misc]
     @classmethod
     def of(cls, w: Mapping[str, Any]) -> ExpertPlace | None:
-        """What the kernel is given of an expert's weights, which must outlive it; None where it cannot take them."""
+        """An expert's weights, which must outlive it, as the kernel's argument; None where it cannot take them."""
         place, held = cls(), list[PackedWeight]()
         parts = {"wide": "gate_up"} if "gate_up.weight" in w else {"up": "up", "gate": "gate"}
         place.held = held
@@ -36,8 +36,8 @@ class ExpertPlace(structure("matrices.h", "Expert")):  # type: ignore[misc]
 
 
 def expert_place(w: Mapping[str, Any]) -> ExpertPlace | TritonExpert | None:
-    """What the kernels of their device are given of an expert's weights; None where they cannot take them: they know
-    up, gate and down, or gate and up in turns."""
+    """An expert's weights as an argument of their device's kernels; None where these cannot take them: they know up,
+    gate and down, or gate and up in turns, in C also up and gate in one matrix."""
     if "joint.weight" in w:
         return None
     if not serves(w["down.weight"].device):
@@ -90,7 +90,7 @@ class Choices:
 
 
 class Gate(NamedTuple):
-    """What is between the two projections: an activation of the gate times up; with a `clamp` that of gpt-oss."""
+    """The step between the two projections: an activation of the gate times up; with a `clamp` that of gpt-oss."""
 
     activation: str
     clamp: float | None = None

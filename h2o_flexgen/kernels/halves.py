@@ -27,7 +27,7 @@ _GATES = {"silu": _SILU, "gelu_tanh": _TANH_GELU}
 
 
 class Form(NamedTuple):
-    """What halves of a model have in common. `before`, `after`: names of norms, None where there are none. `heads`: of
+    """The form of all halves of a model. `before`, `after`: names of norms, None where there are none. `heads`: of
     queries and of keys; `normed`: both have RMS norms.
     """
 

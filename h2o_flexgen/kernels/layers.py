@@ -1,6 +1,6 @@
 """Products, norms, gates and rotations of a decoder layer, in C for bfloat16 on a CPU, else by torch on any device.
 
-And the likeliest tokens, of all or among those that a grammar allows, in C on a CPU: what takes torch several passes.
+And the likeliest tokens, of all or among those that a grammar allows, in C on a CPU: torch takes several passes.
 """
 
 from __future__ import annotations

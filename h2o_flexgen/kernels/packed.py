@@ -1,4 +1,4 @@
-"""Matrices of fewer bits: what they stand for, rows of them, products with them."""
+"""Matrices of fewer bits: their numbers, rows of them, and the arguments of kernels for them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PackedWeight:
 
     @staticmethod
     def over(packing: Packing, shape: tuple[int, ...], data: Tensor, dtype: torch.dtype) -> PackedWeight:
-        """The matrix whose bytes are `data` (flat uint8, starting on a multiple of 64 bytes); nothing is copied."""
+        """The matrix whose bytes are `data` (flat uint8, starting on a multiple of 64 bytes), without a copy."""
         parts = {
             part.name: data.narrow(0, part.offset, part.nbytes).view(getattr(torch, part.dtype)).view(part.shape)
             for part in packing.parts(shape)

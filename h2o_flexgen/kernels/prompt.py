@@ -1,4 +1,4 @@
-"""Attention of prompts, by Triton, in C or by torch, whichever serves; and what of prompts goes into a cache, in C."""
+"""Attention of prompts, by Triton, in C or by torch, whichever serves; and the choice of tokens that stay, in C."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TASKS = 32  # wanted, where a few long prompts have less heads than that
 _BLOCKS = 8  # in a task, at least: it packs the keys and values for itself
 _ALIGNMENT = 64
 _SCRATCH_PER_LOGIT, _LOGITS, _LOGITS_PER_KEY = 14, 1 << 20, 16
-"""Bytes of scratch for all workers: what torch's kernel has alive of as many logits, see `schedule/workspace.py`."""
+"""Scratch of all workers: bytes per logit (torch's, see `schedule/workspace.py`), logits at least, logits per key."""
 
 
 _Prompt, _Keep = structure("prompt.c", "Prompt"), structure("keep.c", "Keep")
@@ -202,14 +202,14 @@ def keep_prompts(
     ranks: tuple[Tensor, Tensor] | None = None,
     packings: tuple[CachePacking, CachePacking] | None = None,
 ) -> None:
-    """Chooses what stays of `prompts`, and moves it into the first slots of their rows of a cache, in time order.
+    """Chooses the tokens of `prompts` that stay, and moves them into the first slots of a cache's rows, in time order.
 
     packed: K and V (T, kv_heads, d), the last dimension contiguous; cache: K and V (rows, kv_heads, capacity, d) of the
-    same dtype, contiguous; nothing is written behind what stays. With `packings` the cache is uint8, and its last
+    same dtype, contiguous; slots behind these tokens are left alone. With `packings` the cache is uint8, and its last
     dimension the bytes of a packed key, or value. window: tokens that a query sees, itself included.
     sums (T kv_heads,) float32: scores, (kv_heads, length) of a prompt from its `first` x kv_heads on; None: none has
     heavy tokens to choose. ranks, with sums: score and position of every slot, (rows, kv_heads, capacity) float32 and
-    int32; those of these rows are overwritten, with +inf and -1 in empty slots, and +inf for sinks.
+    int32; in these rows both are overwritten, with +inf and -1 in empty slots, and +inf for sinks.
 
     Raises ValueError where that does not fit together, MemoryError where a few KiB are not to be had.
     """

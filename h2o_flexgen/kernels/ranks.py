@@ -1,5 +1,4 @@
-"""What the tokens of a cache are compared by, in C: rules that take torch many passes over keys or scores; and what
-recall brings back."""
+"""Ranks of a cache's tokens by keydiff and rkv, in C, as torch takes many passes; and the recall of evicted tokens."""
 
 from __future__ import annotations
 
@@ -72,8 +71,8 @@ class ShelvedKeys(NamedTuple):
 
 
 class Recalled(NamedTuple):
-    """What recall has done in a step: tokens of each KV head that went to shelves, looks and tokens that came back; the
-    worth of what is kept after each look that is rated, and of as many tokens at most."""
+    """Sums over rows and KV heads for a step of recall: tokens that went to shelves, looks, tokens that came back; of
+    rated looks the worth of the tokens kept after each, and the greatest worth of as many tokens."""
 
     written: int
     looks: int = 0
@@ -128,8 +127,8 @@ class NativeRecall:
         self, number: int, qkv: tuple[Tensor, Tensor, Tensor], logits: Logits, held: KeysValues, ranking: Ranking
     ) -> Recalled:
         """Before the tokens of step `number` attend: q (b, heads, dim), k and v (b, kv_heads, dim), which go to
-        shelves. What comes back goes into the slots of `held` (b, kv_heads, capacity, dim), unless these are packed,
-        and `ranking`. MemoryError where a few KiB are not to be had."""
+        shelves. Recalled tokens go into slots of `held` (b, kv_heads, capacity, dim), unless these are packed, and of
+        `ranking`. MemoryError where a few KiB are not to be had."""
         task, kept = self._task, (*held, *ranking)
         if len(kept) != len(self._kept) or not all(map(is_, kept, self._kept)):
             self._attach(held, ranking, qkv)

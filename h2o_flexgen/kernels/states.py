@@ -168,11 +168,11 @@ def serves_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, *, silu: bool) -> Tensor:
-    """Of each channel the sum over the last `taps` tokens, times weight (channels, taps), + bias (channels), with SiLU.
+    """Each channel's sum over the last `taps` tokens, times weight (channels, taps), + bias (channels); `silu`: SiLU.
 
     x (B, channels, T), of a dtype that `serves_conv`. state (B, channels, held) in the same: the tokens before, held
-    at least taps - 1; T is then 1, and the state moves on in place. None: nothing is before the first token. Returns
-    (B, channels, T), newly made, channels next to each other.
+    at least taps - 1; T is then 1, and the state moves on in place. None: no token is before the first. Returns (B,
+    channels, T), newly made, channels next to each other.
     """
     (rows, channels, tokens), taps = x.shape, weight.shape[1]
     if state is not None and (tokens != 1 or not state.is_contiguous() or state.shape[2] < taps - 1):

@@ -1,6 +1,6 @@
 """Whether the Triton kernels can be used here, and are to be. Imports neither them nor Triton before it has to.
 
-Measured so far: nothing. All were compiled for NVIDIA's architecture 9.0 and run in Triton's interpreter.
+None of them has been measured yet: all were compiled for NVIDIA's architecture 9.0 and run in Triton's interpreter.
 
 H2O_FLEXGEN_TRITON=0 leaves them out. With TRITON_INTERPRET=1 and H2O_FLEXGEN_TRITON=1, both, what lies in host memory
 is worked on by Triton's interpreter: thousands of times slower, for tests of the whole engine. (Beside a numpy of 2.4

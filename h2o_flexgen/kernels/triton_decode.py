@@ -1,12 +1,13 @@
-"""The decode step of a KV cache on a GPU: write the new token, attend, add to the scores, free a slot. In one launch.
+"""The decode step of a KV cache on a GPU: write the new token, attend, add to scores, free a slot; one launch or two.
 
-Imports Triton; see `triton_available`. What it takes and does is what `decode.NativeAttend` takes and does on a CPU.
+Imports Triton; see `triton_available`. The counterpart of `decode.NativeAttend` on a CPU, but without its `masks`,
+`rule`, `exact` and sink logits.
 
 One program does the step of one row and KV head, a task. A processor is busy with about three programs at a time: where
 tasks are fewer and slots are many, several programs share the slots of each task, and a second launch joins their parts
 ("flash-decoding").
 
-Nothing of a launch depends on the step, if that is a tensor: so that a CUDA graph can repeat it. Programs and scratch
+If the step's number is a tensor, a launch does not depend on it: a CUDA graph can repeat it. Programs and scratch
 are for the slots that will ever be occupied; each program reads as far as they are now, and one whose share is not
 reached yet ends at once. Caches at a budget are full soon. A full cache that still has to grow does with fewer programs
 until it has, which costs something only where rows are few, and there the weights take most of a step.
@@ -108,7 +109,7 @@ class TritonAttend:
     def attach_packed(self, k: Quantised, v: Quantised) -> None:
         """As `attach`, of K and V in 4 or 8 bits and groups of 64: see `triton_quant`. Slots may lie apart, all alike.
 
-        New tokens are packed as they come; what is attended to is what is held, the new token included.
+        New tokens are packed as they come; queries attend to the packed numbers, the new token's included.
         """
         rows, kv_heads, capacity, dim = self.size
         if dim % PACKED_MULTIPLE:

@@ -309,7 +309,7 @@ def _put_packed(source, kept, scale, low, slot, mine, form: tl.constexpr):
     groups: tl.constexpr = (form.dim + _GROUP - 1) // _GROUP
     each: tl.constexpr = min(_GROUP, form.d)
     n: tl.constexpr = form.d // each
-    # What a short group lacks repeats its last number.
+    # The missing numbers of a short last group repeat its last number.
     x = tl.load(source + tl.minimum(dims, form.dim - 1)).to(tl.float32)
     codes, scales, lows = groups_to_codes(tl.reshape(x, (n, each)), (1 << form.bits) - 1)
     bytes_, group = tl.arange(0, form.d * form.bits // 8), tl.arange(0, n)
@@ -329,7 +329,7 @@ def _put_packed(source, kept, scale, low, slot, mine, form: tl.constexpr):
 
 @triton.jit
 def number_of(slots, task, step):
-    """Of this step: what the launch says, or the task's own count."""
+    """The number of this step: the launch's argument, or the task's own count."""
     if slots.now is not None:
         step = tl.load(slots.now + task)
     return step
@@ -407,8 +407,8 @@ def evict(slots, results, sizes, task, where, sums, step, form: tl.constexpr):
 def _probabilities(logits, sizes, task, slots, sums, form: tl.constexpr):
     """(scan,) of the slots `at`: means over the query heads, 0 where not `seen`.
 
-    Head by head, so that a program has the slots in its registers and not the heads' copies of them; what heads there
-    are is known when this is compiled, and their loads do not wait for each other.
+    Head by head, so that a program has the slots in its registers and not the heads' copies of them; the number of
+    heads is known when this is compiled, and their loads do not wait for each other.
     """
     at, seen = slots
     top, total = sums

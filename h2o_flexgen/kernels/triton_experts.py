@@ -36,7 +36,7 @@ _SLOPE = tl.constexpr(1.702)
 
 
 class _MatrixForm(NamedTuple):
-    """What a kernel is compiled for of a matrix; the first six numbers are `codes_form`'s."""
+    """The layout of a matrix that a kernel is compiled for; the first six numbers are `codes_form`'s."""
 
     levels: int
     scale: int
@@ -56,7 +56,7 @@ class _MatrixForm(NamedTuple):
 
 
 class _TileForm(NamedTuple):
-    """What a kernel is compiled for: the tokens of a tile; whether there is a `clamp`, as in `Gate`; see `product`."""
+    """Options a kernel is compiled for: tokens of a tile; whether there is a `clamp`, as in `Gate`; see `product`."""
 
     rows: int
     clamped: bool
@@ -65,7 +65,7 @@ class _TileForm(NamedTuple):
 
 
 class TritonExpert(NamedTuple):
-    """An expert whose matrices lie on a GPU: what kernels are compiled for, and the addresses of up, gate and down."""
+    """An expert whose matrices lie on a GPU: their layouts for kernels, and the addresses of up, gate and down."""
 
     forms: tuple[_MatrixForm, _MatrixForm, _MatrixForm]
     at: tuple[int, ...]

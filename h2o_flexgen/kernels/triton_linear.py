@@ -40,7 +40,7 @@ class _Rows(NamedTuple):
 
 
 class WeightParts(NamedTuple):
-    """The parts of a packed matrix, row-major; those that its layout has not are None."""
+    """The parts of a packed matrix, row-major; None for parts that its layout lacks."""
 
     outs: int
     codes: Any
@@ -60,7 +60,7 @@ class _LinearForm(NamedTuple):
     groups: int  # of a row
     group: int  # inputs of a tile that share a group
     ins: int
-    rows: int  # of a tile: those of x, of the weight, and inputs
+    rows: int  # of a tile: rows of x, rows of the weight, and inputs
     outs: int
     deep: int
     relu: bool
@@ -69,13 +69,13 @@ class _LinearForm(NamedTuple):
 
 
 def tile_depth(packing: Packing) -> int:
-    """Inputs of a tile: those of a whole group, if that is not too many."""
+    """Inputs of a tile: a whole group's, but at least `_DEEP` and at most `_MOST_DEEP`."""
     return min(_MOST_DEEP, max(_DEEP, packing.group))
 
 
 def codes_form(packing: Packing, ins: int, deep: int) -> tuple[int, int, int, int, int, int]:
-    """What `expanded` has to know of a matrix with so many inputs, tiles of which have `deep`: levels, scale, low,
-    size, groups and group, as `_LinearForm` has them."""
+    """The first fields of `_LinearForm`, which `expanded` reads, for a matrix with `ins` inputs in tiles of `deep`:
+    levels, scale, low, size, groups and group."""
     kinds = _LEVELS.index(packing.levels), _SCALES.get(packing.scale, 0), _LOWS.get(packing.low, 0)
     return *kinds, packing.group, packing.groups(ins), min(packing.group, deep) or deep
 
@@ -161,7 +161,7 @@ def expanded(matrix, out, inside, start, form: tl.constexpr):
 
 @triton.jit
 def _levels(codes, out, inside, start, form: tl.constexpr):
-    """What the codes of `expanded` stand for, (outs, deep) float32; beyond a row's end those of code 0."""
+    """The numbers of the codes of `expanded`, (outs, deep) float32; beyond a row's end the number of code 0."""
     if form.levels < _INT8:
         byte = start // 2 + tl.arange(0, form.deep // 2)
         mask = inside[:, None] & (byte < form.ins // 2)[None, :]

@@ -112,7 +112,7 @@ class Jobs:
 def compiling(seconds: float, clock: Callable[[], float] = time.monotonic) -> Iterator[Jobs]:
     """Kernels whose `warmup` is called within are compiled side by side, and are there at the end.
 
-    After `seconds` none is begun any more. What is not compiled then, or fails to, is so when it is launched.
+    After `seconds` no compilation begins. A kernel left out, or whose compilation fails, is left to its launch.
     """
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(threads) as pool:

@@ -120,8 +120,8 @@ class SlotRule(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """What logits are of products of queries and keys: `scale` times these, then soft_cap tanh(x / soft_cap) of an x;
-    and `sinks`, float32 (heads,), of each head a logit that is no token's."""
+    """How products of queries and keys become logits: `scale` times the product, then soft_cap tanh(x / soft_cap) of
+    that x; and `sinks`, float32 (heads,), of each head a logit that is no token's."""
 
     scale: float
     soft_cap: float | None = None
@@ -134,7 +134,7 @@ class Logits(NamedTuple):
         return self.scale * times, None if self.soft_cap is None else self.soft_cap * times
 
     def of(self, heads: slice | Tensor | None) -> Logits:
-        """Those of some query heads."""
+        """The same for some query heads, with their sinks."""
         return self if self.sinks is None else self._replace(sinks=self.sinks[heads])
 
     def to(self, device: torch.device) -> Logits:
@@ -158,10 +158,10 @@ RULES: tuple[RankedBy, ...] = get_args(RankedBy)
 
 
 class RankRule(NamedTuple):
-    """What ranked slots are compared by, in C: their scores, which are running means of the probabilities (inertiakv's)
-    or count low ones (scissorhands', whose tokens go in bursts, which the kernel knows nothing about); how keys differ,
-    which are not packed (keydiff's); or the means of scores that add up probabilities, among the tokens with the lowest
-    deviation (roco's) or all (h2o_mean's).
+    """The rule that compares ranked slots in C: by their scores, which are running means of the probabilities
+    (inertiakv's) or count low ones (scissorhands', whose tokens go in bursts, unknown to the kernel); by the
+    differences of unpacked keys (keydiff's); or by the means of scores that add up probabilities, among the tokens with
+    the lowest deviation (roco's) or all (h2o_mean's).
     """
 
     by: RankedBy
@@ -172,8 +172,8 @@ class RankRule(NamedTuple):
 
 
 class Exact:
-    """What packing has cost the newest tokens of each row, and its first: their keys and values as they are kept, less
-    what they are packed as. Steps see these tokens as they came."""
+    """The rounding errors of each row's newest tokens and its first: their keys and values, scaled as for packing,
+    less the packed ones. Steps see these tokens without these errors."""
 
     def __init__(
         self, newest: int, first: int, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device
@@ -247,11 +247,11 @@ class DecodeStep(Protocol):
         sink_logits: Tensor | None = None,
         soft_cap: float | None = None,
     ) -> Tensor:
-        """Step `number`, 0 for the first after the prompts: what the queries see, (rows, heads, dim) in K's dtype.
+        """Step `number`, 0 for the first after the prompts: the output (rows, heads, dim) in K's dtype, q's if packed.
 
         number: a whole number, or where the kernel can do that the same number in an int64 tensor (rows, kv_heads) on
-        its device, which the step then increases by one: nothing that is launched depends on it any more. qkv: q (rows,
-        heads, dim), k and v (rows, kv_heads, dim) of the new tokens. fresh: the scores they start with, float32 (rows,
+        its device, which the step then increases by one, so that no launch depends on it any more. qkv: q (rows, heads,
+        dim), k and v (rows, kv_heads, dim) of the new tokens. fresh: the scores they start with, float32 (rows,
         kv_heads); None: 0. slots: where they go, as `Ranking.free`, if the caller decides that; with a ranking, in C
         alone, tokens come into it and none is freed. probs: takes the probabilities, float32 (rows, kv_heads, width),
         0 where no token is seen; width is at least what is occupied. sink_logits: float32 (heads,), of each head a

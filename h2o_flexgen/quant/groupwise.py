@@ -27,7 +27,7 @@ def quantise(x: Tensor, bits: int = 4, group: int = 64) -> Quantised:
     """x (..., d), finite floats of any dtype, as codes. `group`: numbers that share a scale, a power of two from 2 on,
     since the kernels take groups apart by halving. ValueError for others, and where d codes do not end with a byte.
 
-    Numbers and ranges of groups are to be finite in float32; nothing checks that.
+    Numbers and ranges of groups must be finite in float32, which is not checked.
     """
     size, top = x.shape[-1], (1 << bits) - 1
     if bits not in (3, 4, 8):
@@ -57,7 +57,7 @@ def quantise(x: Tensor, bits: int = 4, group: int = 64) -> Quantised:
 
 
 def dequantise(packed: Quantised, dtype: torch.dtype, bits: int = 4, group: int = 64) -> Tensor:
-    """What `packed` stands for, (..., d) in `dtype`: computed in float32, then rounded."""
+    """The numbers of `packed`, (..., d) in `dtype`: computed in float32, then rounded."""
     codes = packed.codes
     if bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)

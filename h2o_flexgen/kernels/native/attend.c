@@ -21,9 +21,9 @@
 
 enum { BLOCK = 32, FEW_BYTES = 1 << 15, AHEAD = 4096, PACKED_AHEAD = 1 << 14, MOST_VECTORS = 40 };
 
-/* What slots are compared by: their scores, which add up the probabilities, are running means of them, inertiakv's, or
-   count the queries that paid less than evenly, scissorhands'; keydiff's differences of keys that are not packed; roco's
-   means of steady tokens; the means of all. `RankedBy` in types.py has them in this order. */
+/* The rules that compare slots: by their scores, which add up the probabilities, are running means of them, inertiakv's,
+   or count the queries that paid less than evenly, scissorhands'; by keydiff's differences of keys that are not packed; by
+   roco's means of steady tokens; by the means of all. `RankedBy` in types.py has them in this order. */
 enum { BY_SCORE, BY_FADING, BY_RARE, BY_DIFFERENCE, BY_STEADY, BY_MEAN };
 #define INERTIA 0.8f /* inertiakv.py has it, too */
 
@@ -37,7 +37,7 @@ typedef struct {
     int64_t step;
     int64_t window;         /* tokens that a query sees, itself included; 0: all */
     int64_t adds;           /* whether the scores grow by the probabilities, or as `by` says */
-    int64_t masks;          /* whether ranked slots other than sinks may hold what has left the window */
+    int64_t masks;          /* whether ranked slots other than sinks may hold tokens that have left the window */
     double scale, cap;      /* of logits; cap: see `soft_capped`, 0: there is none */
     char *k, *v;            /* (rows, kv_heads, capacity, dim), or pieces where there are bits */
     char *out;              /* (rows, kv_heads * group, dim) */
@@ -53,16 +53,16 @@ typedef struct {
     int32_t *pos;           /* as `score`: positions */
     const float *fresh;     /* (rows, kv_heads): scores of the new tokens; NULL: 0 */
     const float *sinks;     /* (kv_heads * group): of each head a logit that is no token's; NULL: there is none */
-    int64_t by;             /* what ranked slots are compared by */
+    int64_t by;             /* the rule that compares ranked slots */
     float *squares;         /* as `score`, BY_STEADY: sums of squared probabilities beside the sums */
     const int64_t *scopes;  /* (rows): of how many, the steadiest, the one that goes is chosen */
-    /* Of packed keys and values what packing has cost the newest tokens and the first: */
+    /* Of packed keys and values, the rounding errors of the newest tokens and the first: */
     int64_t exact, newest_at; /* how many; which of them the new token is, -1: none */
     char *lost_k, *lost_v;    /* (rows, kv_heads, exact, dim), in the dtype of new ones */
     int32_t *lost_slots;      /* (rows, kv_heads, exact): where they lie; -1: nowhere any more */
     /* Of packed keys, in the dtype of new ones, (rows, kv_heads, dim): */
-    const char *key_means;  /* what is taken from each when it comes in; NULL: nothing */
-    const char *key_scales; /* what it is then multiplied by, and queries are divided by, powers of two; NULL: 1 */
+    const char *key_means;  /* subtracted from new keys; NULL: none */
+    const char *key_scales; /* powers of two that new keys are then multiplied by, and queries divided by; NULL: 1 */
 } Step;
 
 INLINE __m512 dot(__m512 sum, __m512i a, __m512i b, int bf16) {
@@ -216,7 +216,7 @@ INLINE Head begin(const Step *s, int64_t row, int64_t head, const Pieces *keys, 
     return h;
 }
 
-/* The new token is among the newest, if these are kept exact; what lay in its slot before is gone. */
+/* Counts the new token among the newest, if these are kept exact; the token that its slot held before is forgotten. */
 static void remember(const Step *s, const Head *h) {
     int32_t *slots = s->lost_slots + h->task * s->exact;
     for (int64_t j = 0; j < s->exact; j++) slots[j] = slots[j] == h->slot ? -1 : slots[j];
@@ -229,8 +229,8 @@ INLINE int64_t seen_at(const Step *s, const Head *h, int64_t j) {
     return slot >= 0 && i >= 0 && i < h->n ? i : -1;
 }
 
-/* Adds to the logits x (group, pitch) of queries that are `apart` bytes apart what packing has cost exact tokens. tanh(a + b)
-   is (tanh a + tanh b) / (1 + tanh a tanh b). */
+/* Adds the rounding errors of exact tokens to the logits x (group, pitch) of queries that are `apart` bytes apart.
+   tanh(a + b) is (tanh a + tanh b) / (1 + tanh a tanh b). */
 static void mend_logits(const Step *s, const Head *h, const Pieces *keys, const char *q, int64_t apart, float *x) {
     const int64_t bytes = vector_bytes(keys);
     const int nv = (int)((bytes + VECTOR - 1) / VECTOR);
@@ -254,7 +254,7 @@ static void mend_logits(const Step *s, const Head *h, const Pieces *keys, const 
         }
 }
 
-/* What packing has cost exact values, by the weights x of all that are seen. There is room for whole vectors. */
+/* The rounding errors of exact values, added up by the weights x of seen tokens. `beside` has room for whole vectors. */
 static void mend_values(const Step *s, const Head *h, const Pieces *values, const float *x, float *beside) {
     const int64_t bytes = vector_bytes(values);
     const char *lost = s->lost_v + h->task * s->exact * bytes;
@@ -276,7 +276,7 @@ static void mend_values(const Step *s, const Head *h, const Pieces *values, cons
     }
 }
 
-/* Takes what has left the window out of the logits x (group, pitch). */
+/* Hides tokens that have left the window in the logits x (group, pitch). */
 static void hide(const Step *s, const Head *h, float *x) {
     const int32_t *pos = s->pos + h->base + h->first;
     for (int64_t i = 0; i < h->n; i++) {
@@ -312,7 +312,7 @@ INLINE void take(const Step *s, const Head *h, const float *x, float *score) {
     }
 }
 
-/* What becomes of the exponentials x (group, pitch) and their sums: probabilities, scores, and the next slot.
+/* Turns the exponentials x (group, pitch) and their sums into probabilities and scores, and finds the next slot.
    `ranks`: room, see `room_for`. */
 INLINE void settle(const Step *s, const Head *h, float *x, const float *sums, float *ranks) {
     const Row *rule = h->rule;
@@ -361,7 +361,7 @@ typedef struct {
     Path path;
 } HeadStep;
 
-/* What there is to do with the slots of a part: logits of the queries, and their mixture, which is written. */
+/* The work on the slots of a part: the queries' logits, and their mixtures of values, which are written to `mixed`. */
 typedef void Logits(const Step *, const HeadStep *, int64_t first, int64_t n);
 typedef void Mix(const Step *, const HeadStep *, int64_t first, int64_t n, float *mixed, float *room);
 typedef struct {
@@ -511,7 +511,7 @@ static void add_part(const Step *s, const HeadStep *w, int64_t part) {
         _mm512_storeu_ps(to + i, _mm512_add_ps(_mm512_loadu_ps(to + i), _mm512_loadu_ps(from + i)));
 }
 
-/* What the queries see is written, and the next slot is found. */
+/* Writes the queries' outputs, and finds the next slot. */
 static void end(const Step *s, const HeadStep *w) {
     const Pieces values = values_of(s);
     for (int64_t g = 0; g < s->group; g++) {
@@ -535,7 +535,7 @@ static void end(const Step *s, const HeadStep *w) {
 /* Of any size: slower, as sums do not stay in registers. */
 #define any (int)vectors_of(s)
 KIND(0, any) KIND(1, any)
-/* By the vectors of a head: those of 32, 64, 80, 96, 128, 256, 512 and 576 numbers have code of their own. */
+/* By the vectors of a head: heads of 32, 64, 80, 96, 128, 256, 512 and 576 numbers have code of their own. */
 KIND(0, 2) KIND(0, 4) KIND(0, 5) KIND(0, 6) KIND(0, 8) KIND(0, 16) KIND(0, 32) KIND(0, 36)
 KIND(1, 1) KIND(1, 2) KIND(1, 3) KIND(1, 4) KIND(1, 8) KIND(1, 16) KIND(1, 18)
 #define NAMED(bf16, nv) {logits_##bf16##_##nv, mix_##bf16##_##nv}

@@ -55,7 +55,7 @@ INLINE f512 v_loadu(const void *at) {
 INLINE void v_storeu(void *at, f512 x) {
     _mm256_storeu_ps((float *)at, x.a), _mm256_storeu_ps((float *)at + 8, x.b);
 }
-/* Masks that load and store are those of the first numbers: nothing behind them is touched. */
+/* Loads and stores with masks are of the first numbers: memory behind them is not touched. */
 INLINE i512 load_some(const void *at, size_t bytes) {
     if (bytes == 64) return v_as_i(v_loadu(at));
     i512 x = I2(_mm256_setzero_si256(), _mm256_setzero_si256());

@@ -21,7 +21,7 @@ MACHINES = {
     "avxvnni": ("-march=x86-64-v3", "-mavxvnni"),
     "avx2": ("-march=x86-64-v3",),
 }
-"""What a compiler is told for the kinds of processors that wheels have libraries for."""
+"""A compiler's flags for each kind of processors that wheels have libraries for."""
 SHIPPED = "shipped"
 """The folder beside the sources in which a wheel has them."""
 FOLDER = Path(__file__).parent
@@ -37,7 +37,7 @@ def find_compiler() -> str | None:
 
 
 def file_of(machine: str) -> str:
-    """What the library for a kind of processors is called in a wheel."""
+    """The name in a wheel of the library for a kind of processors."""
     return f"kernels-{machine}.so"
 
 

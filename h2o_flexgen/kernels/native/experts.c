@@ -60,7 +60,7 @@ static void move_rows(Moved m, int threads) {
     team_share(some_rows, &m, m.rows, quarter_turn(m.rows, m.t->threads), 0, m.rows * m.t->hidden < ALONE ? 1 : threads);
 }
 
-/* Room for what one expert computes at once. */
+/* Room for one expert's inputs and products. */
 typedef struct {
     bf16 *gathered, *middle; /* (rows, hidden), (rows, 2 ffn) */
 } Room;
@@ -73,7 +73,7 @@ static Room room_in(const Task *t, int64_t rows, bf16 *memory) {
     return (Room){memory, memory + up(rows * t->hidden, 32)};
 }
 
-/* results (rows, hidden): what one expert makes of `rows` tokens from place `first` on. */
+/* results (rows, hidden): the outputs of one expert for `rows` tokens from place `first` on. */
 static int compute(const Task *t, const Expert *e, int64_t first, int64_t rows, Room room, float *results,
                    int threads) {
     const long hidden = t->hidden, ffn = t->ffn, both = 2 * ffn;
@@ -95,8 +95,8 @@ static int compute(const Task *t, const Expert *e, int64_t first, int64_t rows, 
     return failed | multiply(gated, both, &e->down, results, hidden, rows, 1, 0, 0, threads);
 }
 
-/* Many experts, each computed by one thread: what they share. Then each thread adds up some columns of the results of
-   all, in their order. */
+/* State of threads that each compute whole experts, of many. Then each thread adds up some columns of the results of
+   all, in the order of the experts. */
 typedef struct {
     const Task *t;
     float *results; /* of all rows */

@@ -3,7 +3,7 @@
 
    A vector of 64 bytes holds 128 codes of 4 bits, or 64 of 8; of 4 bits each byte is an even input's and an odd one's.
    Its sums are in 16 lanes, four for each of its units, and are multiplied by the products of both scales before they are
-   added up. Those are made for all spans of an output beforehand, with what its lows and the offset of its codes add. */
+   added up. These products are made for all spans of an output beforehand, with the terms of its lows and its offset. */
 
 #define OF_BYTES
 #include "whole.h"
@@ -19,13 +19,13 @@ enum {
     TOGETHER = 4, /* outputs at most */
 };
 
-/* What threads share. */
+/* The state that all threads share. */
 typedef struct {
     const Whole *all;
     int64_t blocks, spans, groups; /* spans up to whole vectors */
     int shift;                     /* of a span to its group */
     __m512i which, within;         /* of the spans from a block's first on each lane's; of the groups from a span's on */
-    float *scale, *start;          /* (rows, spans) of x, in steps of the weights; what whole sums begin at */
+    float *scale, *start;          /* (rows, spans) of x, in steps of the weights; the start of whole sums */
     float *sum;                    /* (rows, groups up to whole vectors) of x */
 } Few;
 

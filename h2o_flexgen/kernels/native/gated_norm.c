@@ -1,5 +1,5 @@
 /* RMSNorm (Zhang and Sennrich, arXiv 1910.07467) of rows of numbers, group by group, times an activation of others:
-   what layers that keep states end with. In float32, each number read from memory once; bound by that, and by
+   the last step of layers that keep states. In float32, each number read from memory once; bound by that, and by
    exponentials. */
 
 #include <math.h>
@@ -14,7 +14,7 @@ typedef struct {
     int64_t bf16, gate_bf16, weight_bf16;
     int64_t gate_first; /* x is gated before it is normed, not after */
     int64_t sigmoid;    /* of the gate, not SiLU */
-    int64_t rounds;     /* what is normed, and its product with the weight, if x is bfloat16 */
+    int64_t rounds;     /* to bfloat16, normed numbers and their products with the weight, if x is */
     int64_t threads, x_row, gate_row;
     const void *x, *gate, *weight; /* (rows, groups size) twice, (groups size) */
     void *out;                     /* (rows, groups size), as x is */

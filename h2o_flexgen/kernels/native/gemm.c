@@ -63,7 +63,7 @@ TILES(1)
 TILES(2) TILES(3) TILES(4)
 static Tile *const tiles[] = {tile_1, tile_2, tile_3, tile_4};
 
-/* Memory that will be read later, asked for bit by bit; nothing of packed weights. */
+/* Weights in memory that will be read later, asked for some lines at a time; empty for packed weights. */
 typedef struct {
     const char *at, *end;
     int64_t lines; /* at a time */
@@ -113,8 +113,8 @@ static void block(Rows a, int64_t rows, const term *packed, int64_t cols, int64_
 
 static int64_t tiles_of(int64_t rows, int64_t ins) { return up(rows, TILE) / TILE * (up(ins, DEPTH) / DEPTH); }
 
-/* What threads share. A unit of work is BLOCK outputs of the rows of one panel, or a panel of outputs of a part of the
-   rows; those with the same weights follow one another. */
+/* The state that all threads share. A unit of work is BLOCK outputs of the rows of one panel, or a panel of outputs of a
+   part of the rows; units with the same weights follow one another. */
 typedef struct {
     Product p;
     term *packed;  /* x, where it is packed: panel by panel */
@@ -125,7 +125,7 @@ typedef struct {
     int failed;
 } Units;
 
-/* What a thread has of the weights of outputs from `out` on: expanded, or in a panel. */
+/* A thread's copy of the weights of outputs from `out` on: expanded, or in a panel. */
 typedef struct {
     bf16 *room;
     term *panel;

@@ -1,7 +1,7 @@
-/* What stays of packed prompts: chosen for each row and KV head by itself, and moved into a cache.
+/* The tokens of packed prompts that stay: chosen for each row and KV head by itself, and moved into a cache.
 
-   Of a prompt that its budget holds, everything; of others the sinks, the tokens with the highest scores, of equal ones
-   the first, and the most recent. They come into the first slots in the order of time. */
+   All tokens of a prompt that its budget holds stay; of others the sinks, the tokens with the highest scores, of equal
+   ones the first, and the most recent. They come into the first slots in the order of time. */
 
 #include <math.h>
 #include <string.h>

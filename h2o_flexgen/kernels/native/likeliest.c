@@ -7,7 +7,7 @@
 
 enum {
     STRETCH = 1 << 12,     /* numbers in which the best is looked for a second time, for where it stands */
-    INFINITE = 0x7F800000, /* bits of infinity without its sign: those of NaN are larger */
+    INFINITE = 0x7F800000, /* bits of infinity without its sign: bits of NaN are larger */
 };
 
 /* Where the first of the largest of n scores is, of those whose bits in `allowed` are set, or of all where that is NULL; -1

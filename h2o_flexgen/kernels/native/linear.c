@@ -1,6 +1,6 @@
 /* y[r, o] = sum over i of x[r, i] * w[o, i], plus bias[o]: bfloat16 products of few rows, sums in float32.
 
-   What bounds such a product is how fast its weights come from memory, up to about 12 rows, and the dot product
+   Such a product is bound by how fast its weights come from memory, up to about 12 rows, and by the dot product
    instruction beyond that. So:
    - Weights are read in the order they lie in, once: threads take pieces of outputs in turns, and stream each.
    - A tile of rows x outputs keeps its sums in registers, 16 partial sums each, folded into one at the end. Up to 4 rows

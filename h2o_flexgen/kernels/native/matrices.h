@@ -1,4 +1,4 @@
-/* What kernels that do several products in one call are given: matrices, and the norms around them. */
+/* The arguments of kernels that do several products in one call: matrices, and the norms around them. */
 #ifndef MATRICES_H
 #define MATRICES_H
 
@@ -10,7 +10,7 @@ typedef struct {
     int64_t outs, ins; /* outs: 0 where there is none */
 } Matrix;
 
-/* `wide`: up, then gate; without it they are apart. */
+/* `wide`: up, then gate, or gpt-oss's gate and up in turns; without it they are apart. */
 typedef struct {
     Matrix wide, up, gate, down;
 } Expert;

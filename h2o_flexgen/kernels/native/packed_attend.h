@@ -1,10 +1,10 @@
 /* Products of queries with packed keys, and mixtures of packed values, by whole numbers: straight from codes of at most
-   4 bits. One of 8 bits is two of them, the second times 16; those of 3 are made such ones.
+   4 bits. A code of 8 bits counts as two of 4, the second times 16; codes of 3 bits are widened to 4.
 
    Queries, and weights of values, become whole numbers of a unit: of two signed bytes each, its digits, or of three where
    results are float32. Their sums with codes are exact, so that no result depends on an order. The product with a key is
-   scale * (q c) + low * (sum of q); a mixture adds up p * scale * c, and beside it p * low and what
-   rounding took from p * scale. */
+   scale * (q c) + low * (sum of q); a mixture adds up p * scale * c, and beside it p * low and the
+   rounding errors of p * scale. */
 #ifndef PACKED_ATTEND_H
 #define PACKED_ATTEND_H
 
@@ -49,7 +49,7 @@ INLINE __m512i digits_of(__m512i whole) {
     return _mm512_xor_si512(_mm512_add_epi32(whole, middle), middle);
 }
 
-/* What sums of products with each digit come to. */
+/* The sums of products with each digit, times the digit's place value, added up. */
 INLINE __m512 joined_digits(const __m512i *sum, const int digits) {
     const __m512 lower = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[1]), _mm512_set1_ps(0x1p8f), _mm512_cvtepi32_ps(sum[0]));
     return digits == 2 ? lower : _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[2]), _mm512_set1_ps(0x1p16f), lower);
@@ -80,8 +80,7 @@ INLINE void fours_of(const uint8_t *at, int64_t piece, const uint8_t **four) {
     }
 }
 
-/* 16 bytes at `at` of each of 16 pieces: those of every fourth one, from the first, the second, the third and the fourth
-   on. */
+/* 16 bytes at `at` of each of 16 pieces: row[r] takes pieces r, r + 4, r + 8 and r + 12. */
 INLINE void rows_of(const uint8_t *at, int64_t piece, __m512i *row) {
     const uint8_t *four[4];
     fours_of(at, piece, four);
@@ -229,11 +228,11 @@ INLINE __m512i whole_weights(const float *w, float unit) {
     return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(w), _mm512_set1_ps(1 / unit)));
 }
 
-/* Weights w (groups, pitch) of n values, at most PART, by their probabilities x, in each group's unit; those up to the
+/* Weights w (groups, pitch) of n values, at most PART, by their probabilities x, and each group's unit; weights up to the
    pitch are 0. `lines`: scales, then lows, (groups, pitch) each.
 
-   One token's weight may leave thousands of others less than a unit, and all of a mixture's numbers would lack what these
-   come to: a rotation makes one number of that. So what rounding takes from weights counts with the middle code. */
+   One token's weight may leave thousands of others less than a unit, and all of a mixture's numbers would lack the sum of
+   these: a rotation makes one number of that. So the rounding errors of weights count with the middle code. */
 INLINE void weights_of(const Order *o, const float *x, const float *lines, int64_t n, int64_t pitch, const int digits,
                        float *w, Mixture *to) {
     for (int64_t g = 0; g < o->groups; g++, lines += pitch, w += pitch) {

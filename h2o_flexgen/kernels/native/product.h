@@ -1,4 +1,4 @@
-/* What products of bfloat16 numbers have in common: what is multiplied, and what becomes of the sums. */
+/* The common part of products of bfloat16 numbers: their arguments, and how sums are finished and written. */
 #ifndef PRODUCT_H
 #define PRODUCT_H
 
@@ -12,7 +12,7 @@ typedef struct {
     long rows, outs, ins;
     long x_stride, y_stride; /* elements from row to row */
     int wide;                /* y is float32, not bfloat16 */
-    int relu;                /* what is negative becomes 0 */
+    int relu;                /* negative results become 0 */
     int onto;                /* the product, rounded as y is, is added to what y holds */
     const Packed *packed;    /* the weights, where they are not in w */
     int exact;               /* x, bias and y are float32, and the weights packed */

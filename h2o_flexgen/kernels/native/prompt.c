@@ -195,7 +195,7 @@ INLINE void logits_tile(const int n, const int edge, const Prompt *p, const Work
     }
 }
 
-/* What counts of a logit: scaled and capped, where it is not hidden. */
+/* Logits as they count: scaled and capped, where they are not hidden. */
 INLINE __m512 softened(const Prompt *p, __m512 x) {
     const __m512 hidden = _mm512_set1_ps(-__builtin_inff());
     const __mmask16 is_hidden = _mm512_cmpeq_epi32_mask(_mm512_castps_si512(x), _mm512_castps_si512(hidden));
@@ -207,7 +207,7 @@ static void soften(const Prompt *p, float *x, int64_t n) {
     for (int64_t i = 0; i < n; i += LANES) _mm512_store_ps(x + i, softened(p, _mm512_load_ps(x + i)));
 }
 
-/* What logits are still to be multiplied by. */
+/* The factor that logits are still to be multiplied by. */
 INLINE double left_of(const Prompt *p) { return p->cap > 0 ? 1 : p->scale; }
 
 static void logits(const Prompt *p, const Worker *w, const Block *b) {
@@ -302,7 +302,7 @@ static void finish(const Prompt *p, const Worker *w, const Block *b) {
     }
 }
 
-/* What the task after this one reads of these tokens is asked for early: every token lies in another page. */
+/* Asks early for the vectors that the next task reads of these tokens: every token lies in another page. */
 INLINE void look_ahead(const Prompt *p, const Worker *w, const Block *b) {
     if (w->next_row < 0) return;
     for (int64_t t = b->first; t < b->stop; t++) {

@@ -3,7 +3,7 @@
    Of 4 bits, the least and greatest number of a group give a first scale (Sheng et al. 2023, "FlexGen", section 5). Then
    codes and line are improved in turns: for given codes the scale and low of the least squared error follow from a 2 x 2
    system; for a given line the nearest codes are best. Several ranges, each a bit narrower than the last, are tried as a
-   start, since a few outliers may be worth clipping. What has the least error with rounded scale and low is kept.
+   start, since a few outliers may be worth clipping. The line with the least error, once rounded, is kept.
 
    An error counts by the weight of its input: how large that input is in the mean of its squares, where it is known. */
 
@@ -139,7 +139,7 @@ static void some_rows(void *task, int64_t first, int64_t last, void *room) {
 }
 
 /* x (rows, ins) float32, contiguous, as codes, scales and (of 4 bits) lows. `searches`: whether for the least error.
-   weight (ins), not negative: what the error of an input counts then, NULL for all the same. */
+   weight (ins), not negative: the weights of the inputs' errors then, NULL for equal ones. */
 void quantise(const float *x, const float *weight, uint8_t *codes, bf16 *scale, bf16 *low, long rows, long ins,
               long group, int bits, int searches, int threads) {
     Quantisation q = {x, weight, codes, scale, low, rows, ins, group ? group : ins, bits, searches};

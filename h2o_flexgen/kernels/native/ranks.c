@@ -1,4 +1,4 @@
-/* What tokens of a cache are compared by, for rules that take torch many passes: keydiff's and rkv's.
+/* Ranks of a cache's tokens, for rules that take torch many passes: keydiff's and rkv's.
 
    Each (row, KV head) by itself, on any thread. Every token goes through the same operations wherever it lies, so that
    equal keys get equal ranks, bit for bit. */

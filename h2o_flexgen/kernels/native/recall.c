@@ -39,14 +39,14 @@ typedef struct {
     float *score;        /* (rows, kv_heads, capacity): +inf of what never leaves */
     int32_t *pos;        /* as `score` */
     const int64_t *next; /* (rows, kv_heads): the new tokens' slots, counted over all */
-    int32_t *moves;      /* (rows, kv_heads, MOST_MOVED, 2): what is to come from shelves that are not in memory, the
-                            slot of its head that it goes into and its position; -1 behind it */
-    /* What the step has done: */
-    int64_t written, looks, recalled; /* tokens that went to shelves, looks, tokens that came back: of each head */
-    double held, best; /* worth of what is kept after each look that is rated, and of as many at most */
+    int32_t *moves;      /* (rows, kv_heads, MOST_MOVED, 2): of tokens to come from shelves that are not in memory the
+                            slot of its head that each goes into and its position; -1 behind them */
+    /* Results of the step, added up over the heads: */
+    int64_t written, looks, recalled; /* tokens that went to shelves, looks, tokens that came back */
+    double held, best; /* worth of the tokens kept after each look that is rated, and the greatest of as many tokens */
 } Recall;
 
-/* What one head's step has done, as above. */
+/* The results of one head's step, as above. */
 typedef struct {
     int64_t written, looks, recalled;
     double held, best;
@@ -58,7 +58,7 @@ typedef struct {
     Query *query;
 } Room;
 
-/* A token: what it is chosen by, the lowest `order` first, and the slot that has it. */
+/* A token: its `order`, the lowest is chosen first, and the slot that has it, or -1. */
 typedef struct {
     uint64_t order;
     int64_t slot;
@@ -161,8 +161,8 @@ INLINE void ask(const Recall *r, const char *q, const uint8_t *block, int64_t n,
     }
 }
 
-/* What n tokens are worth: the largest of the probabilities that the group's queries pay them, and the largest of their
-   neighbours; the mean, where the look is rated. */
+/* The worth of n tokens: of each the largest of the probabilities that the group's queries pay it, then the largest of
+   that among its neighbours; the mean probability, where the look is rated. */
 static void weigh(const Recall *r, const char *q, const uint8_t *block, int64_t n, int64_t hidden, int64_t pitch,
                   const Room *room, int rated) {
     if (r->bf16) ask(r, q, block, n, hidden, pitch, room, 2);
@@ -189,8 +189,8 @@ static void weigh(const Recall *r, const char *q, const uint8_t *block, int64_t 
     }
 }
 
-/* The order of what is worth so much, by its bits as it is not negative, and of equal ones of the higher place: it leaves
-   the sooner the lower that is, and comes back the later. */
+/* The order of a token by its worth, as bits, since that is not negative, and of equal ones by the higher place: the lower
+   its order, the sooner it leaves, and the later it comes back. */
 INLINE uint64_t leaving_order(float worth, int64_t place) {
     uint32_t bits;
     memcpy(&bits, &worth, sizeof bits);
@@ -211,8 +211,8 @@ INLINE int64_t put(Choice *chosen, int64_t count, int64_t most, Choice it) {
     return count + 1;
 }
 
-/* The `most` of n tokens that are worth most, and more than `bound`, by its bits; those that are here are worth -1. From
-   the last on, as most look rather at late ones. Their orders are turned round. */
+/* The `most` of n tokens that are worth most, and more than `bound`, by its bits; kept tokens are worth -1. From the last
+   on, as most queries look rather at late tokens. `back` holds the complements of their orders. */
 static int64_t wanted(const float *near, int64_t n, int64_t most, int32_t bound, Choice *back) {
     int64_t count = 0;
     for (int64_t i = (n - 1) / LANES * LANES; i >= 0; i -= LANES) {
@@ -254,7 +254,7 @@ static double sum_of_largest(const float *x, int64_t n, int64_t count) {
     return (double)_mm512_reduce_add_ps(sums) + (double)(count - above) * bound;
 }
 
-/* The head's look: what comes back, and what that is worth, if it is rated. Places are counted from a block's first. */
+/* The head's look: exchanges tokens, and adds up their worth, if it is rated. Places are counted from a block's first. */
 static void look(const Recall *r, const Shelved *row, int64_t task, int64_t now, const Room *room, int rated,
                  Found *found) {
     const int64_t head = task % r->kv_heads, base = task * r->capacity, bytes = r->dim * (r->bf16 ? 2 : 4);
@@ -279,7 +279,7 @@ static void look(const Recall *r, const Shelved *row, int64_t task, int64_t now,
         room->near[place] = -1;
     }
     const int64_t coming = going ? wanted(room->near, n, row->most, worth_bits(leaving[0].order), back) : 0;
-    float top = 0; /* nothing of what comes goes before the next look: it has the best score of what leaves */
+    float top = 0; /* no token that comes goes before the next look: it has the best score of those that leave */
     for (; moved < least(coming, going); moved++) {
         if (worth_bits(~back[moved].order) <= worth_bits(leaving[moved].order)) break;
         top = score[leaving[moved].slot] > top ? score[leaving[moved].slot] : top;

@@ -1,4 +1,4 @@
-/* What is done to rows of bfloat16 numbers one by one, in float32, each read from memory once: LayerNorm, RMSNorm (Zhang
+/* Operations on rows of bfloat16 numbers one by one, in float32, each read from memory once: LayerNorm, RMSNorm (Zhang
    and Sennrich, arXiv 1910.07467), the middle of a gated MLP (Shazeer, arXiv 2002.05202), and rotations of queries and
    keys (Su et al., arXiv 2104.09864). */
 
@@ -15,7 +15,7 @@ typedef struct Rows {
     bf16 *y;
     long rows, n, x_stride, y_stride; /* elements from row to row */
     const bf16 *weight, *bias;        /* of norms, (n) or NULL */
-    float eps, offset;            /* of norms; of a clamped gate: what clamps it, as eps */
+    float eps, offset;            /* of norms; of a clamped gate: its limit, as eps */
     int tanh_gelu; /* of a gate: which activation */
 } Rows;
 
@@ -109,7 +109,7 @@ static void clamped(const Rows *p, const bf16 *x, bf16 *y) {
     }
 }
 
-/* values (rows, 2 n), `stride` elements from row to row: what becomes of each is in its first n numbers. */
+/* values (rows, 2 n), `stride` elements from row to row: the results of each go into its first n numbers. */
 void clamped_gate(bf16 *values, long rows, long n, long stride, double limit, int threads) {
     Rows all = {clamped, values, values, rows, n, stride, stride, NULL, NULL, (float)limit, 0, 0};
     run(&all, threads);

@@ -17,8 +17,8 @@ typedef struct {
     const void *x;    /* (rows, tokens, channels), bfloat16 or float32 */
     const float *dt;  /* (rows, tokens, channels) */
     const float *a;   /* (channels, numbers): rates, negative */
-    const float *b;   /* (rows, tokens, numbers): what of x goes into the state */
-    const float *c;   /* (rows, tokens, numbers): what is read of it */
+    const float *b;   /* (rows, tokens, numbers): factors of x in the state */
+    const float *c;   /* (rows, tokens, numbers): factors of the state in the output */
     const float *skip; /* (channels) */
     float *state;     /* (rows, channels, numbers) */
     void *out;        /* (rows, tokens, channels), as x is */

@@ -45,7 +45,7 @@ INLINE void taps_of(const Conv *c, const int wide, const int taps, int64_t chann
     weights[taps] = c->bias ? some_numbers(c->bias, wide, channel, n) : _mm512_setzero_ps();
 }
 
-/* What is held of a channel moves on by one token. */
+/* The held tokens of a channel move on by one; x becomes the last. */
 INLINE void push(void *held, const void *x, const int size, int64_t count) {
     memmove(held, (char *)held + size, (count - 1) * size);
     memcpy((char *)held + (count - 1) * size, x, size);

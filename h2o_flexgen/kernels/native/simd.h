@@ -1,4 +1,4 @@
-/* What kernels are written with: vectors of 512 bits under Intel's names (Intrinsics Guide), and what the tiers below name,
+/* The vocabulary of kernels: vectors of 512 bits under Intel's names (Intrinsics Guide), and the names that tiers define,
    each in a file of its own; where AVX-512 has no VNNI, files that say OF_BYTES take AVX2. No kernel asks which of them it is
    compiled for, but by these:
 

@@ -1,11 +1,11 @@
 /* Prompts through layers that keep states (states.h), some tokens at a time.
 
-   Of TOKENS tokens after a state S0, with what the state has decayed by up to token i, A_i, and since j, D_ij:
+   Of TOKENS tokens after a state S0, with the state's decay up to token i, A_i, and since j, D_ij:
        d_i = beta_i (v_i - (A_i k_i) S0) - sum over j < i of beta_i (k_i . D_ij k_j) d_j     (without delta: beta_i v_i)
        out_i = (A_i q_i) S0 + sum over j <= i of (q_i . D_ij k_j) d_j
        S = A_last S0 + sum over j of (D_last,j k_j) d_j
-   which reads a state three times for TOKENS tokens and does 6 operations (4) on each of its numbers a token: those
-   of the recurrence without its decay. It is the chunked form of arXiv 2412.06464 with chunks so short that products of
+   which reads a state three times for TOKENS tokens and does 6 operations (4) on each of its numbers a token: as
+   many as the recurrence without its decay. It is the chunked form of arXiv 2412.06464 with chunks so short that products of
    keys with each other cost a twentieth, and decays are products, never quotients that overflow. COLS columns of a state
    lie in the first cache while BLOCK tokens pass. Bound by multiplications: 2 LANES an instruction. */
 
@@ -32,7 +32,7 @@ typedef struct {
 
 INLINE __m512 at(const float *x) { return _mm512_loadu_ps(x); }
 
-/* What comes of token i for those before it, of which `few` has i. Missing ones are zeros that nothing decays at. */
+/* Adds token i to `few`, which has the i tokens before it. Missing tokens are zeros, and the state does not decay at them. */
 static void add_token(const States *s, Place p, int64_t pitch, int i, int there, Few *few, float *key, float *query,
                       float *decay) {
     if (there) {
@@ -82,7 +82,7 @@ INLINE void multiply(const float *x, int64_t pitch, const float *state, int64_t 
     }
 }
 
-/* `sums` becomes d_i: up to here it is what keys find in the state. */
+/* `sums` becomes d_i; on entry it holds the products (beta_i A_i k_i) S0, zeros without delta. */
 INLINE void solve(const States *s, Place p, int64_t col, int64_t there, const Few *few, __m512 sums[TOKENS][WIDTH]) {
     UNROLL for (int i = 0; i < TOKENS; i++) {
         const __m512 beta = _mm512_set1_ps(few->beta[i]);
@@ -100,7 +100,7 @@ INLINE void solve(const States *s, Place p, int64_t col, int64_t there, const Fe
     }
 }
 
-/* What `there` tokens from `p` on give, of `sums`, what queries find in the state before them, and d. */
+/* Writes the outputs of `there` tokens from `p` on, by `sums`, the products (A_i q_i) S0, and d. */
 INLINE void answer(const States *s, Place p, int64_t col, int64_t there, const Few *few, __m512 sums[TOKENS][WIDTH],
                    const float *d) {
     const __m512 skip = _mm512_set1_ps(s->skip ? s->skip[p.head] : 0);

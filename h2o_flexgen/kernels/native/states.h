@@ -1,4 +1,4 @@
-/* Layers that keep a state of a fixed size in place of keys and values: what states.c and state_prompts.c compute. */
+/* Layers that keep a state of a fixed size in place of keys and values: the recurrences of states.c and state_prompts.c. */
 #ifndef STATES_H
 #define STATES_H
 
@@ -35,7 +35,7 @@ INLINE const void *from(const void *at, int64_t bf16, int64_t numbers) {
 
 INLINE int64_t number_of(const States *s, Place p) { return (p.row * s->tokens + p.token) * s->heads + p.head; }
 
-/* `key_dim` numbers of a key and a query, and what a state's keys decay by, in float32; up to a vector's end zeros. */
+/* `key_dim` numbers of a key and a query, and the decays of a state's keys, in float32; up to a vector's end zeros. */
 void read_token(const States *s, Place p, float *key, float *query, float *decay);
 
 INLINE const void *value_of(const States *s, Place p) {

@@ -42,7 +42,7 @@ typedef struct {
 } __attribute__((aligned(128))) Call;
 
 static Call calls[CALLS];
-static _Atomic uint32_t opened;   /* calls so far: what helpers wait for */
+static _Atomic uint32_t opened;   /* calls so far: helpers wait for the next */
 static _Atomic uint32_t sleepers; /* helpers that wait for it asleep */
 static _Atomic int64_t shy_until;
 static _Atomic int helpers;

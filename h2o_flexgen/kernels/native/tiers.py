@@ -67,7 +67,7 @@ def wanted() -> InstructionSets | None:
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """What Linux says that the processor has, as far as the tier that is asked for knows it."""
+    """The instruction sets that Linux lists for the processor; of a tier asked for, all it needs, none beyond."""
     there, tier = of_the_processor(), wanted()
     if tier is None:
         return there
@@ -88,7 +88,7 @@ def best_tier() -> InstructionSets | None:
 
 
 def machine_flags() -> tuple[str, ...]:
-    """What a compiler on this machine is told to compile for."""
+    """A compiler's flags for this machine, or for the tier that is asked for."""
     tier = wanted()
     if tier is None:
         return ("-march=native", "-mno-avx512bf16") if has_slow_bfloat16() else ("-march=native",)

@@ -4,7 +4,7 @@
 
 #include "simd.h"
 
-/* What a row's slots follow from, beside the step. Occupied are the slots before min(held + step + 1, limit). */
+/* The numbers that a row's slots follow from, beside the step. Slots before min(held + step + 1, limit) are occupied. */
 typedef struct {
     int64_t held;   /* tokens that came into its slots before step 0 */
     int64_t limit;  /* slots that the row ever occupies */
@@ -64,7 +64,7 @@ static void means(const float *sums, const int32_t *pos, int64_t n, int64_t now,
     }
 }
 
-/* How many of n numbers are `top` at the most; those up to the next 16 are more. */
+/* How many of n numbers are `top` at the most; the numbers behind them, up to the next 16, must be more. */
 INLINE int64_t up_to(const int32_t *x, int64_t n, int32_t top) {
     int64_t count = 0;
     for (int64_t i = 0; i < n; i += LANES)

@@ -17,7 +17,7 @@ typedef struct {
 enum { UINT4, E2M1, IQ4, IQ3, IQ3S, IQ2, INT8, E4M3 };
 enum { BFLOAT16, FLOAT16, FLOAT32, E8M0, SUPER, NONE, MIDDLE, ZERO };
 
-/* What codes of 4 bits stand for: `numbers`, which are `step` times (`whole` less `offset`). */
+/* The numbers of codes of 4 bits: `numbers`, which are `step` times (`whole` less `offset`). */
 typedef struct {
     float numbers[16];
     uint8_t whole[16];

@@ -79,7 +79,7 @@ INLINE float largest_of(const bf16 *from, int64_t count) {
     return wide_number((bf16)(INT16_MAX - _mm_extract_epi16(less, 0)));
 }
 
-/* A span of a row: its numbers, their scale, and what sums with it start at. What is not finite makes the scale so. */
+/* A span of a row: its numbers, their scale, and the start of sums with it. Numbers that are not finite make the scale so. */
 INLINE void round_span(const Whole *all, int64_t row, Fours to, int64_t span, const int nibbles) {
     const int64_t first = span * all->span, at = row * all->spans + span, left = all->p.ins - first;
     const bf16 *from = all->p.x + row * all->p.x_stride + first;
@@ -295,7 +295,7 @@ static void take_inputs(const Whole *all, int64_t out, int64_t in, uint8_t *to, 
 
 /* ---- sums */
 
-/* What a span's sums are multiplied by and start at: of 16 outputs or more, and of a row; others' lie `spans` behind. */
+/* The factors and the start of a span's sums: of 16 outputs or more, and of a row; other rows' lie `spans` behind. */
 typedef struct {
     const float *scale, *low, *x, *sum;
     const int32_t *start;

@@ -12,7 +12,7 @@ enum {
     FEW_ROWS = 4,
 };
 
-/* What threads share. */
+/* The state that all threads share. */
 typedef struct {
     Product p;
     int64_t block, unit, span; /* inputs: of a vector of codes, of a quarter of it, that share a scale of x */
@@ -23,7 +23,7 @@ typedef struct {
                                   than FEW_ROWS, by fours of a tile's first row, of its second, and so on */
     float *scale, *sum;        /* (rows, spans) of x */
     int32_t *start;
-    int offset, lows;          /* what codes are too large by; whether there are other lows */
+    int offset, lows;          /* the excess of codes over numbers; whether there are other lows */
     int fits;                  /* whether codes of a byte are looked at for fewer bits: `offset` is for each panel then */
     int64_t part, parts, pieces; /* rows of a part of x, and how many there are; pieces of the product */
     int64_t next, runs;          /* piece that no thread has taken; of what is left so many runs are made */
@@ -40,7 +40,7 @@ INLINE int has_signed_levels(const Packed *w) {
     return !BYTE_OFFSET && (w->levels == IQ4 || w->levels == IQ3 || w->levels == IQ2);
 }
 
-/* What codes are too large by as they are multiplied. */
+/* The excess of codes, as they are multiplied, over their numbers. */
 INLINE int whole_offset(const Packed *w) {
     if (!has_nibbles(w)) return BYTE_OFFSET;
     if (w->levels == UINT4) return w->low_kind == MIDDLE ? 8 : 0;

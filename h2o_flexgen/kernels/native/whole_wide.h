@@ -26,7 +26,7 @@ INLINE void add_span(const Whole *all, __m512i whole[][VECTORS_OUT], const Scale
     }
 }
 
-/* sums (rows, COLS) += a span of x, woven, times codes, which are so many units. What is `ahead` is asked for. */
+/* sums (rows, COLS) += a span of x, woven, times `units` units of codes. If it `asks`, memory `ahead` is asked for. */
 INLINE void take_span(const Whole *all, const int8_t *x, uint64_t unit, const uint64_t units, const uint8_t *codes,
                       const uint8_t **ahead, const Scales *by, float *sums, const int rows, const int nibbles,
                       const int asks) {
