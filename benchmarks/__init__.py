@@ -1,1 +1,1 @@
-"""What measures the project: a module for each table or curve, run as `python -m benchmarks.NAME` from the sources."""
+"""Benchmarks of the project: a module for each table or curve, run as `python -m benchmarks.NAME` from the sources."""

@@ -1,4 +1,4 @@
-"""What a job costs beside `run` on the same prompts and by actors of Ray, and whether its forecasts hold.
+"""The cost of a job beside `run` on the same prompts and by actors of Ray, and whether its forecasts hold.
 
     python -m benchmarks.jobs memory --requests 50000 --output results/local/jobs.jsonl
     python -m benchmarks.jobs ray --requests 2000 --repetitions 1

@@ -121,7 +121,7 @@ def _read(record: Record) -> str:
 
 
 def _bounds(record: Record) -> str:
-    """What bounds prefill and decode by known rates, and how near the run came."""
+    """The resources that bound prefill and decode by known rates, and how near the run came."""
     phases = (record.get("roofline") or {}).items()
     found = {phase: each for phase, each in phases if each.get("achieved")}
     return ", ".join(f"{phase}: {each['bound']['resource']} {each['achieved']:.0%}" for phase, each in found.items())

@@ -1,4 +1,4 @@
-"""What share of the processor's rates do products of 16 bits reach? Beside loops of nothing but their instructions.
+"""The shares of the processor's rates that products of 16 bits reach, beside loops of their instructions alone.
 
     python -m benchmarks.peaks                                     LLaMA's shapes of 1.1 B parameters
     H2O_FLEXGEN_KERNELS=avx2 python -m benchmarks.peaks            as AVX2 has it

@@ -1,4 +1,4 @@
-"""What does each kind of processor make of a model? Ours beside llama.cpp, each compiled for the same instructions.
+"""The rates of a model on each kind of processor: ours beside llama.cpp, both compiled for the same instructions.
 
     python -m benchmarks.processors                                      LLaMA's shape of 1.1 B, AVX2, 4 and 8 bits
     python -m benchmarks.processors --kernels avx2,native --bits 4
@@ -46,7 +46,7 @@ LLAMA_1B: Record = {
 }
 OURS, PEER = "ours", "llama.cpp"
 TYPES = {4: "q4_0", 8: "q8_0", 16: "bf16"}
-"""What llama.cpp has of about as many bits."""
+"""The types of llama.cpp with about as many bits."""
 BUILDS = {"native": "llamacpp", "avx2": "v3/llamacpp", "avxvnni": "vnni/llamacpp"}
 """Below --peers: llama.cpp for the instructions of a tier."""
 DEMO = ROOT / "h2o_flexgen" / "data" / "demo"
@@ -56,8 +56,7 @@ _CELLS = 256  # to which llama.cpp rounds the cells of a sequence
 
 
 def measure(point: Record) -> Record:
-    """A process for each side of a point, of the tier that it names: what the kernels are is settled when they are
-    imported."""
+    """A process for each side of a point, of the tier that it names: kernels are chosen when they are imported."""
     os.environ[SWITCH] = point["kernels"]
     found = {side: in_process("processors", {**point, "side": side}) for side in point["sides"]}
     both = {side: {key: record[key] for key in ("prefill_s", "decode_s")} for side, record in found.items()}
@@ -108,7 +107,7 @@ def _model(point: Record) -> Path:
 
 
 def _file(point: Record) -> Path:
-    """What llama.cpp reads: the same file, or one of random weights, made once."""
+    """The file that llama.cpp reads: the same file, or one of random weights, made once."""
     from h2o_flexgen.baselines.random_gguf import GgufShape, random_file  # gguf is not there everywhere
 
     model = _model(point)

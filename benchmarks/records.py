@@ -1,4 +1,4 @@
-"""What benchmarks share: processes, records as JSON lines, medians with their spread, facts of the machine.
+"""The common parts of benchmarks: processes, records as JSON lines, medians with their spread, facts of the machine.
 
 A script measures *points*: settings with a name. Each run is a process of its own and leaves one record; records are
 appended, and tables are made of all that lie in the folder, so that a measurement that was interrupted goes on where it
@@ -33,7 +33,7 @@ def shown(path: Path) -> str:
 
 
 def facts(command: Sequence[str]) -> Record:
-    """What a figure is worth nothing without: machine, versions, commit, time, load and the command."""
+    """The facts that every figure needs: machine, versions, commit, time, load and the command."""
     return {
         "date": utc_now(),
         **origin(),
@@ -84,7 +84,7 @@ def arguments(text: str | None, name: str, repetitions: int, what: str = "runs o
 
 
 def in_process(module: str, point: Record) -> Record:
-    """What `python -m benchmarks.MODULE --run POINT` prints last, with `facts`."""
+    """The record that `python -m benchmarks.MODULE --run POINT` prints last, with `facts`."""
     return run_json([sys.executable, "-m", f"benchmarks.{module}", "--run", json.dumps(point)])
 
 

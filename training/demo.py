@@ -3,7 +3,7 @@
 The recipe, in the order it runs: a byte-level BPE tokenizer, then one OPT model trained in two stages (short rows with
 dense recall until copying emerges, then rows of the full context). Matrices are trained by Muon and the rest by AdamW,
 on float32 masters of a bfloat16 model. Every step draws its own seeded batch, so a resumed run sees the same data.
-What this writes: the model in --out, its figures in --docs; --work keeps checkpoints between runs.
+Writes the model to --out and its figures to --docs; --work keeps checkpoints between runs.
 
     python -m training.demo --text kjv.txt python-docs [--evaluate]
 

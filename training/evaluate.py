@@ -86,7 +86,7 @@ def write_samples(corpus: Corpus, out: Path) -> None:
 
 
 def past_training(args: argparse.Namespace, recipe: Recipe) -> dict:
-    """What is known of the training: from this run's checkpoint, else from the training.json written last time."""
+    """The known facts of the training: from this run's checkpoint, else from the training.json written last time."""
     checkpoint, written = args.work / "checkpoint.pt", args.docs / "training.json"
     if checkpoint.exists():
         state, host = torch.load(checkpoint, weights_only=True), host_facts()

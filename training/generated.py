@@ -81,7 +81,7 @@ PEOPLE = ("cities", "pets", "foods", "jobs")
 
 
 def fact_of(kind: str, about: str, answer: str) -> Fact:
-    """By the patterns of its kind: those that tell it, as many that ask for it, and the lead."""
+    """A fact by the patterns of its kind: some that tell it, as many that ask for it, and the lead."""
     *said, lead = (pattern.format(n=about, v=answer) for pattern in WORDS[f"fact.{kind}"])
     half = len(said) // 2
     return Fact(tuple(said[:half]), tuple(said[half:]), lead, answer)

@@ -6,8 +6,8 @@ the model never sees a window that has lost its first token. The prose is what `
 this: the topics of the language reference, and the docstrings of the standard library. Both are under the PSF licence,
 and nothing has to be fetched.
 
-What this writes: the model in --out, its figures in --docs, the held-out text beside the checkpoint in
---work, which is kept between runs.
+Writes the model to --out, its figures to --docs, and the held-out text beside the checkpoint in --work, which is kept
+between runs.
 
     python -m training.stream
     python -m training.stream --text     (the held-out text only)
@@ -148,7 +148,7 @@ def plant_sink(model: LlamaForCausalLM, recipe: StreamRecipe) -> None:
 
     The last three coordinates are set aside: `told` is alike in every token's embedding, `first` is BOS's alone. The
     heads of the last KV group of layer 0 ask `told` for `first`, in the two pairs of dimensions that turn least, and
-    so rest on BOS from wherever they are; what they read there is `sink` in the coordinate `bias`, nothing else. It is
+    so rest on BOS from wherever they are; the value that they read there is `sink`, in coordinate `bias` alone. It is
     then what the norms above mostly divide by, and they multiply by `gain` instead. Training is free to change it all.
     """
     told, first, bias = range(recipe.hidden - 3, recipe.hidden)

@@ -1,15 +1,15 @@
 """Train the model of the reasoning suite: a small OPT that works long sums out, step by step.
 
 A problem gives digits by the names a, b, c, ...; asked for is the last digit of all sums added up that start at one of
-them: (a + b + c) + (b + c) + c. A line for each sum adds digit after digit, by name, and says what it came to; the last
-line adds what was said. Only last digits are written:
+them: (a + b + c) + (b + c) + c. A line for each sum adds digit after digit, by name, and says its result; the last line
+adds these results. Only last digits are written:
 
     a: 7 b: 4 c: 9 ; 0 A a 7 A b 1 A c 0 A= 0 0 B b 4 B c 3 B= 3 0 C c 9 C= 9 0 A= 0 0 B= 3 3 C= 9 2 .
 
-Every word is a token. Digits are given once and looked up in each line; what a line came to is said once and needed at
-the very end. Nothing but the working is trained on.
+Every word is a token. Digits are given once and looked up in each line; the result of a line is said once and needed
+at the very end. Only the working is trained on.
 
-What this writes: the model in --out with held-out problems, its figures in --docs.
+Writes the model and held-out problems to --out, its figures to --docs.
 
     python -m training.sums
 """
@@ -42,7 +42,7 @@ IDS = {word: index for index, word in enumerate(WORDS)}
 
 
 class Problem(NamedTuple):
-    """What is given, its working, and the last line of that, the answer."""
+    """The given digits, the working, and the last line of that, the answer."""
 
     given: str
     working: str
@@ -93,7 +93,7 @@ class SumsRecipe(Recipe):
 
 
 def draw(rng: Random, rows: int) -> Batch:
-    """Problems from a random position on; what is given counts for nothing."""
+    """Problems from a random position on; the given digits have no weight in the loss."""
     ids = torch.tensor([problem(rng).ids for _ in range(rows)])
     starts = torch.tensor([rng.randrange(CONTEXT - LENGTH + 2) for _ in ids])
     weights = torch.ones(ids.shape)
@@ -111,7 +111,7 @@ def accuracy(model: PreTrainedModel, cases: int) -> dict[str, float]:
 
 
 def write_problems(out: Path, cases: int = 64) -> None:
-    """Held-out problems: what suites ask."""
+    """Writes held-out problems, which suites ask."""
     rng, rows = Random(HELD_SEED), list[dict]()
     for given, working, answer in (problem(rng) for _ in range(cases)):
         rows.append({"prompt": f"{given} {working}", "answer": answer, "question_at": len(given)})

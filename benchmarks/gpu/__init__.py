@@ -1,1 +1,1 @@
-"""What needs a GPU, tested and measured by `scripts/gpu_check.sh`: `check` walks the sections, a module each."""
+"""Tests and measurements that need a GPU, run by `scripts/gpu_check.sh`: `check` walks the sections, a module each."""

@@ -5,8 +5,8 @@
     python -m benchmarks.gpu.check --readme --check      exit code 1 if the block is not what the records give
 
 A section that crashes or runs out of time is recorded as failed, and the others go on. A call adds to the records in
---output: what is measured there already is not measured again, unless --again says so. Nothing is measured on a GPU
-that the Triton kernels cannot use: attention would be torch's.
+--output: figures that are there already are not measured again, unless --again says so. A GPU that the Triton kernels
+cannot use is not measured: attention would be torch's.
 
 Triton compiles into a folder of its own, or that of TRITON_CACHE_DIR. After every section it is packed into
 OUTPUT/kernels.tar.gz; a call that finds that file, here or on another machine, begins with what is in it.
@@ -99,7 +99,7 @@ def cache_folder() -> Path:
 
 
 def unpack(output: Path, folder: Path) -> None:
-    """Puts what `pack` left in `output` into `folder`; what cannot be read is compiled again."""
+    """Puts the files that `pack` left in `output` into `folder`; kernels that cannot be read are compiled again."""
     path = output / ARCHIVE
     if not path.is_file():
         return

@@ -3,7 +3,7 @@
 OPT-6.7B's shape with random weights, 24 sequences of 2,048 + 2,048 tokens, KV cache at 20 %, and the full cache. OPT's
 context is 2,048: the model has a position table of twice that, for which random weights are as good. Of the new tokens
 a part is generated: with a budget the cache is full from the first step on, so that every step does what the last would
-do; the full cache grows, and its record says how far. Nothing is projected. `step_s` is the mean of all decode steps,
+do; the full cache grows, and its record says how far. No figure is projected. `step_s` is the mean of all decode steps,
 `steady_step_s` of those after a graph was recorded; `load_s` contains the warm-up, which is the work's first tokens.
 """
 
@@ -51,7 +51,7 @@ class Work:
 
 
 def works(folder: Path, dry_run: bool) -> list[Work]:
-    """What is measured, the most telling first; `folder` takes the models' config.json."""
+    """The measurements, the most telling first; `folder` takes the models' config.json."""
     if dry_run:
         model = tiny_model(folder / "tiny-opt")
         return [Work(model, 2, 32, 32, 8, budget, True) for budget in (math.ceil(RATIO * 64), None)]

@@ -107,7 +107,7 @@ def bandwidth() -> dict[str, float]:
 
 
 def best(rates: dict[str, float]) -> float:
-    """What shares are taken of: the faster of the two."""
+    """The rate that shares are taken of: the faster of the two."""
     return max(rates.values())
 
 
@@ -162,8 +162,8 @@ def decode_kinds(section: Section) -> Iterator[tuple[str, Shape, bool, bool]]:
 
 
 def compile_decode(section: Section) -> None:
-    """Compiles what the decode steps will launch, side by side: one after the other that takes minutes, and machines
-    start bare. What there is no time for is compiled when it is measured."""
+    """Compiles the kernels of decode steps, side by side: one after the other that takes minutes, and machines start
+    bare. Kernels that there is no time for are compiled when they are measured."""
     from h2o_flexgen.kernels.triton_tune import compiling
 
     began = time.monotonic()

@@ -1,7 +1,7 @@
-"""What the sections of scripts/gpu_check.sh share: records, programs that are run, warm-ups.
+"""The common parts of the sections of scripts/gpu_check.sh: records, programs that are run, warm-ups.
 
-A record is one line of JSON in OUTPUT/SECTION.jsonl: what was measured under what name, or why it was not ("failed"),
-with hardware, versions, date, command and commit. Nothing is overwritten; of several records of a name the last counts.
+A record is one line of JSON in OUTPUT/SECTION.jsonl: a name and its figures, or why there are none ("failed"), with
+hardware, versions, date, command and commit. No record is overwritten; of several of a name the last good one counts.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ TINY_OPT = {
     "max_position_embeddings": 256,
     "torch_dtype": "bfloat16",
 }
-"""What a dry run computes with: in place of the sizes of OPT-125M."""
+"""The config of a dry run's model, in place of the sizes of OPT-125M."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """What a section is told, and where its records go. `until` is a time of time.monotonic."""
+    """The settings of a section, and where its records go. `until` is a time of time.monotonic."""
 
     name: str
     output: Path
@@ -109,7 +109,7 @@ class Section:
 
 
 def serve(measure: Callable[[Section], None], one: Callable[[dict[str, Any]], Record] | None = None) -> int:
-    """What a section's module does as a program: all of it (returns 0 whatever failed: the records say so), or one."""
+    """Runs a section's module as a program: all of it (returns 0 even after failures, which are recorded), or one."""
     what, text = sys.argv[1:]
     told = json.loads(text)
     if what == ONE and one is not None:
@@ -164,10 +164,10 @@ class _Enough(Exception):
 
 
 def warm_up(llm: Any, prompts: list[list[int]], generated: int) -> float:
-    """Begins `generated` tokens for each of `prompts` and leaves off after WARM_UP; seconds, those of loading included.
+    """Begins `generated` tokens for each of `prompts` and leaves off after WARM_UP; returns seconds, loading included.
 
-    Compiled and tuned kernels, memory pools, locked pages: what is made at its first use is made for the lengths and
-    the budget at hand. So a warm-up is the work itself: caches, budgets and the plan are those of all of it.
+    Kernels are compiled and tuned, memory pools filled and pages locked at their first use, for the lengths and the
+    budget at hand. So a warm-up is the work itself, with the caches, budgets and plan of all of it.
     """
     left = len(prompts) * (generated - WARM_UP)
 

@@ -44,7 +44,7 @@ def tables(folder: Path) -> str:
 
 
 def readme_block(results: Path) -> str:
-    """What the README shows of all records in results/*-gpu-*; what is not measured yet is said to be so."""
+    """The README's tables of all good records in results/*-gpu-*, dry runs apart; NOTHING where there are none."""
     records: dict[str, list[Record]] = {name: [] for name in SECTIONS}
     for folder in sorted(results.glob("*-gpu-*")):
         for name in SECTIONS:
@@ -124,7 +124,7 @@ def _table(rows: list[Record], columns: Columns, left: int = 1) -> str:
 
 
 Columns = dict[str, Callable[[Record], str]]
-"""What stands in each column of a table, by its head."""
+"""The text of each column of a table, by its head."""
 KERNELS: Columns = {
     "kernel": lambda r: r["name"],
     "us": lambda r: f"{r['seconds'] * 1e6:.1f}",

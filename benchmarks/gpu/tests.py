@@ -43,7 +43,7 @@ def summary(lines: list[str]) -> tuple[Counter[str], list[str]]:
 
 
 def measure(section: Section) -> None:
-    """Runs them in the time there is; what they print is shown as it comes."""
+    """Runs the tests in the time there is; their output is shown as it comes."""
     emulated = {"H2O_FLEXGEN_GPU_TESTS": "emulated"} if section.dry_run else {}
     shown = ["sh", "-c", 'exec "$@" >&2', "sh", *command(section)]
     done = run(shown, max(1.0, section.left()), loud=True, **emulated)

@@ -1,8 +1,8 @@
 """Adapter of accelerate: transformers whose weights are spread over GPU, host memory and disk by `device_map="auto"`.
 
 `python -m h2o_flexgen.baselines.accelerate FOLDER`. Offloading needs a checkpoint: random weights are saved once.
-Without a GPU, where the weights fit they stay in host memory; what does not fit lies on the disk, whole layers of it,
-and is read for every forward pass.
+Without a GPU, weights that fit stay in host memory; the others lie on the disk, as whole layers, and are read for
+every forward pass.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _device_map(work: AdapterWork, checkpoint: str) -> Any:
 
 
 def _room(work: AdapterWork, config: Any) -> int:
-    """Bytes of host memory for weights: what is allowed, less the process, the KV cache and the work on it."""
+    """Bytes of host memory for weights: the bytes allowed, less the process, the KV cache and the work on it."""
     if work.cpu_mem is None:
         return 1 << 62
     return max(1, work.cpu_mem - PROCESS_BYTES - _working(work, config))

@@ -171,9 +171,9 @@ class Batches:
 
 
 def at_best(runner: Runner, folder: Path, say: Say) -> list[tuple[str, Comparison]]:
-    """Compares at a common batch, and every system at its best where that differs, or with only_best nothing else.
+    """Compares at a common batch, and every system at its best where that differs; with only_best the latter alone.
 
-    What is searched or measured already in the folder is taken from there.
+    Searches and measurements that the folder holds already are taken from there.
     """
     settings, kept = runner.settings, runner.kept_settings
     names = [name for name in settings.systems if runner.missing(name) is None]

@@ -1,10 +1,10 @@
 """Adapter of FlexGen 0.1.8: `python -m h2o_flexgen.baselines.flexgen FOLDER`. OPT only; weights of ones for measuring.
 
 The published package, driven as its own benchmark drives it. On a GPU by a policy like its authors'
-(`flexgen_placement`). Without one it runs on host memory, by replacing at run time what asks for a GPU; nothing of it
-is copied. Its GPU becomes host memory, so a copy to it costs a copy in memory; its streams do nothing; its float16
-becomes bfloat16 or float32, as float16 on a CPU would be an order of magnitude slower and flatter the systems beside
-it.
+(`flexgen_placement`). Without one it runs on host memory, by replacing at run time the calls that ask for a GPU; none
+of its code is copied. Its GPU becomes host memory, so a copy to it costs a copy in memory; its streams do nothing; its
+float16 becomes bfloat16 or float32, as float16 on a CPU would be an order of magnitude slower and flatter the systems
+beside it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 On a GPU everything where it fits. Else caches and hidden states in host memory, prompts in GPU batches, and on the
 GPU as much of the weights as a batch at work leaves room for; the rest of them in host memory, or on the disk. Without
 a GPU one GPU batch of all prompts, and the weights that host memory has no room for on the disk.
-Arithmetic alone: nothing of FlexGen is imported.
+Arithmetic alone: FlexGen is not imported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def place(config: Any, rows: int, prompt_len: int, gen_len: int, gpu: int, host:
     if weights + cache + _working(config, rows, prompt_len, gen_len) <= USABLE * gpu:
         return Placed(rows, 1, 100, 0, cache_on_gpu=True)
     size = max(size for size in range(1, min(rows, GPU_BATCH) + 1) if rows % size == 0)
-    # What is computed with, what comes and what goes: caches of three layers, weights of two.
+    # Caches of three layers, computed with, loaded and stored; weights of two, computed with and loaded.
     moving = 3 * config.cache_bytes(size, length) // config.num_hidden_layers
     moving += 2 * max(_table(config), 16 * config.hidden_size**2)
     share = _percent(USABLE * gpu - _working(config, size, prompt_len, gen_len) - moving, weights)

@@ -187,9 +187,9 @@ def _ended(process: subprocess.Popen[bytes], seconds: float, show: Callable[[], 
 
 
 def _stop(process: subprocess.Popen[bytes], asked: int, show: Callable[[], None]) -> None:
-    """Asks a process to end, then ends all that it started, then itself: memcap has to tidy up after its command.
+    """Asks a process to end, then ends all its descendants, then itself: memcap has to tidy up after its command.
 
-    Whatever interrupts that, the process has ended afterwards.
+    The process has ended afterwards, even where that was interrupted.
     """
     top = psutil.Process(process.pid)
     below = set(top.children(recursive=True))

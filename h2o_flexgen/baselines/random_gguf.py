@@ -1,7 +1,7 @@
 """GGUF files with random weights, for llama.cpp: of the shape that a config.json says, in the type asked for.
 
-Matrices are all of that type, the embedding and the head included; norms and biases are float32. What matters for speed
-is right, and nothing else: rotary scaling and sliding windows are left out, and there is a vocabulary without a text.
+Matrices are all of that type, the embedding and the head included; norms and biases are float32. Only the features
+that matter for speed are there: no rotary scaling, no sliding windows, and a vocabulary without a text.
 """
 
 from __future__ import annotations

@@ -73,14 +73,14 @@ _ADDED = ("shared", "peak_cgroup_bytes", "disk_read_bytes", "process_read_bytes"
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement(Outcome, Throughput):
-    """One run of one system: what its adapter measured, and what was seen from outside.
+    """One run of one system: the figures of its adapter, and the figures measured from outside.
 
     date                of its start, ISO 8601
     peak_rss_bytes      of the whole process, imports and loading included, by the kernel's count
     peak_cgroup_bytes   of its control group, page cache included; None where there was no cap
     process_read_bytes  from its start to its end; None where the kernel, or a record of before, does not say
     process_s           from the start of the process to its end
-    load_average        of the machine before the run: runs bring it to their threads, what is above is something else
+    load_average        of the machine before the run: earlier runs bring it to their threads, other programs above that
     token_ids           empty in a record that was read again and is of random weights
     origin              version, commit and host, as `origin` gives them
     """
@@ -108,7 +108,7 @@ class Measurement(Outcome, Throughput):
         return datetime.datetime.fromisoformat(self.date) + datetime.timedelta(seconds=self.process_s)
 
     def to_json(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The record as it is written. Tokens only where they mean something: those of random weights do not."""
+        """The record as it is written. Tokens only of checkpoints: tokens of random weights mean nothing."""
         data = dataclasses.asdict(self)
         detail, tokens, origin = (data.pop(name) for name in ("detail", "token_ids", "origin"))
         data.update((name, getattr(self, name)) for name in ("peak_bytes", *RATES))

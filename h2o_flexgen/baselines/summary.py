@@ -211,7 +211,7 @@ def pairs(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _ratio_table(summary: dict[str, Any]) -> list[str]:
-    """The table of ratios, median and (least-most) of the n repetitions that both finished; nothing for one system."""
+    """The table of ratios, median and (least-most) of the n repetitions that both finished; empty for one system."""
     lines = []
     for one, two in pairs(summary):
         count = _pair(summary, one, two)["pairs"]
@@ -270,7 +270,7 @@ def _cells(summary: dict[str, Any], name: str) -> dict[str, str]:
 
 
 def _plan(plan: dict[str, Any] | None) -> str:
-    """ "GPU batches of 16, 2 in a block, weights 40% cpu and 60% disk (by search)": what goes where, if it is known."""
+    """ "GPU batches of 16, 2 in a block, weights 40% cpu and 60% disk (by search)": the placement; "" if unknown."""
     if not plan:
         return ""
     if "gpu_batch_size" not in plan:  # modules by place

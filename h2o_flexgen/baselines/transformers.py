@@ -23,7 +23,7 @@ from h2o_flexgen.baselines.work import WARMUP_NEW, WARMUP_PROMPT, AdapterWork, O
 from h2o_flexgen.cores import CoreCount
 
 SHARD_BYTES = 1 << 30
-_SCALE = 0.02  # of random weights: what transformers initialises with
+_SCALE = 0.02  # of random weights, as transformers initialises them
 _POOL = 16_777_259
 """Random numbers that all tensors are copied from: a prime, so that no two rows of a matrix are the same of them."""
 _INDEX = "model.safetensors.index.json"

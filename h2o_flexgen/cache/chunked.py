@@ -24,7 +24,7 @@ class ChunkedCache(KVCache):
     _restarts = 0  # in this step of the lengths that were looked at
 
     def begins(self, row: int, start: int) -> None:
-        """What `row` is filled with begins there in its text."""
+        """The tokens that `fill` gets for `row` begin at position `start` of its text."""
         self._lengths.starts[row] = start
 
     def attend(self, q: Tensor, *others: Any, **named: Any) -> Tensor:

@@ -21,10 +21,10 @@ Some = slice | Tensor
 
 
 class HeadsApart(KVCache):
-    """One cache for the KV heads that look near and one for those that look far, of the same rows.
+    """Two caches of the same rows: one for the KV heads that attend to near tokens, one for the heads that attend far.
 
-    Each has buffers of its own and decides for its heads as a cache of them alone would; see `KVCache` for what the
-    methods do. Nothing that was evicted comes back to such heads.
+    Each has buffers of its own and decides for its heads as a cache of them alone would; `KVCache` documents the
+    methods. Evicted tokens do not come back to such heads.
     """
 
     def __init__(self, shape: CacheShape, parts: Sequence[KVCache]) -> None:

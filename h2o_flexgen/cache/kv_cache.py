@@ -43,7 +43,7 @@ class KVCache:
     """K and V of the kept tokens, per row and KV head, and their record: positions, scores, free slots.
 
     The record stays on the device that attends. K and V are buffers of the caller, written in place; they are attached
-    and detached when they move between tiers. Nothing grows. A cache belongs to one (layer, GPU batch) of one block and
+    and detached when they move between tiers, and never grow. A cache belongs to one (layer, GPU batch) of a block and
     to one thread. There is no padding: each row has its own prompt length and budget, and its decisions never depend on
     its neighbours. When rows finish or come, the others go on in a new cache, see `joined`.
 
@@ -151,7 +151,7 @@ class KVCache:
                 self.watch(self.row_ids[row], self._layer, scores[index, 0] if scores.dim() == 4 else scores[index])
 
     def attach(self, k: Tensor, v: Tensor) -> None:
-        """Work on these contiguous buffers from now on: what the cache holds, or anything finite before `fill`."""
+        """Use these contiguous buffers from now on. They hold the kept tokens; before `fill`, any finite numbers."""
         for name, buffer, size in zip("KV", (k, v), self.shape.sizes, strict=True):
             if buffer.shape != size or not buffer.is_contiguous() or buffer.device != self.device:
                 found = f"{name} {tuple(buffer.shape)} on {buffer.device}"
@@ -175,8 +175,8 @@ class KVCache:
     ) -> None:
         """Prompts of `rows`, all of one length P + S: k, v (n, kv_heads, S, head_dim), the last S tokens of each.
 
-        past: K and V (kv_heads, P, head_dim) of earlier tokens that all these rows share; None: P = 0. scores: what
-        `scores_of` gave for them, or column sums, float32 (n, kv_heads, P + S), where scores are just these.
+        past: K and V (kv_heads, P, head_dim) of earlier tokens that all these rows share; None: P = 0. scores: the
+        result of `scores_of`, or column sums, float32 (n, kv_heads, P + S), where scores are just these.
         Keeps what each row's own budget allows, in time order from slot 0. Its other slots are zeroed where
         something may read them: torch reads all slots of a cache on a CPU.
         """
@@ -322,8 +322,8 @@ class KVCache:
         return out
 
     def again(self, qkv: tuple[Tensor, Tensor, Tensor], logits: Logits) -> Tensor:
-        """Other queries of the last step's tokens over what its own saw, (b, heads, head_dim) as `attend`. What is kept
-        does not depend on them. k and v are what that step was given."""
+        """Attention of other queries of the last step's tokens to the tokens that its own queries saw, (b, heads,
+        head_dim) as `attend`. The kept tokens stay as they are. qkv: these queries, with k and v of that step."""
         asked = Queries(qkv[0], logits)
         self._lengths.tick(-1)
         try:
@@ -346,7 +346,7 @@ class KVCache:
         self._close_gaps(rows, order_without(self._slots.positions()[rows], ranges), ranges)
 
     def _close_gaps(self, rows: list[int], order: Tensor, ranges: Sequence[tuple[Range, ...]] = ()) -> None:
-        """Several tokens of `rows` have gone, `ranges` of each or a burst: what is left moves to the first slots, and
+        """Several tokens of `rows` were evicted, `ranges` of each or a burst: the others move to the first slots, and
         steps start anew."""
         index = index_of(rows, self.device)
         self._lengths = self._lengths.thinned(rows, ranges)
@@ -444,7 +444,7 @@ class KVCache:
 
     @property
     def occupied(self) -> int:
-        """Slots from the first on that any row has ever used: what a copy of the cache must contain."""
+        """Slots, from the first on, that any row has ever used; a copy of the cache must contain them."""
         lengths = self._lengths
         return max(min(held + lengths.step, limit) for held, limit in zip(lengths.held, lengths.limits, strict=True))
 

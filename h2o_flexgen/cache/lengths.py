@@ -97,7 +97,7 @@ class CacheLengths:
         self.gone = [0] * len(self.budgets)  # tokens of it that have gone several at a time
         self.dropped: list[tuple[Range, ...]] = [()] * len(self.budgets)  # and where, if that was not left to scores
         self.starts = [0] * len(self.budgets)
-        """Where in its text a row's first token is: what came before it is in other chunks."""
+        """The position in its text of a row's first token; earlier tokens are in other chunks."""
         self.step = 0
         self.started = self.resumed = False
         self._held: list[int] | None = None  # once all prompts are in
@@ -191,8 +191,8 @@ class CacheLengths:
 
     @property
     def held(self) -> list[int]:
-        """Tokens of each row that came into its slots before the first step: those kept of its prompt, and one for
-        each step in another cache, less what has gone in bursts."""
+        """Tokens of each row that came into its slots before the first step: the kept tokens of its prompt, and
+        one for each step in another cache, less the tokens that were evicted in bursts."""
         if self._held is None:
             rows = zip(self._filled(), self.budgets, self.before, self.gone, strict=True)
             self._held = [min(prompt, budget.after_prompt) + before - gone for prompt, budget, before, gone in rows]

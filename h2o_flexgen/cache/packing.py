@@ -31,7 +31,7 @@ _MOST = 8
 
 
 def pack(x: Tensor, packing: CachePacking) -> Tensor:
-    """Keys or values x (..., dim) in their pieces, (..., nbytes) uint8. What torch takes for that is bounded."""
+    """Packs keys or values x (..., dim) into pieces (..., nbytes) uint8. The memory that torch uses is bounded."""
     if triton_available.serves(x.device) and packing.bits != 3:
         from h2o_flexgen.kernels import triton_quant  # imports Triton, which is not there on every machine
 
@@ -75,15 +75,14 @@ Places = Rows | tuple[int, Tensor] | None
 
 
 class KeyScales:
-    """Of the rows of a cache, what is taken from each number of their keys when it comes in, and what it is then
-    multiplied by, as queries are divided.
+    """The scales s of a cache's rows: a new key is multiplied by s before it is packed, and queries are divided by s.
 
     With numbers that are transformed together before they are rounded, the error of q k is about |q / s| |k s|, which
     s = sqrt(|q_i| / |k_i|) makes smallest. |q_i| and |k_i| are root mean squares over the last tokens of the row's own
-    prompt, and the query heads of a KV head. s is a power of two: nothing is rounded.
+    prompt, and the query heads of a KV head. s is a power of two: multiplying by it rounds no number.
 
-    `centred` keys lose their mean over the prompt first. Logits of a query that has not been told of it are all
-    smaller by one number, which changes no softmax over tokens alone: no sink's logit, no soft cap.
+    From `centred` keys their mean over the prompt is subtracted first. A query's logits then are all smaller by one
+    number, which leaves a softmax over tokens alone as it was, but not one with a sink's logit or a soft cap.
     """
 
     def __init__(self, rows: int, centred: bool) -> None:
@@ -95,8 +94,8 @@ class KeyScales:
     def settle(
         self, rows: Sequence[int], queries: Tensor, keys: Tensor, device: torch.device, past: Tensor | None = None
     ) -> None:
-        """Those of `rows`, from the last of their queries (n, heads, m, d) and all keys (n, kv_heads, S, d), which
-        follow those that the rows share, `past` (kv_heads, P, d)."""
+        """Sets scales and means of `rows` by the last of their queries (n, heads, m, d) and all keys (n, kv_heads, S,
+        d), which follow the keys that the rows share, `past` (kv_heads, P, d)."""
         asked, held = queries[:, :, -LAST:], ending(keys, past, LAST)
         if self.centred:
             means = mean_of(keys, past)
@@ -112,7 +111,7 @@ class KeyScales:
     def settle_prompts(
         self, rows: Sequence[int], prompts: AttendedPrompts, length: int, raw: bool, device: torch.device
     ) -> None:
-        """Those of `rows`, from their prompts of `length` tokens; more may follow. raw: queries are not rotated."""
+        """As `settle`, by the prompts of `rows`, of `length` tokens; more may follow. raw: queries are not rotated."""
         queries, last = required(prompts.queries, "the last queries are needed"), min(LAST, length)
         queries = queries[:, :, : queries.shape[2] - (prompts.length - length)]
         if raw and prompts.turn is not None:
@@ -123,7 +122,7 @@ class KeyScales:
         self.settle(rows, queries, known.stored_k, device, None if known.past is None else known.past[2])
 
     def settle_packed(self, prompts: PackedPrompts, q: Tensor, k: Tensor) -> None:
-        """Those of all `prompts`, from q (T, heads, d) and k (T, kv_heads, d) of packed tokens."""
+        """As `settle`, for all `prompts`, by q (T, heads, d) and k (T, kv_heads, d) of packed tokens."""
         for row in prompts.rows:
             tokens = slice(row.first, row.first + row.length)
             asked, held = (x[tokens].transpose(0, 1).unsqueeze(0) for x in (q, k))
@@ -171,14 +170,14 @@ class KeyScales:
 
 
 def _like(x: Tensor, k: Tensor, rows: Places) -> Tensor:
-    """What x (rows, kv_heads, d) has of `rows` for keys k, which may have tokens before the last dimension."""
+    """The `rows` of x (rows, kv_heads, d), made to fit keys k, which may have tokens before the last dimension."""
     some = x if rows is None else x[rows]
     return some if some.dim() == k.dim() else some.unsqueeze(2)
 
 
 class Keeping:
     """How a cache keeps keys and values: as they are; or keys centred and scaled, both rotated and packed, and beside
-    them what that has cost the newest tokens and the first."""
+    them the rounding errors of the newest tokens and of the first."""
 
     def __init__(self, shape: CacheShape, device: torch.device) -> None:
         self.packings, self._shape, self._device = shape.packings, shape, device
@@ -263,8 +262,8 @@ class Keeping:
         exact.slots[rows] = slots
 
     def put(self, row: int, heads: Tensor, slots: Tensor, tokens: KeysValues, buffers: KeysValues) -> None:
-        """Tokens (n, head_dim) go into slots of a row, of these KV heads, (n,) each, as when they first came in; what
-        packing costs them is not kept."""
+        """Puts tokens (n, head_dim) in slots of a row, of these KV heads, (n,) each, as when they came in first; their
+        rounding errors are not kept."""
         for i, (buffer, x) in enumerate(zip(buffers, tokens, strict=True)):
             buffer[row, heads, slots] = self.stored(i, x, (row, heads))
         if self.exact is not None:
@@ -303,7 +302,7 @@ class Keeping:
         return x if part or self.scales is None else self.scales.kept(x, rows)
 
     def _lost(self, part: int, x: Tensor, pieces: Tensor, rows: Tensor | slice | None) -> Tensor:
-        """What packing has cost x."""
+        """The rounding errors of x, scaled, where packing made `pieces` of it; in its dtype."""
         kept = expand(pieces, required(self.packings, "nothing is packed")[part], torch.float32)
         return (self._scaled(part, x, rows).float() - kept).to(x.dtype)
 

@@ -1,11 +1,11 @@
-"""`PrefixStore`: keys and values of what prompts begin with, found by their tokens, in host memory and on disk.
+"""`PrefixStore`: keys and values of the beginnings of prompts, found by their tokens, in host memory and on disk.
 
 Entries are pieces of prefixes: each is for the tokens from `start` to `end` of all prompts whose first `end` tokens are
-the same, and serves where the pieces before it are there, too. Those in use lie in host memory; what was evicted from
-there may still be on disk, and comes back with its checksum checked.
+the same, and serves where the pieces before it are there, too. Entries in use lie in host memory; entries evicted
+from there may still be on disk, and are read back with their checksums checked.
 
 A file has a line of JSON, then the tensors of each layer one after another. Its name says which tokens it is for; the
-folder that it is in, for which model. It is written under another name first, so that a kill leaves none that is half.
+folder that it is in, for which model. It is written under another name first, so that a kill leaves no half of a file.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ class PrefixStore:
             self._learn(new.name)
 
     def release(self, user: object) -> None:
-        """What `user` found may go, and what it began and did not finish is given up."""
+        """Entries that `user` found may be evicted now; entries that were begun and not finished give up their room."""
         self._pinned.pop(user, None)
         self._pending.clear()
 
@@ -346,7 +346,7 @@ class PrefixStore:
         self._forget(name)
 
     def _forget(self, name: FileName) -> None:
-        """What is neither in memory nor on disk is not found any more."""
+        """An entry that is neither in memory nor on disk is not found any more."""
         if name not in self._entries and name not in self._files and self._starts.get(name.digest) == name:
             del self._starts[name.digest]
             self._ends[name.end] -= 1
@@ -355,7 +355,7 @@ class PrefixStore:
     # On disk
 
     def _list_files(self, folder: Path) -> None:
-        """What earlier processes left, the oldest first."""
+        """Takes over the files that earlier processes left, the oldest first."""
         found = list[tuple[float, FileName, int]]()
         try:
             with suppress(FileNotFoundError), os.scandir(folder) as files:

@@ -1,10 +1,10 @@
-"""Recall: what leaves a cache waits a tier lower, and comes back when a query looks for it.
+"""Recall: evicted tokens wait a tier lower, and come back when a query attends to them.
 
-All keys and values of a row are written to a shelf when they come in, by position and as they are computed: what is
-evicted is there already, and is packed again where it comes back to a packed cache. An index of its keys, rotated, in 4
-bits, lies where attention is computed. In each of the first `FIRST` steps of a row, and in the first of every `EVERY`
-later ones, before its newest query attends, the index says what each token is worth to that query; the best of those
-that are away take the slots of the least of those that are kept. How many are kept never changes.
+All keys and values of a row are written to a shelf when they come in, by position and as they are computed: evicted
+tokens are there already, and are packed again where they come back to a packed cache. An index of the row's keys,
+rotated, in 4 bits, lies where attention is computed. In each of the first `FIRST` steps of a row, and in the first of
+every `EVERY` later ones, before its newest query attends, the index gives the query's attention to each token; the
+best of the evicted tokens take the slots of the worst kept ones. The number of kept tokens never changes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WHAT = "evicted tokens"
 
 @dataclass
 class RecallCounts:
-    """What recall has done in one run; tokens are counted for each layer and KV head."""
+    """The counts of recall in one run; tokens are counted for each layer and KV head."""
 
     recalled: int = 0
     """Tokens that came back."""
@@ -48,15 +48,15 @@ class RecallCounts:
     written: int = 0
     """Bytes of keys and values written to shelves."""
     read: int = 0
-    """And read from them."""
+    """Bytes of keys and values read from shelves."""
     held: float = 0.0
     """Over the looks that are rated, one of `RATED`, the attention by the index that the kept tokens have once the best
     have come back."""
     best: float = 0.0
-    """And what as many tokens could have at most."""
+    """Over the same looks, the most attention that as many tokens could have."""
 
     def add(self, found: Recalled) -> None:
-        """What a step has done, but for bytes."""
+        """Adds the counts of a step, but for bytes."""
         self.recalled += found.recalled
         self.looks += found.looks
         self.held += found.held
@@ -75,14 +75,13 @@ class Shelf:
         self._device = device
 
     def write(self, start: int, k: Tensor, v: Tensor) -> int:
-        """Those (kv_heads, n, d) of the positions from `start` on. Returns the bytes that were moved."""
+        """Writes k, v (kv_heads, n, d) of the positions from `start` on. Returns the bytes that were moved."""
         stop = start + k.shape[1]
         self._parts.k[:, start:stop], self._parts.v[:, start:stop] = k, v
         return 2 * k.numel() * self._parts.k.itemsize
 
     def read(self, heads: Tensor, positions: Tensor) -> tuple[KeysValues, int]:
-        """Those (n, d) of these KV heads and positions, (n,) each, where the cache is, and the bytes that were
-        moved."""
+        """K and V (n, d) of these KV heads and positions, (n,) each, on the cache's device, and the bytes moved."""
         heads, positions = heads.cpu(), positions.cpu()
         found = KeysValues(*(x[heads, positions].to(self._device) for x in self._parts))
         return found, 2 * found.k.nbytes
@@ -215,8 +214,8 @@ class _ShelvedRow:
 
 
 class _HeldSlots(NamedTuple):
-    """What one row holds: scores and positions (kv_heads, capacity), the slot that the next token takes (kv_heads,),
-    and what puts tokens of KV heads and positions into slots, (n,) each."""
+    """The slots of one row: scores and positions (kv_heads, capacity), the slot that the next token takes (kv_heads,),
+    and a function that puts tokens of KV heads and positions into slots, (n,) each."""
 
     score: Tensor
     pos: Tensor
@@ -224,7 +223,7 @@ class _HeldSlots(NamedTuple):
     take: Callable[[Tensor, Tensor, Tensor], None]
 
     def slots(self, first: int, stop: int) -> Tensor:
-        """Of the positions from `first` to `stop`, (kv_heads, stop - first) int64, -1 of those that are not here."""
+        """The slots of positions `first` to `stop`, (kv_heads, stop - first) int64; -1 for tokens that are not kept."""
         heads, capacity = self.pos.shape
         places = (self.pos - first).long().scatter(1, self.free.unsqueeze(1), -1)
         places = torch.where((places >= 0) & (places < stop - first), places, stop - first)
@@ -233,7 +232,7 @@ class _HeldSlots(NamedTuple):
 
 
 class Recall:
-    """The shelves of the rows of one cache, and what they are looked through by. Used by the cache's thread."""
+    """The shelves of the rows of one cache, and the indexes of their keys. Used by the cache's thread."""
 
     rates: ClassVar[int] = RATED
     """One look of so many is rated."""
@@ -321,8 +320,8 @@ class Recall:
         return [[(int(at), int(head[at])) for at in head.nonzero()] for head in shelved.came]
 
     def _log(self, before: Tensor, after: Tensor) -> None:
-        """Slots held the positions `before` a step, and hold those `after`, (b, kv_heads, capacity): what differs has
-        come back."""
+        """Counts the tokens that came back in a step: slots held the positions `before` it, and hold others `after` it,
+        (b, kv_heads, capacity)."""
         rows, heads, slots = (before != after).nonzero(as_tuple=True)
         for place, head, position in zip(*(x.tolist() for x in (rows, heads, after[rows, heads, slots])), strict=True):
             row = self._rows[place]
@@ -338,8 +337,8 @@ class Recall:
         held: KeysValues,
         keeping: Keeping,
     ) -> None:
-        """A step begins, with the tokens `new` (b, kv_heads, d): they go to the shelves, and the rows whose turn it is
-        look through what is away; what comes back goes into the slots of `held`, as `keeping` keeps it."""
+        """Begins a step with the tokens `new` (b, kv_heads, d): writes them to the shelves, and looks for evicted ones
+        in the rows whose turn it is; tokens that come back go to the slots of `held`, as `keeping` keeps them."""
         if not isinstance(slots, ScoredSlots):
             return
         if self._begun is not lengths:
@@ -421,7 +420,7 @@ class Recall:
         near = functional.max_pool1d(worth.amax(1), 2 * NEAR + 1, 1, NEAR)
         slot = own.slots(first, now + 1)
         kept = slot >= 0
-        leaves = kept & own.score.gather(1, slot.clamp(min=0)).isfinite()  # what is static has the score +inf
+        leaves = kept & own.score.gather(1, slot.clamp(min=0)).isfinite()  # static tokens have the score +inf
         leaves[:, max(0, now + 1 - row.recent - first) :] = False
         kept[:, -1] = True  # the newest
         wanted, least = near.masked_fill(kept, -1.0), near.masked_fill(~leaves, 2.0)
@@ -432,7 +431,7 @@ class Recall:
             targets = slot[heads, gone]
             own.take(heads, positions + first, targets)
             own.pos[heads, targets] = (positions + first).int()
-            # Nothing of this goes before the next look: it has the best score of what leaves.
+            # Tokens that came back should stay until the next look: they get the best score of the tokens that leave.
             best = own.score.new_zeros(len(own.score)).scatter_reduce_(0, heads, own.score[heads, targets], "amax")
             own.score[heads, targets] = best[heads]
         kept[heads, gone], kept[heads, positions] = False, True
@@ -440,8 +439,8 @@ class Recall:
 
 
 def _worth(index: Tensor, q: Tensor, asked: Queries) -> Tensor:
-    """What tokens with the keys of `index` (kv_heads, T, bytes) are worth to q (heads, d), by their products: softmax
-    probabilities (kv_heads, group, T) float32."""
+    """The attention of q (heads, d) to tokens with the keys of `index` (kv_heads, T, bytes), softmax probabilities
+    (kv_heads, group, T) float32."""
     keys = expand(index, index_packing(q.shape[-1]), torch.float32)
     logits = (q.float().view(len(keys), -1, q.shape[-1]) @ keys.transpose(1, 2)) * asked.logits.scale
     return capped(logits, asked.logits.soft_cap).softmax(-1)

@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 RECENT, PRIOR = 1 << 14, 256
-"""Of a category: after so many requests the past counts half, and as many as the mean of all categories counts for."""
+"""Requests of a category after which its past counts half, and requests that the mean of all categories counts as."""
 GONE = 1 << 16
 """Evicted entries that are remembered, to learn when they are asked for again."""
 _MOST = 0.999
-"""The largest share of a category that is believed to come back: nothing is certain to."""
+"""The largest share of a category that is believed to come back: no entry is certain to."""
 
 Key = TypeVar("Key", bound=Hashable)
 Category = tuple[str, int]
-"""What entries are alike in: a kind of request, and their place in the chain of a prompt's entries (a turn)."""
+"""The common traits of entries: a kind of request, and their place in the chain of a prompt's entries (a turn)."""
 
 
 @dataclass

@@ -127,7 +127,7 @@ class RingSlots(CacheSlots):
         return kept
 
     def resume(self, parts: Sequence[tuple[CacheSlots, Sequence[int]]]) -> None:
-        """Nothing to take over: where no score decides, every cache has a row's tokens in the same slots."""
+        """No state is taken over: where no score decides, every cache has a row's tokens in the same slots."""
 
     def free(self) -> Tensor:
         slots = torch.tensor(self._next_slots(), device=self._lengths.device)
@@ -187,7 +187,7 @@ class RingSlots(CacheSlots):
                 continue
             steps = lengths.before[row] + lengths.step
             prompt, held = now - steps, arrived - lengths.before[row]
-            lasting = range(min(max(self._first[row] - held, 0), steps))  # before the ring: nothing comes after
+            lasting = range(min(max(self._first[row] - held, 0), steps))  # before the ring, where tokens stay
             recent = range(max(steps - self._capacity, 0), steps)
             slots = [slot if slot < budget.sinks else slot + prompt - held for slot in range(held)]
             slots += [-1] * (self._capacity - held)

@@ -95,10 +95,10 @@ class ScoredSlots(CacheSlots):
         self._resumed: Tensor | None = None  # free slots (b, kv_heads) of rows that come from other caches
 
     def scores_of(self, rows: Rows, prompts: AttendedPrompts, budget: Budget) -> Tensor | None:
-        """What `fill` chooses by, of prompts of one budget: (n, parts, kv_heads, S) float32; None: no score decides.
+        """Scores for `fill`, of prompts of one budget: (n, parts, kv_heads, S) float32; None: no score decides.
 
-        Part 0 ranks the prompt's tokens; part 1, if there is one, holds the scores that decode steps start from (else
-        those are part 0).
+        Part 0 ranks the prompt's tokens; part 1 holds the scores that decode steps start from, unless they are part 0;
+        part 2 the second numbers of a policy that `keeps_two`.
         """
         if not budget.scored:
             return None
@@ -209,7 +209,7 @@ class ScoredSlots(CacheSlots):
 
     @contextmanager
     def rewound(self, used: Tensor) -> Iterator[Tensor]:
-        """Within, the slots `used` (b, kv_heads) by the last step are free again; what a kernel changes is restored."""
+        """Within, the slots `used` (b, kv_heads) by the last step are free again; its end restores the tables."""
         state = [self.score, self._pos, self._free, *([] if self._extra is None else [self._extra])]
         saved = [each.clone() for each in state]
         yield self._free.copy_(used.view(-1) + self._base)
@@ -330,7 +330,7 @@ class ScoredSlots(CacheSlots):
         keys = keys.masked_fill_(some.pos < 0, torch.iinfo(torch.int64).max)
         goes = lowest(keys, [budget.burst for budget in some.budgets])
         order = torch.arange(capacity, device=device).repeat(len(rows), self._shape[1], 1)
-        # What stays, in its order, then what goes: a count of those before gives each its place, without a sort.
+        # Staying tokens in order, then leaving ones: a count of the tokens before gives each its place, without a sort.
         stays = ~goes
         before = stays.cumsum(-1)
         behind = goes.cumsum(-1).add_(before[..., -1:])

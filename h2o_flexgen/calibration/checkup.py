@@ -1,4 +1,4 @@
-"""What a bug report needs of a machine: tiers, bandwidths, limits, versions, kernels, and what is off and why.
+"""The facts of a machine for a bug report: tiers, bandwidths, limits, versions, kernels, features off and why.
 
 No user names, host names or secrets: paths have ~ for the home folder, and of the environment only our own switches are
 told.
@@ -54,10 +54,10 @@ _FEW_FILES = 1024  # open files: fewer leave too little for sharded checkpoints 
 
 
 def checkup(offload_dir: str | None = None) -> dict[str, Any]:
-    """All of it, as plain JSON values; takes a second or two. Nothing raises: what cannot be had says why.
+    """All of the facts, as plain JSON values; takes a second or two. Never raises: a fact that cannot be had says why.
 
-    Keys: versions, machine, tiers, bandwidth, limits, kernels, features (those that are off, with a reason and what to
-    do), folders, switches.
+    Keys: versions, machine, tiers, bandwidth, limits, kernels, features (only features that are off, with a reason
+    and advice), folders, switches.
     """
     folder = devices.offload_folder(offload_dir)
     kernels, limits = _kernels(), _limits(folder)
@@ -128,7 +128,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def _off(kernels: dict[str, Any], limits: dict[str, Any]) -> list[dict[str, str]]:
-    """Features that are off or held back here: what, why, and what to install or change."""
+    """Features that are off or held back here, each with the reason and what to install or change."""
 
     def entries() -> Iterable[tuple[str, str, str]]:
         if why := kernels["native"]["why_not"]:
@@ -195,7 +195,7 @@ def _folders(offload: Path) -> dict[str, Any]:
 
 
 def _size(folder: Path) -> int | None:
-    """Bytes on the disk below `folder`, links as links; what cannot be read counts nothing."""
+    """Bytes on the disk below `folder`, links as links; files that cannot be read count as 0."""
     if not folder.is_dir():
         return None
     total = 0

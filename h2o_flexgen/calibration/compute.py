@@ -217,7 +217,7 @@ def elementwise_rate(bench: Bench, seconds: float) -> float:
 def fresh_rate(bench: Bench, seconds: float) -> float | None:
     """Bytes per second by which the first write to new host memory takes longer than the second; None for no longer.
 
-    Nothing is given back before the end: what the system has just got back it would hand out again.
+    All memory is kept until the end: the system would hand out again the pages that it has just got back.
     """
     source = bench.noise(min(_PIECE, len(bench.arena)) // bench.itemsize)
     memory, pieces = HostMemory(), list[Allocation]()

@@ -248,7 +248,7 @@ class Contest:
         sets = [*((name,) for name in names), *combinations(names, 2)]
         window = seconds / _ROUNDS / len(sets)
         seen: defaultdict[tuple[str, ...], list[dict[str, float]]] = defaultdict(list)
-        for _ in range(_ROUNDS):  # alone and together in turns: what else the machine does falls on both alike
+        for _ in range(_ROUNDS):  # alone and together in turns: other load on the machine falls on both alike
             for busy in sets:
                 seen[busy].append(self.rates(busy, window))
         rate = {

@@ -73,7 +73,7 @@ _CONTENTION_WEIGHT = 1.0  # for each resource alone and each two of them
 _BESIDE = 16 * MIB  # bytes of transfers that contend
 _HOST = 256 * MIB
 _BUSY = 0.5  # load average
-_REPEATED = 2 / 3  # of the seconds: what measuring again may take beside them
+_REPEATED = 2 / 3  # of the seconds: the most that measuring again may take beside them
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Calibration:
     file_bytes: int = FILE
     arena_bytes: int | None = None
     cpu_mem: int | None = None
-    """Bytes of host memory that the process may use in all; None: what the machine has free."""
+    """Bytes of host memory that the process may use in all; None: as much as the machine has free."""
 
     def __post_init__(self) -> None:
         number(self.budget_s, "--budget-s", 0, above=True, needed="needed a number of seconds above 0")
@@ -125,8 +125,8 @@ class Calibration:
 def calibrate(calibration: Calibration, on_progress: Progress = lambda what, spent, total: None) -> HardwareProfile:
     """Measures this machine, keeps the profile for `cached_profile`, and returns it.
 
-    Threads, memory and files are given back in any case. StorageError where the offload folder cannot be used; what
-    memory raises where there is none. Logs a warning where the machine is busy or figures vary much.
+    Threads, memory and files are given back in any case. StorageError where the offload folder cannot be used; the
+    errors of `memory` where there is too little. Logs a warning where the machine is busy or figures vary much.
     """
     if (busy := os.getloadavg()[0]) > _BUSY:
         log.warning("the machine is busy (load average %.1f): these figures will be too low", busy)

@@ -62,7 +62,7 @@ def profile_key(
 def cached_profile(
     spec: ModelSpec, dtype: str, device: torch.device, *, emulated: bool = False, offload_dir: str | Path = "."
 ) -> HardwareProfile | None:
-    """What `calibrate` measured on this machine for these shapes; None where it has not, or that is damaged."""
+    """The profile that `calibrate` made on this machine for these shapes; None where it has not, or it is damaged."""
     return load_kept(kept_file(profile_key(spec, dtype, device, emulated=emulated, offload_dir=offload_dir)))
 
 

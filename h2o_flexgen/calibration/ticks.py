@@ -62,7 +62,7 @@ _LEAST = 1e-7
 def short_plan(spec: ModelSpec, dtype: str, tier: str, room: int) -> Plan:
     """A plan of a short model of the kind of `spec`, all of it on `tier`, that takes no more than `room` bytes.
 
-    Where layers as wide as those of `spec` take more they are tiny: what is left unexplained is small beside such.
+    Where layers as wide as those of `spec` take more, they are tiny: the unexplained part is small beside wide layers.
     ModelError where neither can be made.
     """
     for short in _modules(spec, dtype) if isinstance(spec, ModuleSpec) else _natives(spec, dtype):
@@ -113,7 +113,7 @@ def _module_spec(spec: ModuleSpec, config_of: Callable[[Mapping[str, Any]], Any]
     config = json.loads(config_of(json.loads(spec.config)).to_json_string())
     name = f"a short {spec.name}"
     made = spec_of_rows(config, name, spec.alone) if spec.alone else spec_of(config, name)
-    # What products of a few rows take in a row is not what each takes alone: a short model is packed as well.
+    # Products of a few rows that follow each other take another time than alone: a short model is packed as well.
     kind = spec.packed_kind or {}
     bits, group = int(kind.get("bits") or 0), int(kind.get("group") or 0)
     usual = [groupwise(each, group) for each in (4, 8)] if group else []
@@ -241,10 +241,10 @@ def unexplained_ticks(
 
 @torch.inference_mode()
 def recorded_ticks(bench: Bench, rates: ComputeRates, seconds: float) -> Curve | None:
-    """Seconds of a tick of a decode step recorded as a CUDA graph beyond what `rates`, which know of no ticks, say.
+    """Seconds of a tick of a decode step recorded as a CUDA graph, less the prediction of `rates`, which know no ticks.
 
-    Over its rows. A step is launched as a whole: what it takes beyond is divided evenly by its ticks, the choice of
-    tokens included. None where steps are not recorded: on a CPU, without Triton, or where recording failed.
+    Over its rows. A step is launched as a whole: its seconds beyond the prediction are divided evenly by its ticks, the
+    choice of tokens included. None where steps are not recorded: on a CPU, without Triton, or where recording failed.
     """
     clock = bench.timer.clock
     with _short_run(bench) as run:
@@ -270,10 +270,10 @@ def recorded_ticks(bench: Bench, rates: ComputeRates, seconds: float) -> Curve |
 
 @torch.inference_mode()
 def prompt_ticks(bench: Bench, rates: ComputeRates, seconds: float, spec: ModuleSpec) -> dict[str, Curve]:
-    """Seconds of each prompt in the ticks of a step of prompts beyond what `rates`, which know of none, say, over its
-    tokens, by the kind of the unit: of transformers' modules. As long prompts as there is time for.
+    """Seconds per prompt of the ticks of a step of prompts, less the prediction of `rates`, which know no ticks.
 
-    What mixers do prompt by prompt is in here.
+    A curve over a prompt's tokens for each kind of unit, of transformers' modules; as long prompts as there is time
+    for. The work that mixers do prompt by prompt is included.
     """
     beyond: dict[str, list[tuple[float, float]]] = {kind: [] for kind in UNIT_KINDS}
     clock, last = bench.timer.clock, 0.0
@@ -301,7 +301,7 @@ def prompt_ticks(bench: Bench, rates: ComputeRates, seconds: float, spec: Module
 def _beyond(
     bench: Bench, figure: str, seconds: float, take: Callable[[int, float], dict[str, list[_Timed]]]
 ) -> dict[str, Curve]:
-    """Seconds of ticks beyond those that are known, over the rows, by kind; nothing where `take` gives nothing.
+    """Seconds of ticks beyond their known parts, over the rows, by kind; empty where `take` gives no ticks.
 
     `take(rows, seconds)` gives ticks by their kind.
     """
@@ -313,7 +313,7 @@ def _beyond(
             return {}
         for kind, ticks in taken.items():
             bench.spreads.note(f"{bench.name} {figure}", _sample(ticks))
-            # The mean: what a run meets now and then, it pays for.
+            # The mean: a run pays for rare delays as well.
             beyond[kind].append((rows, max(_LEAST, statistics.fmean(tick.lasted - tick.known for tick in ticks))))
     return {kind: Curve(tuple(points)) for kind, points in beyond.items()}
 
@@ -328,4 +328,4 @@ def _spread(taken: dict[str, list[_Timed]]) -> float:
 
 
 def _ignore(*_: object) -> None:
-    """Nothing moves, and there is next to nothing to load."""
+    """Ignores the copies and the progress of loading: there is little to load."""

@@ -18,8 +18,8 @@ SPAN = 1e-3
 """Seconds that one sample lasts at least: shorter calls are repeated within it."""
 _LEAST_SHARE = 0.1
 WIDE = 0.2
-"""Quartiles further apart than this share of the median say little: something disturbed what was measured."""
-_RESTS = (0.0, 0.3, 1.0)  # seconds before what was disturbed is measured again: whatever did it may go on for a while
+"""Quartiles further apart than this share of the median say little: the measurement was disturbed."""
+_RESTS = (0.0, 0.3, 1.0)  # seconds before measuring again: a disturbance may go on for a while
 _REPEATED_SHARE = 2 / 3  # of the time that went by otherwise
 
 
@@ -70,8 +70,8 @@ class Spreads:
 class TimeBudget:
     """Seconds divided over parts by weight.
 
-    What a part leaves goes to those after it. What it overdraws is taken from them, but for a tenth of their share:
-    everything is measured, however late it is.
+    Seconds that a part leaves go to the parts after it. Seconds that it overdraws are taken from them, but for a tenth
+    of their share: every part is measured, however late it is.
     """
 
     def __init__(self, seconds: float, weights: Mapping[Any, float], clock: Clock = time.perf_counter) -> None:
@@ -92,7 +92,7 @@ class TimeBudget:
 
 
 class Repeats:
-    """Measures again what was disturbed, within seconds that everything measured in one calibration shares.
+    """Repeats disturbed measurements, within seconds that all measurements of one calibration share.
 
     At any time repeating may have taken two thirds of the time that went by otherwise, so that what comes first leaves
     some to what comes last, and never more than `seconds`.
@@ -151,7 +151,7 @@ class Repeats:
 class Timer:
     """Times calls on one device. `synchronise` waits for what the device still has to do.
 
-    `repeats`: measures again what was disturbed; None: nothing is.
+    `repeats` repeats disturbed measurements; None: none is repeated.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Timer:
         self.repeats = Repeats(0.0, clock) if repeats is None else repeats
 
     def budget(self, seconds: float, weights: Mapping[Any, float]) -> TimeBudget:
-        """`seconds` divided by `weights`; what is measured again takes none of them."""
+        """`seconds` divided by `weights`; repeated measurements take none of them."""
         return TimeBudget(seconds, weights, self.repeats.clock)
 
     def once(self, call: Callable[[], object], times: int = 1) -> float:
@@ -190,8 +190,8 @@ class Timer:
         One untimed call goes before: it touches memory, fills pools, and compiles what is compiled then; another one
         where that took all the time and as much again, which is the sample itself if it does so too. Fewer than
         FEWEST_SAMPLES are taken only where half as much time again would not do. `prepare` runs untimed before every
-        call; without it, calls shorter than SPAN are repeated within a sample. What was disturbed is measured again, as
-        `repeats` has time. `most`: samples in all, those included; None: MOST_SAMPLES each time.
+        call; without it, calls shorter than SPAN are repeated within a sample. Disturbed samples are taken again, as
+        `repeats` has time. `most`: samples in all, repeated ones too; None: MOST_SAMPLES each time.
         """
         for _ in ("what is compiled", "what the call takes"):
             start: float | None = self.clock()

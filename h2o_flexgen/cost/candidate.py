@@ -31,7 +31,7 @@ class Candidate(PlacedPolicy):
 
     @cached_property
     def seconds(self) -> float:
-        """Per sequence: what a search makes as small as it can. Of a long schedule an estimate."""
+        """Seconds per sequence, which a search makes as small as it can. An estimate for a long schedule."""
         if self.shrunk is None:
             return self.prediction.total_s / self.prediction.sequences
         return self.shrunk.seconds * self._formula / self.shrunk._formula
@@ -40,7 +40,7 @@ class Candidate(PlacedPolicy):
     def shrunk(self) -> Candidate | None:
         """The same plan for a model of fewer layers, where simulating all would take long.
 
-        What its simulation takes beyond the time of its linear program, this one does too: layers are all alike.
+        The ratio of its simulated time to that of its linear program holds for this one, too: layers are all alike.
         """
         layers = self.request.spec.num_layers
         few = max(_LEAST_LAYERS, layers * _WHOLE // self._ticks_of_step)
@@ -81,7 +81,7 @@ class Candidate(PlacedPolicy):
 
 
 def place(request: PlanRequest, policy: OffloadPolicy) -> Candidate:
-    """`policy` in whole units, fitting or not. What has no effect is dropped, as far as it is free."""
+    """`policy` in whole units, fitting or not. Settings without effect are dropped, unless the user fixed them."""
     placement = request.place(policy)
     if policy.cpu_cache_compute and "cpu" not in placement.cache.values() and "cpu_cache_compute" not in request.fixed:
         policy = replace(policy, cpu_cache_compute=False)

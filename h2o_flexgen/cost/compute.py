@@ -15,7 +15,7 @@ from h2o_flexgen.schedule.tasks import FIRST_REPLAYED, Task, TaskKind
 from h2o_flexgen.schedule.workspace import output_bytes
 
 Parts = dict[str, float]
-"""Seconds by what they are spent on; what takes none may be left out."""
+"""Seconds by kind of work; kinds that take none may be left out."""
 
 _MIN_QUERIES = 16  # of one chunk of torch's prompt kernel
 
@@ -261,8 +261,8 @@ class Compute:
         return parts
 
     def _recalling(self, layer: int, step: int, batch: int) -> Parts:
-        """What recall adds: bytes to its tier and back, and the index that a query looks through, which is read as
-        packed keys are."""
+        """Seconds that recall adds: for bytes to its tier and back, and for the index that a query looks through, which
+        is read as packed keys are."""
         block, (written, read) = self._block, self._moves.shelved(step, layer, batch)
         tier, spec, found = block.request.eviction.recall, block.spec, dict[str, float]()
         if tier is None or not written:

@@ -1,9 +1,9 @@
 """Walks the ticks of a schedule as the executor does, on a clock instead of a machine.
 
-What `engine.execution.executor`, `engine.state.weights`, `engine.state.kv_store`, `engine.state.backing` and
-`engine.execution.host_attention` wait for is waited for here, in the same order: loads of weights, caches and hidden
-states, buffers whose last store is still under way, staging buffers between a GPU and the disk, and attention on the
-host. Change them together.
+It waits as `engine.execution.executor`, `engine.state.weights`, `engine.state.kv_store`, `engine.state.backing` and
+`engine.execution.host_attention` do, in the same order: for loads of weights, caches and hidden states, buffers whose
+last store is still under way, staging buffers between a GPU and the disk, and attention on the host. Change them
+together.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class _Ring:
 
 
 class _BackingStores:
-    """Those of one kind of state, and the staging buffers they share."""
+    """The stores of one kind of state, and the staging buffers they share."""
 
     def __init__(self, clock: SimulatedClock) -> None:
         self._clock = clock
@@ -368,7 +368,7 @@ class SimulatedExecutor:
         self._cache_ring.give_back(self._caches.move(place, task, price))
 
     def _take_cache_buffer(self) -> None:
-        # What was used and has no store coming makes room: its store would be issued by now.
+        # Used buffers that have no store to come are free: their stores would be issued by now.
         for _ in self._used:
             self._cache_ring.give_back(None)
         self._used.clear()

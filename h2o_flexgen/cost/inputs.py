@@ -69,7 +69,7 @@ class CostInputs(BlockShape):
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """The first layer of each kind: those whose caches have a budget of their own."""
+        """The first layer of each kind; layers whose caches have the same budget are of one kind."""
         return tuple({budget: layer for layer, budget in reversed(list(enumerate(self.request.budgets)))}.values())
 
     @cached_property
@@ -273,8 +273,8 @@ class Moves:
         return round_up(per_slot * block.request.slots[layer], PAGE)
 
     def transfers(self, task: Task) -> tuple[Transfer, ...]:
-        """The transfers of a load or store, in their order. Of a compute whose attention is the host's work: those to
-        the host and back, or one for each prompt. Empty for other tasks."""
+        """The transfers of a load or store, in their order. Of a compute whose attention is the host's work: transfers
+        to the host and back, or one for each prompt. Empty for other tasks."""
         if task.kind is TaskKind.COMPUTE:
             rate = self._block.machine.link
             return tuple(Transfer(link, size, rate(link).seconds(size)) for link, _, size in self.exchanged(task))
@@ -372,7 +372,7 @@ class Moves:
                         yield from self._to_and_from(tier, "cache", nbytes, alike * loads, alike * outward)
         for (unit, batch), alike in block.alike.items():
             for step, times in passes if unit > 0 and batch in block.shape.hidden_moves else ():
-                # What a unit loads, the one before it has stored.
+                # A unit loads the states that the unit before it has stored.
                 nbytes = self.state_bytes(Task(TaskKind.LOAD_HIDDEN, step, unit, batch))
                 tier, both = block.placement.hidden[batch], alike * times
                 yield from self._to_and_from(tier, "hidden", nbytes, both, both)
@@ -388,7 +388,7 @@ class Moves:
                     yield link, "evicted tokens", alike * round(shelved), alike * seconds
 
     def bytes_moved(self) -> Counter[str]:
-        """Bytes over each link in all steps: what walking the whole schedule adds up to."""
+        """Bytes over each link in all steps, the sums of walking the whole schedule."""
         moved = Counter[str]()
         for (link, _), traffic in self.traffic(range(self._block.steps)).items():
             moved[link] += traffic.nbytes

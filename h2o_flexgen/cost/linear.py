@@ -34,7 +34,7 @@ _WORKSPACE = "workspace"  # on cpu beside a gpu: as soon as any attention is com
 
 
 class _Memory(NamedTuple):
-    """Bytes on each tier: those held whatever the shares, those that grow with them, and buffers."""
+    """Bytes on each tier: bytes held whatever the shares, bytes that grow with them, and buffers."""
 
     held: Counter[str]
     grows: dict[KindTier, Counter[str]]
@@ -42,7 +42,7 @@ class _Memory(NamedTuple):
 
 
 class Programs:
-    """The programs of one request. What block shapes have in common is worked out once."""
+    """The programs of one request. Parts that block shapes have in common are worked out once."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
@@ -160,7 +160,7 @@ class Programs:
         return sum(request.machine.link(link).seconds(nbytes) for link in path)
 
     def _seconds(self, policy: OffloadPolicy, passes: range) -> dict[KindTier | None, dict[str, float]]:
-        """Those of a GPU batch in one of `passes`, the mean over the call's blocks: the first takes new memory."""
+        """Seconds of a GPU batch in one of `passes`, the mean over the call's blocks: the first takes new memory."""
         blocks = 1 if self.request.endless else max(1.0, self.request.workload.num_sequences / policy.block_size)
         both = [self._priced(policy, later) for later in (False, True)[: 1 + (blocks > 1)]]
         found = [{pair: each.seconds(passes, policy.block_size) for pair, each in prices.items()} for prices in both]
@@ -187,8 +187,8 @@ class Programs:
         return replace(found, cache=dict.fromkeys(found.cache, "cpu")) if self._favoured(policy, pair) else found
 
     def _favoured(self, policy: OffloadPolicy, pair: KindTier | None) -> bool:
-        """Whether hidden states there are priced as if all caches were on cpu: those that wait for attention on the
-        host do not move, and how many do depends on both shares."""
+        """Whether hidden states there are priced as if all caches were on cpu: states that wait for attention on
+        the host do not move, and how many do depends on both shares."""
         beside = policy.cpu_cache_compute and policy.overlap and policy.num_gpu_batches > 1
         return beside and self.request.compute_tier == "gpu" and pair is not None and pair[0] == "hidden"
 

@@ -1,11 +1,11 @@
 """Where weights, caches and hidden states should live for one block shape, as a linear program (FlexGen, section 4.3).
 
 Variables are the shares of each kind on each tier. The time of a phase is that of its busiest resource, computation or
-link, or with overlap off the sum of them all; the whole is weighed over prefill and decode steps. What a tier holds
-grows with the shares; transfer buffers, which are there as soon as anything of a kind uses a tier, are charged by
+link, or with overlap off the sum of them all; the whole is weighed over prefill and decode steps. The bytes on a tier
+grow with the shares; transfer buffers, which are there as soon as anything of a kind uses a tier, are charged by
 binary variables, so that the program says exactly what `schedule.footprint` says. Seconds and bytes are scaled to
 milliseconds and GB, without which solvers lose digits. Cost inside a maximum leaves slack, so that many placements are
-equally fast: a second program takes, of those, the one with the least bytes on slow tiers, and every solver finds it.
+equally fast: a second program takes the one of them with the least bytes on slow tiers, and every solver finds it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SOLVERS = ("highs", "cbc")
 SLACK = 1e-6
 """How much longer than the optimum the second program may take; with 1e-9 CBC calls feasible programs infeasible."""
 _DIGITS = 4  # of a share: below them two solvers differ
-_FULL = 1e-5  # of a cap: what is left then may be the solver's tolerance
+_FULL = 1e-5  # of a cap: less room than that may be the solver's tolerance
 _GB, _MS = 1e9, 1e-3
 _PREFERENCE = {"weights": 1.0, "cache": 1.01, "hidden": 1.02}  # of equal bytes, weights go to the slower tier
 
@@ -72,7 +72,7 @@ class PassTimes:
 
 @dataclass(frozen=True)
 class Charge:
-    """Bytes on `tier` as soon as anything of `kind` lives on `on`; what is called the same is there once."""
+    """Bytes on `tier` as soon as anything of `kind` lives on `on`; charges with the same `what` count once."""
 
     kind: str
     on: str

@@ -2,7 +2,7 @@
 
 FlexGen's search (arXiv 2303.06865, section 4.3), with an eviction budget, prefill and decode apart, and a disk whose
 reads and writes disturb each other. For every shape a quick relaxation of its program bounds what it can reach; in the
-order of these bounds placements are made and simulated until no bound beats what was found. Nothing is assumed about
+order of these bounds placements are made and simulated until no bound beats what was found. No assumption is made about
 how time depends on the shape. Results depend on the question alone, not on how fast this machine is.
 """
 
@@ -37,9 +37,9 @@ PERPLEXITY: Mapping[int, float | None] = {16: 0.0, 8: 0.004, 4: 0.128}
 docs/bits.md; None: that was not measured."""
 _TICKS = 60_000  # to simulate in one search: a few seconds
 _POLISH_TICKS = 20_000
-_WAITS = 1.02  # times the bound: what takes longer waits for links now and then
+_WAITS = 1.02  # times the bound: slower candidates wait for links now and then
 _MOST = 30  # candidates to simulate: where so many are alike, no later one is much better
-_ALIKE = 0.01  # bounds that differ by less say nothing: what is simulated quickly goes first
+_ALIKE = 0.01  # bounds that differ by less say nothing: quickly simulated candidates go first
 _ROUNDS = 2  # of looking around the best shapes
 _NEAR = 1.5  # times the best bound: shapes that a little more memory might make the best
 _AMPLE = 1 << 50  # bytes

@@ -40,7 +40,7 @@ Bound = Callable[[BlockChoice], float]
 
 
 class BlockChoices:
-    """The shapes of one request. What the user fixed stays."""
+    """The shapes of one request. Settings that the user fixed stay."""
 
     def __init__(self, request: PlanRequest, bound: Bound) -> None:
         self._request, self._bound = request, bound

@@ -67,7 +67,7 @@ class Simulation(_Expected):
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """What each resource did when. Simulated once more: a search never asks, and would keep those of all plans."""
+        """Each resource's work over time. Simulated anew: a search never asks, and would keep that of all plans."""
         return tuple(_executed(self.model, self.steps, trace=True).clock.spans)
 
     @property
@@ -113,7 +113,7 @@ def simulate(model: CostModel, steps: int | None = None) -> Simulation:
 
 
 def _executed(model: CostModel, steps: tuple[int, ...], *, trace: bool) -> SimulatedExecutor:
-    """The first steps of the schedule, with the prices of `steps`; nothing is read ahead in the last step of all."""
+    """The first steps of the schedule, with the prices of `steps`; the last step of all reads no weights ahead."""
     run = SimulatedExecutor(model, steps, trace=trace)
     ends = bool(model.shape.streamed) and steps[-1] == model.steps - 1
 

@@ -21,11 +21,11 @@ from h2o_flexgen.memory.transfers import LinkMeters, Operation, Ticket, TraceCal
 BOUNCE_CHUNK = 4 << 20
 """Bytes of pageable memory that go through a locked buffer at once; there are two buffers per direction."""
 BOUNCE_BYTES = 4 * BOUNCE_CHUNK
-"""Bytes of all those buffers."""
+"""Bytes of all these buffers."""
 PIECE = 32 << 20
 """Bytes of one operation on the way to the device. One engine copies in that direction and is not interrupted: a small
 copy on another stream, of an answer from the host say, waits for the piece under way and not for all of a unit's
-weights. How an engine chooses between streams is its own affair; what pieces bring is not measured."""
+weights. How an engine chooses between streams is up to it; the gain of pieces was not measured."""
 
 
 class DeviceTicket(Ticket):
@@ -162,7 +162,7 @@ class DeviceCopies:
         return self._workers.submit(queue, copy.ticket)
 
     def _direct(self, copy: _Copy) -> None:
-        """A copy that needs no help of the host; what it comes after may be under way on the device."""
+        """A copy that needs no help of the host; the copies before it may still be under way on the device."""
         with self._queueing:  # two threads at once would mix up what lies between their marks
             self._between_marks(copy, self._queue)
 

@@ -72,7 +72,7 @@ class BufferPool:
     GPU, anew.
 
     The first write to new memory may be slower than a disk: where a virtual machine gives free memory back to its host,
-    0.8 GB/s were measured. Thread safe. Nothing waits until `open`, nor after `close`.
+    0.8 GB/s were measured. Thread safe. No allocation waits until `open`, nor after `close`.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class BufferPool:
         self._open = True
 
     def close(self) -> None:
-        """Nothing is taken any more, and what waits goes back to the system."""
+        """No allocation is taken any more, and the waiting ones go back to the system."""
         self._open = False
         self.shrink(0)
 

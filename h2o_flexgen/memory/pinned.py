@@ -1,4 +1,4 @@
-"""Page-locked host memory within bounds: what a GPU copies from and to without the host's help."""
+"""Page-locked host memory within bounds, which a GPU copies from and to without the host's help."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Pin(Enum):
     NEVER = 0
     """The GPU never copies it."""
     IF_ROOM = 1
-    """Weights, caches and hidden states: beside what is kept for buffers that everything goes through."""
+    """Weights, caches and hidden states: locked beside the room kept for buffers that everything goes through."""
     FIRST = 2
-    """Those buffers."""
+    """Buffers that everything goes through."""
 
 
 class PageLock(NamedTuple):
@@ -44,8 +44,8 @@ class PageLock(NamedTuple):
 class PinnedPool:
     """Locks host memory for `device`, at most `limit` bytes (None: as much as the system allows). Thread safe.
 
-    What does not fit, or what the system refuses, stays pageable: copies work all the same, and take longer. After a
-    refusal only buffers that come first are tried.
+    Memory that does not fit, or that the system refuses, stays pageable: copies work all the same, and take longer.
+    After a refusal only `Pin.FIRST` buffers are tried.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ def lockable_memory() -> int | None:
     """Bytes of host memory that this process should lock at most; None without a limit.
 
     The driver knows: CUDA locks pages in its kernel module, and most drivers do not go by RLIMIT_MEMLOCK, which is
-    8 MiB or less on many hosts. What it refuses stays pageable, see `PinnedPool`. With H2O_FLEXGEN_MEMLOCK=1 the limit
-    is kept to whatever the driver would do, unless the process may lock what it likes (CAP_IPC_LOCK).
+    8 MiB or less on many hosts. Refused memory stays pageable, see `PinnedPool`. With H2O_FLEXGEN_MEMLOCK=1 the limit
+    is kept to even where the driver would lock more, unless the process may lock all (CAP_IPC_LOCK).
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     wanted = os.environ.get("H2O_FLEXGEN_MEMLOCK", "0").lower() in ("1", "true", "yes", "on")

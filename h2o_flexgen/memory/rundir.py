@@ -127,7 +127,7 @@ class OffloadDir(Closing):
             )
 
     def close(self) -> None:
-        """Remove the run folder and release its lock; a second call does nothing. What will not go is logged."""
+        """Remove the run folder and release its lock; a second call does nothing. Files that will not go are logged."""
         self._leave()
         self._lock_fd = self._run_fd = self._fd = -1
 

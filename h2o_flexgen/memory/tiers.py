@@ -200,7 +200,7 @@ class Region(Closing):
         return Region(self.file, self.offset + offset, nbytes, self.what)
 
     def close(self) -> None:
-        """Remove the file and give its bytes back; nothing for a part, or a second time."""
+        """Remove the file and give its bytes back. Does nothing for a part, or a second time."""
         tier, self._tier = self._tier, None
         if tier is not None:
             tier.give_back(self)
@@ -247,7 +247,7 @@ class DiskTier(Ledger):
 class Tiers(Closing):
     """The tiers of one run. `gpu` is None on a machine that computes on its CPU. A context manager; owns no folder.
 
-    `pins`: what page-locks memory of the cpu tier for a real GPU.
+    `pins` page-locks memory of the cpu tier for a real GPU.
     """
 
     def __init__(

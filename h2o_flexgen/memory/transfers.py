@@ -28,8 +28,8 @@ class Operation(NamedTuple):
 class Ticket:
     """One transfer under way. Made by the copy engine; any thread but the engine's own may wait.
 
-    Its operations may run in any order, and in parallel; `finish` runs once after all went well. `after`: what has to
-    be done before. `seconds` is the time from its first byte to its last, checks included, once it is done.
+    Its operations may run in any order, and in parallel; `finish` runs once after all went well. `after`: tickets that
+    have to be done before. `seconds` is the time from its first byte to its last, checks included, once it is done.
     """
 
     on_device = False
@@ -75,7 +75,7 @@ class Ticket:
         return self._finished.is_set()
 
     def resolve(self, error: BaseException | None) -> None:
-        """Called once, by what carries out the transfer. What it came after and its buffers may go now."""
+        """Called once, by the engine that carries out the transfer. Releases the tickets before it and its buffers."""
         self.error, self.after, self.finish = error, (), None
         self.operations.clear()
         self._finished.set()
@@ -261,7 +261,7 @@ class Workers:
                 queue.wake.notify_all()
 
     def _drop_all(self) -> None:
-        """Fail every ticket that still has unstarted operations; those with running ones resolve when these end."""
+        """Fail every ticket that still has unstarted operations; tickets with running ones resolve when these end."""
         for queue in self._queues.values():
             tickets, queue.tickets = queue.tickets, deque()
             for ticket in tickets:

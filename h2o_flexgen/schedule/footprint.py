@@ -76,7 +76,7 @@ def footprint(request: PlanRequest, policy: OffloadPolicy, placement: Placement)
     weights           every group's buffer, on its tier; all experts on disk if some are there and others in memory
     weight buffers    `weight_room.room_of`; the same again on cpu for staging from disk to a gpu
     KV cache          on its tier, per (layer, GPU batch): K and V of (b, kv_heads, C, head_dim), 2 b G C s
-    states            on its tier, per (layer, GPU batch): what mixers of transformers' modules keep of each row
+    states            on its tier, per (layer, GPU batch): states of the mixers of transformers' modules, for each row
     cache records     per cache that evicts, where attention is computed: `_record_bytes`
     cache buffers     STATE_BUFFERS of the largest moving cache; STAGING_BUFFERS on cpu between disk and a gpu
     new tokens        per moving cache, K, V and slots of the tokens not yet written to its tier
@@ -283,7 +283,7 @@ def _divided(block: BlockShape, placement: Placement) -> Iterator[Item]:
 
 
 def most_arrivals(groups: tuple[range, ...], units: range) -> int:
-    """The most GPU batches whose hidden states wait at a stage at one time: those of a group, or of two groups at a
+    """The most GPU batches whose hidden states wait at a stage at one time: a group's, or those of two groups at a
     stage that is only the output head, which is computed last in every slot."""
     return max(map(len, groups)) * (1 if len(units) > 1 else 2)
 

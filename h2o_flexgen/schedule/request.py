@@ -39,7 +39,7 @@ class Caps:
         return {"gpu": gpu, "cpu": "--cpu-mem", "disk": "--nvme-mem"}[tier]
 
     def origin(self, tier: str) -> str:
-        """The origin of a cap that no flag gave, in brackets behind it; nothing for one of a flag."""
+        """The origin of a cap that no flag gave, in brackets behind it; "" for one that a flag gave."""
         why = self.why.get(tier, "")
         return "" if not why or why.startswith("--") else f" ({why})"
 

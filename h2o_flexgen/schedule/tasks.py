@@ -35,8 +35,8 @@ class Task:
     A weight load names the step and unit that use its group first, a free those that used it last (or would have). A
     cache or hidden load names the compute that reads, a store or pass the one that wrote.
 
-    experts: those that a compute task computes, one after another, for the tokens of all GPU batches of the pass; or
-    the one that is loaded or freed.
+    experts: the experts that a compute task computes, one after another, for the tokens of all GPU batches of the
+    pass; or the one that is loaded or freed.
     """
 
     kind: TaskKind

@@ -16,7 +16,7 @@ COUNTER = "memory "
 
 
 def on_stage(resource: str, stage: int) -> str:
-    """The name of a stage's resource; those of the first stage have no number."""
+    """The name of a stage's resource; names of the first stage have no number."""
     return f"{resource} {stage}" if stage else resource
 
 
@@ -142,5 +142,5 @@ class Timeline:
         return sorted(lanes, key=lambda lane: self.resources.index(lane[0]))
 
     def _microseconds(self, at: float) -> float:
-        """Since the first row; what was held before it is held at its start."""
+        """Microseconds since the first row; 0 for earlier times, as of memory that was held before it."""
         return max(0.0, round((at - self.start) * 1e6, 3))

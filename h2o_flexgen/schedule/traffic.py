@@ -27,8 +27,8 @@ def io_lower_bound(
     """Bytes over each link that any schedule must move for `sequences` that go through their steps together; links of 0
     bytes are left out.
 
-    budgets: of each, layer by layer; None: those of the workload's lengths. cpu_cache_compute: attention may be
-    computed where caches on the cpu live.
+    budgets: of each sequence, layer by layer; None: as the workload's lengths give them. cpu_cache_compute: attention
+    may be computed where caches on the cpu live.
 
     A step needs all weights, W bytes (of an embedding that is not the head next to none), and the caches' contents, K.
     The tiers on the near side of a link hold M of them when it starts, so that W + K - M come in. Outward goes what the

@@ -31,11 +31,11 @@ def zigzag(
 
     active(step)        ascending subset of the batches of the step before (else ValueError); the empty one ends the
                         schedule. None: all batches in every step
-    last(step)          asked after `active`: nothing can follow `step`, so that it reads no weights ahead and stores no
-                        cache. None: only `shape.num_steps` ends the schedule
+    last(step)          asked after `active`: whether `step` is surely the last, so that it reads no weights ahead and
+                        stores no cache. None: only `shape.num_steps` ends the schedule
     whole(batch)        asked after the first unit: the units between the first and the last have nothing to do
     chosen(step, unit)  asked once a unit's tokens are routed: the experts that have any tokens. None: all
-    streams(key)        asked then: whether a group has to be loaded. None: those of `shape`
+    streams(key)        asked then: whether a group has to be loaded. None: as `shape` says
     ahead(step, unit)   whether the unit's experts are read before tokens choose, see `ExpertStream`. None: never
     """
     stage = StageTicks(shape, range(len(shape.units)), whole=whole, chosen=chosen, streams=streams, ahead=ahead)
@@ -56,7 +56,7 @@ class Pass(NamedTuple):
 
 
 class BatchGroup:
-    """GPU batches that go through a stage together, step by step. `active` and `last`: those of `pipeline`."""
+    """GPU batches that go through a stage together, step by step. `active` and `last`: as for `pipeline`."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class StageTicks:
         streams: Callable[[str], bool] | None = None,
         ahead: Callable[[int, UnitSpec], bool] | None = None,
     ) -> None:
-        """`units`: those that stage `number` computes."""
+        """`units`: the units that stage `number` computes."""
         self._shape, self._number, self._index = shape, number, 0
         self._units = [shape.units[index] for index in units]
         self._whole, self._chosen = whole, chosen
@@ -296,8 +296,8 @@ class ExpertStream:
     """Reads streamed experts, in order of use, into `expert_slots` places.
 
     Chosen experts are read once a unit's tokens are routed. If `ahead` expects nearly all experts of the next unit to
-    be chosen, they are read as soon as places are free; those not chosen are freed after the next tick. One place stays
-    free for an expert that was not read ahead.
+    be chosen, they are read as soon as places are free; experts not chosen are freed after the next tick. One place
+    stays free for an expert that was not read ahead.
     """
 
     def __init__(
@@ -313,7 +313,7 @@ class ExpertStream:
         self._units = [unit for unit in stage if not shape.streamed.isdisjoint(unit.experts)]
         self._next_step: int | None = None
         self._alive: dict[tuple[int, int], Task] = {}
-        """The loads of what is there, by unit and expert."""
+        """The loads of the experts in places, by unit and expert."""
         self._waiting: deque[Task] = deque()  # loads of experts that were chosen, not yet issued
         self._early: deque[Task] = deque()  # of the unit after
         self._unwanted: list[Task] = []
@@ -352,7 +352,7 @@ class ExpertStream:
         return tuple(found)
 
     def together(self, unit: UnitSpec, experts: Sequence[int]) -> int:
-        """How many of `experts`, the next to compute, share a tick: those whose loads were issued."""
+        """How many of `experts`, the next to compute, share a tick: the first ones, whose loads were issued."""
         return sum(1 for _ in takewhile(lambda expert: (unit.index, expert) in self._alive, experts[: self._together]))
 
     def used(self, unit: UnitSpec, expert: int) -> Task:

@@ -1,4 +1,4 @@
-"""What an eviction policy decides. The cache does the bookkeeping: slots, positions, protection, ties."""
+"""The interface of eviction policies. Caches do the bookkeeping: slots, positions, protection, ties."""
 
 from __future__ import annotations
 

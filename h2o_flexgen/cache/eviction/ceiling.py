@@ -82,12 +82,12 @@ class CeilingPolicy(RankedPolicy):
         found = []
         for place, row in enumerate(step.tokens.row_ids.flatten().tolist()):
             to_come = self._foresight.to_come.get((step.tokens.layer, row))
-            if to_come is None:  # nothing of it ever goes: its budget is its length
+            if to_come is None:  # it loses no token: its budget is its length
                 found.append(torch.zeros_like(step.score[place]))
                 continue
             # The first query of the continuation stands behind the context; positions end with the last query's.
             number = int(step.now[place]) + 1 - (to_come.shape[2] - to_come.shape[1] + 1)
             pos = step.pos[place].clamp(0, to_come.shape[2] - 1).to(torch.int64)
-            # A row that is done may wait for its neighbours: nothing is to come.
+            # A row that is done may wait for its neighbours: its last entry, after all queries, is 0 for every token.
             found.append(to_come[:, min(number, to_come.shape[1] - 1)].to(pos.device).gather(-1, pos))
         return torch.stack(found)

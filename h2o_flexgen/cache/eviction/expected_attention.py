@@ -1,4 +1,4 @@
-"""What queries to come are expected to look at (Devoto et al. 2025, arXiv 2510.00636, "Expected Attention")."""
+"""The tokens that later queries probably attend to (Devoto et al. 2025, arXiv 2510.00636, "Expected Attention")."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the model needs to say its prompt again (Kim et al. 2025, arXiv 2505.23416, "KVzip")."""
+"""The tokens that the model attends to when it repeats its prompt (Kim et al. 2025, arXiv 2505.23416, "KVzip")."""
 
 from __future__ import annotations
 

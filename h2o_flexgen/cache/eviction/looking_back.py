@@ -1,4 +1,4 @@
-"""Policies that look back at the last queries when a burst is due: what they have in common."""
+"""The common part of policies that look back at the last queries when a burst is due."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _NEEDED = "the last queries are needed"
 
 @dataclass(frozen=True)
 class Look:
-    """What n rows of one budget hold, N tokens in time order, with their last m queries.
+    """The tokens of n rows of one budget, N of each in time order, with their last m queries.
 
     q: (n, heads, m, d) float32, scaled; asked_at: (n, m) their positions; k, v: (n, kv_heads, N, d) float32; pos: (n,
-    kv_heads, N), -1 where nothing is; chosen: the same, bool, whether a token may be let go and the next query sees it.
-    tokens: N of each row; their draws differ from step to step.
+    kv_heads, N), -1 where a slot is empty; chosen: the same, bool, whether the token may be evicted and the next query
+    sees it. tokens: N of each row, numbered anew for the random choices of each step.
     """
 
     q: Tensor
@@ -62,7 +62,7 @@ class Look:
         if candidates:
             hidden = ~self.chosen.unsqueeze(2)
         else:
-            # Nothing comes later than what is not there. By int32, as there is a comparison for each logit.
+            # Empty slots get the last position, which no query sees. In int32, as there is a comparison for each logit.
             held = self.pos.masked_fill(self.pos < 0, torch.iinfo(torch.int32).max).to(torch.int32).unsqueeze(2)
             at = self.asked_at[:, None, :, None].to(torch.int32)
             hidden = held > at
@@ -139,7 +139,7 @@ class LookingBack(RankedPolicy):
                 yield budget, slice(part[0], part[-1] + 1) if together else index_of(part, step.pos.device)
 
     def update(self, step: AttendedStep) -> None:
-        """Nothing is kept from step to step but the queries."""
+        """No state is kept from step to step but the queries."""
 
     def _look(
         self,

@@ -1,4 +1,4 @@
-"""Recent tokens and a random choice of the others: what H2O would be if its score meant nothing."""
+"""Recent tokens and a random choice of the others: H2O with a score that has no meaning."""
 
 from __future__ import annotations
 

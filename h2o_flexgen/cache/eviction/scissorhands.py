@@ -20,10 +20,10 @@ _MANY = float(1 << 22)
 
 
 class ScissorhandsPolicy(RankedPolicy):
-    """What goes is what was looked at less than evenly, by the most queries: half of the budget at once.
+    """Evicts half of the budget at once: the tokens that the most queries paid less than an even share of attention.
 
-    Counted are the last 400 queries of the prompt and all that follow: those that paid a token less than 1/t, where t
-    tokens came up to them.
+    A query counts against a token that it pays less than 1/t, where t tokens came up to the query. The last 400 queries
+    of the prompt are counted, and all later ones.
     """
 
     name = "scissorhands"

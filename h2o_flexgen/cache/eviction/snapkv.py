@@ -1,4 +1,4 @@
-"""What the end of the prompt looks at (Li et al. 2024, arXiv 2404.14469, "SnapKV")."""
+"""The tokens that the end of the prompt attends to (Li et al. 2024, arXiv 2404.14469, "SnapKV")."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prompt's spans in a cache: those that stay whatever their tokens score, and those that have their shares."""
+"""The prompt's spans in a cache: pinned spans, which stay whole, and fair spans, which share the budget."""
 
 from __future__ import annotations
 

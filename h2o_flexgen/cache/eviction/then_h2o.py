@@ -13,9 +13,9 @@ _WINDOW = 32
 
 
 class ThenH2O(RankedPolicy):
-    """What stays of the prompt is what `first` ranks highest, beside the sinks and H2O's recent half.
+    """Keeps the tokens of the prompt that `first` ranks highest, beside the sinks and H2O's recent half.
 
-    H2O's sums then start with the attention that `first` has looked at, before it made anything of it.
+    H2O's sums then start with the plain attention that `first` made its ranks of; with 0 where it used none.
     """
 
     name = "+h2o"

@@ -28,7 +28,7 @@ class TovaPolicy(RankedPolicy):
         return PromptScores(_over_heads(summed_rows(prompts, 1, rows.window)))
 
     def update(self, step: AttendedStep) -> None:
-        """Nothing of a step is left for the next."""
+        """No state is kept between steps."""
 
     def ranks(self, step: AttendedStep) -> Tensor:
         return _over_heads(step.received)
