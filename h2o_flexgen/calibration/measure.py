@@ -122,7 +122,7 @@ class Calibration:
         return profile_key(self.spec, self.dtype, self.device, emulated=self.emulated, offload_dir=self.offload_dir)
 
 
-def calibrate(calibration: Calibration, on_progress: Progress = lambda what, spent, total: None) -> HardwareProfile:
+def calibrate(calibration: Calibration, on_progress: Progress | None = None) -> HardwareProfile:
     """Measures this machine, keeps the profile for `cached_profile`, and returns it.
 
     Threads, memory and files are given back in any case. StorageError where the offload folder cannot be used; the
@@ -145,8 +145,8 @@ def calibrate(calibration: Calibration, on_progress: Progress = lambda what, spe
 class CalibrationRun:
     """One calibration under way."""
 
-    def __init__(self, calibration: Calibration, on_progress: Progress) -> None:
-        self._c, self._on_progress = calibration, on_progress
+    def __init__(self, calibration: Calibration, on_progress: Progress | None) -> None:
+        self._c, self._on_progress = calibration, on_progress or (lambda what, spent, total: None)
         self._repeats = Repeats(_REPEATED * calibration.budget_s)
         self._budget = TimeBudget(calibration.budget_s, _weights(calibration), self._repeats.clock)
         self._timer = Timer(repeats=self._repeats)

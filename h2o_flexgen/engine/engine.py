@@ -118,11 +118,11 @@ class Engine(Closing):
         self.last_record: RunRecord | None = None
         self.last_plan: Plan | None = None
         self.last_work = CountedWork()
-        self.on_progress: Progress = lambda what, done, total: None
+        self.on_progress: Progress | None = None
         """Called with "compiling kernels", "measuring inputs", "loading weights" and "packing weights" (bytes),
         "prefill" (prompt tokens, after each unit), "generating" (new tokens, before each step)."""
         self.planner = planner
-        self.on_plan: Callable[[Plan], None] = lambda plan: None
+        self.on_plan: Callable[[Plan], None] | None = None
         """Called with each plan before it is carried out."""
         self.late: LateRows | None = None
         """The source of sequences that arrive during `run`."""
@@ -336,7 +336,8 @@ class Engine(Closing):
                     newcomers.refuse(group, error)
                     continue
                 plans.append(plan)
-                self.on_plan(plan)
+                if self.on_plan is not None:
+                    self.on_plan(plan)
                 ran_out = False
                 try:
                     for row in self._attempt(plan, group, every, meter, sampler, newcomers):
@@ -448,9 +449,9 @@ class Engine(Closing):
             self.model.keep_as(plan.request.spec)
         started = time.perf_counter()
         if must_compile():
-            self.on_progress("compiling kernels", 0, 1)
+            self._progress("compiling kernels", 0, 1)
         library()
-        place, trace, note = str(self.offload_folder), self._trace.add, self.on_progress
+        place, trace, note = str(self.offload_folder), self._trace.add, self._progress
         self.model.weigh_inputs(self.offload_folder, self._devices[0], note)
         self._loaded = load(plan, self.model.source, self.config, self._devices, place, trace, note, self._pins)
         self._loaded.seconds = time.perf_counter() - started
@@ -459,7 +460,11 @@ class Engine(Closing):
 
     def _counting(self, what: str, before: int, total: int) -> Callable[[int], None]:
         """A callback for the tokens done after `before` others, of `total`."""
-        return lambda done: self.on_progress(what, before + done, total)
+        return lambda done: self._progress(what, before + done, total)
+
+    def _progress(self, what: str, done: int, total: int) -> None:
+        if self.on_progress is not None:
+            self.on_progress(what, done, total)
 
     def _compute_tier(self) -> str:
         return "gpu" if self.device.type == "cuda" or self.config.emulate_gpu is not None else "cpu"

@@ -172,7 +172,8 @@ def _run_sample(
     shown = llm.on_progress
 
     def meter(what: str, done: int, total: int) -> None:
-        shown(what, done, total)
+        if shown is not None:
+            shown(what, done, total)
         part.meter(what, done, total)
 
     llm.on_progress, started = meter, time.monotonic()

@@ -191,6 +191,8 @@ def test_prompts_beyond_the_context_count_as_they_are_fed(checkpoint) -> None:
     eviction = EvictionConfig("streaming", budget=20, rolling_positions=True)
     with Engine(checkpoint("llama-gqa")[1], dtype="float32", eviction=eviction) as llm:
         context = llm.model.spec.max_positions
+        llm.on_progress = llm.on_plan = None
+        llm.generate([[5, 6]], max_new_tokens=2)
         llm.on_progress = lambda *what: heard.append(what)
         llm.generate([[3 + i % 40 for i in range(context + 9)]], max_new_tokens=3, ignore_eos=True)
     assert [entry for entry in heard if entry[0] == "prefill"][-1] == ("prefill", context, context)
