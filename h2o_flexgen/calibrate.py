@@ -36,7 +36,7 @@ from h2o_flexgen.config.flags import add_arguments, called, from_namespace
 from h2o_flexgen.config.hardware.profile import HardwareProfile, kept_file, load_kept
 from h2o_flexgen.config.hardware.rates import ComputeRates, Curve
 from h2o_flexgen.cores import sharing_warning
-from h2o_flexgen.errors import writing
+from h2o_flexgen.errors import MemoryRefused, PlanError, is_out_of_memory, writing
 from h2o_flexgen.units import format_bytes, format_rate, format_seconds
 
 
@@ -54,6 +54,11 @@ def main(argv: Sequence[str] | None) -> int:
     progress, calibration = PartProgress(args.quiet), _calibration(config, args)
     try:
         profile = calibrate(calibration, progress)
+    except (MemoryError, RuntimeError, MemoryRefused) as error:
+        if not is_out_of_memory(error):
+            raise
+        found = error.found if isinstance(error, MemoryRefused) else "out of memory"
+        raise PlanError(found, change="free some, or lower --cpu-mem") from error
     finally:
         progress.close()
     if output is not None:

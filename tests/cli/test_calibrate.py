@@ -12,6 +12,7 @@ import pytest
 from h2o_flexgen import calibrate
 from h2o_flexgen.calibration import links, measure
 from h2o_flexgen.config.hardware.profile import HardwareProfile
+from h2o_flexgen.errors import MemoryRefused
 from h2o_flexgen.units import MIB
 from tests import programs
 from tests.programs import Child, Ran, left_in, on_a_terminal, until
@@ -82,6 +83,18 @@ def test_models_that_are_known_by_their_shape_need_no_weights(
     assert program("--model", "opt-30b", "--budget-s", 7).code == 130
     (calibration,) = seen
     assert (calibration.spec.hidden_size, calibration.budget_s, calibration.emulated) == (7168, 7.0, False)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), MemoryRefused("the system refused", change="--gpu-batch-size")])
+def test_out_of_memory_names_flags_that_are_there(
+    program: Calibrate, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*_: object) -> HardwareProfile:
+        raise error
+
+    monkeypatch.setattr("h2o_flexgen.calibration.calibrate", refuse)
+    ran = program("--model", "opt-125m")
+    assert (ran.code, "free some, or lower --cpu-mem" in ran.err, "batch" in ran.err) == (5, True, False), ran.err
 
 
 @pytest.mark.parametrize(
