@@ -132,6 +132,11 @@ class EvictionConfig(Checked, KeptAsJson):
         if self.budget is not None:
             self._require_room(self.budget, f"{self.budget} tokens", self._sinks)
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every sequence has the full cache, whatever its lengths."""
+        return self.ratio == 1 and self.budget is None and self.bytes is None
+
     def _check_far_layers(self) -> None:
         if self.far_layers is None:
             return

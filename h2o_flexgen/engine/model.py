@@ -221,6 +221,8 @@ def for_modules(config: EngineConfig, spec: ModuleSpec, compute_tier: str) -> En
 def _for_rows(config: EngineConfig, what: str, compute_tier: str) -> EngineConfig:
     """The settings for sequences with the modules' own caches. UsageError for settings of other caches."""
     eviction, places = config.eviction, config.fixed.get("cache", {compute_tier: 1.0})
+    if eviction.keeps_all and not eviction.rolling_positions:
+        eviction = EvictionConfig(seed=eviction.seed)
     asked = {
         f"the eviction policy is {eviction.name}": eviction.name != "full",
         "--rolling-positions is given": eviction.rolling_positions,
@@ -233,7 +235,8 @@ def _for_rows(config: EngineConfig, what: str, compute_tier: str) -> EngineConfi
     for found, given in asked.items():
         if given:
             raise UsageError(f"{found} {what}", "needed full caches of the modules' own, on the tier that computes")
-    return replace(config, policy={**config.fixed, "cache": {compute_tier: 1.0}}, share_prefixes=False)
+    policy = {**config.fixed, "cache": {compute_tier: 1.0}}
+    return replace(config, eviction=eviction, policy=policy, share_prefixes=False)
 
 
 def spec_warnings(spec: ModelSpec, eviction: EvictionConfig) -> list[str]:
@@ -245,7 +248,7 @@ def spec_warnings(spec: ModelSpec, eviction: EvictionConfig) -> list[str]:
             "time in each product"
         )
     attending = any(spec.attends(layer) for layer in range(spec.num_layers))
-    if not attending and (eviction.ratio < 1 or eviction.budget is not None or eviction.bytes is not None):
+    if not attending and not eviction.keeps_all:
         found.append(
             f"{spec.name} has no layer that attends: --eviction {eviction.name} has nothing to evict, and its states "
             "are as large with every budget"

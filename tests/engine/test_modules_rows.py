@@ -149,6 +149,16 @@ def test_what_rows_cannot_have_is_refused_by_name(tmp_path: Path) -> None:
             Engine(str(tmp_path), **settings)
 
 
+def test_a_policy_that_keeps_all_is_the_full_cache(tmp_path: Path) -> None:
+    tiny("bloom").save_pretrained(tmp_path)
+    found = []
+    for eviction in (EvictionConfig(), EvictionConfig("h2o", seed=3), EvictionConfig("snapkv", ratio=1.0)):
+        with Engine(str(tmp_path), dtype="float32", eviction=eviction) as llm:
+            found.append(llm.generate(prompts_of([30, 4]), max_new_tokens=4, ignore_eos=True))
+            assert llm.config.eviction.name == "full"
+    assert found[0] == found[1] == found[2]
+
+
 @pytest.mark.parametrize(
     ("named", "settings"),
     [("cache_bits is 8", {"cache_bits": 8}), ("is h2o", {"eviction": EvictionConfig("h2o", bytes=0.2)})],
