@@ -175,6 +175,19 @@ def test_modules_of_transformers_have_the_trained_context(by_length) -> None:
             llm.generate(prompts_of([most - NEW + 1]), **SETTINGS)
 
 
+@pytest.mark.parametrize("told", [{"original_max_position_embeddings": ORIGINAL}, {}], ids=str)
+def test_modules_have_the_context_that_yarn_stretches(told: dict[str, int], tmp_path: Path) -> None:
+    """As the families have it, where max_position_embeddings is the one before."""
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, **told}
+    model = make_model("llama-gqa", rope_parameters=rope, max_position_embeddings=ORIGINAL)
+    model.generation_config.eos_token_id = None
+    prompts = prompts_of([4, 4 * ORIGINAL - NEW])
+    for impl in ("native", "transformers"):
+        with Engine(str(save(model, tmp_path)), dtype="float32", model_impl=impl) as llm:
+            assert llm.model.spec.max_positions == 4 * ORIGINAL
+            assert ids_of(llm.generate(prompts, **SETTINGS)) == [expected(model, prompt) for prompt in prompts]
+
+
 _BY_LENGTH = {
     "phimoe": {"rope_type": "longrope", "short_factor": [1.1] * 6, "long_factor": [3.0] * 6, "short_mscale": 1.3},
     "internlm3": {"rope_type": "dynamic", "factor": 6.0},

@@ -245,12 +245,16 @@ def plain_spec(
 
 
 def context(config: Any) -> int:
-    """The longest sequence; where angles are others beyond some length, the longest without these."""
+    """The longest sequence, with YaRN the stretched one; where angles change with the length, the longest before they
+    do."""
     found = [n for key in _LENGTHS if isinstance(n := getattr(config, key, None), int)][:1]
     rope = getattr(config, "rope_parameters", None) or {}
     for each in (rope, *(inner for inner in rope.values() if isinstance(inner, Mapping))):
         if each.get("rope_type") == "longrope":
             found.append(int(each["original_max_position_embeddings"]))
+        if each.get("rope_type") == "yarn" and found:  # its configs have the context before stretching, or after
+            original = each.get("original_max_position_embeddings") or found[0]
+            found[0] = max(found[0], int(original * (each.get("factor") or 1)))
     return min(found, default=_UNBOUNDED)
 
 
