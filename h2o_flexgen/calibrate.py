@@ -105,9 +105,8 @@ def _parser() -> Parser:
     add_arguments(parser, EngineConfig, exclude=refused, title="model and machine")
     add_compress(parser.add_argument_group("known from FlexGen"), "weight")
     work = parser.add_argument_group("measuring")
-    work.add_argument(
-        "--budget-s", type=float, default=45.0, metavar="SECONDS", help="how long it may take, about (default: 45)"
-    )
+    budget = "about how long it may take; everything is measured once, however long that takes (default: 45)"
+    work.add_argument("--budget-s", type=float, default=45.0, metavar="SECONDS", help=budget)
     work.add_argument("--output", "-o", metavar="FILE", help="the profile in a file too")
     work.add_argument("--overwrite", action="store_true", help="replace an existing --output file")
     add_json(work)
