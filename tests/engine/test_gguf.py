@@ -102,6 +102,19 @@ def test_mixtures_by_either_way_in_with_gates_and_ups_apart_or_joint(
     assert isinstance(llm.model.spec, ModuleSpec) == (impl == "transformers")
 
 
+@pytest.mark.parametrize("row", ["llama-gqa", "seed_oss"])
+def test_queries_keys_and_values_in_one_tensor(row: str, tmp_path: Path) -> None:
+    model = tiny_model(row)
+    values = stored_tensors(model)
+    for name in [name for name in values if ".attn_q." in name]:
+        parts = [values.pop(name.replace("attn_q", f"attn_{part}")) for part in "qkv"]
+        values[name.replace("attn_q", "attn_qkv")] = np.concatenate(parts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf_files, "stored_tensors", lambda model: values)
+        path = write_gguf(tmp_path / "tiny.gguf", model)
+    check(path, model, "disk")
+
+
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_gpt_oss_with_experts_in_mxfp4(place: str, tmp_path: Path) -> None:
     """Gate and up are two tensors in GGUF, and rows in turns of one in the engine."""

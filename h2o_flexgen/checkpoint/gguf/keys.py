@@ -50,7 +50,8 @@ class GgufKeys(ConfigReader):
         return super().whole(key, default)
 
     def biased(self, part: str) -> bool:
-        return f"blk.0.{part}.bias" in self.header.tensors
+        names = part, part.replace("attn_q", "attn_qkv")  # where these are one tensor
+        return any(f"blk.0.{name}.bias" in self.header.tensors for name in names)
 
     def refuse_rest(self) -> None:
         """ModelError for the first key that nothing asked for, unless it is 0, false or empty."""

@@ -97,7 +97,15 @@ def bind(header: GgufHeader, spec: ModelSpec) -> dict[str, tuple[StoredTensor, .
 
 
 def _joint(header: GgufHeader, place: StoredRows, count: int) -> StoredRows:
-    """An expert's gate or up where a file has both of them in one tensor: all of its gate, then all of its up."""
+    """An expert's gate or up where a file has both of them in one tensor: all of its gate, then all of its up.
+
+    And queries, keys or values, where it has them in one.
+    """
+    found = re.fullmatch(r"(blk\.\d+\.attn_)([qkv])(\.\w+)", place.name)
+    whole = header.tensors.get(f"{found[1]}qkv{found[3]}") if found and place.name not in header.tensors else None
+    if found and whole:
+        start = 0 if found[2] == "q" else whole.shape[0] - place.rows * (1 + (found[2] == "k"))
+        return place._replace(name=f"{found[1]}qkv{found[3]}", start=start, rows=whole.shape[0])
     found = re.fullmatch(r"(blk\.\d+\.ffn_)(gate|up)(_exps\.\w+)", place.name)
     if found is None or place.name in header.tensors or f"{found[1]}gate_up{found[3]}" not in header.tensors:
         return place
