@@ -56,15 +56,25 @@ def test_few_bits(policy: PolicyRow) -> None:
     assert compared(policy, bits=8) > 60, "rounded numbers tie more often, and what ties is not compared"
 
 
+def ranks_of(name: str, length: int, count: int, window: int | None = None) -> torch.Tensor:
+    """Of a prompt's candidates, of whose `length` tokens `count` are computed: kvzip's twice as many."""
+    k = torch.randn(1, 1, count, 16, generator=torch_generator(1))
+    prompts = AttendedPrompts(k, k, k, Logits(0.25), queries=k, column_sums=k.norm(dim=-1))
+    config, zero = EvictionConfig(name, budget=length // 2), torch.zeros(1, dtype=torch.int64)
+    policy, budget = make_policy(config), config.resolve(length, 64)
+    assert isinstance(policy, RankedPolicy)
+    tokens = Tokens(torch.arange(length), zero, zero, 0)
+    rank = policy.prompt_scores(prompts, PromptRows(tokens, budget, window)).rank
+    return rank[..., budget.sinks : length - budget.recent]
+
+
 @pytest.mark.parametrize("name", ["rkv", "nacl", "expected_attention", "h2o_mean"])
 def test_among_thousands_of_tokens_few_tie(name: str) -> None:
-    count, generator = 4000, torch_generator(1)
-    k = torch.randn(1, 1, count, 16, generator=generator)
-    prompts = AttendedPrompts(k, k, k, Logits(0.25), queries=k, column_sums=k.norm(dim=-1))
-    config, zero = EvictionConfig(name, budget=2000), torch.zeros(1, dtype=torch.int64)
-    policy = make_policy(config)
-    assert isinstance(policy, RankedPolicy)
-    budget, tokens = config.resolve(count, 64), Tokens(torch.arange(count), zero, zero, 0)
-    rank = policy.prompt_scores(prompts, PromptRows(tokens, budget, None)).rank
-    chosen = rank[..., budget.sinks : count - budget.recent]
+    chosen = ranks_of(name, 4000, 4000)
     assert chosen.unique().numel() > 0.9 * chosen.numel()
+
+
+def test_a_window_hides_nothing_from_a_prompt_that_is_read_again() -> None:
+    rank = ranks_of("kvzip", 2100, 4200, window=100)
+    assert bool((rank > 0).all())
+    assert torch.equal(rank, ranks_of("kvzip", 2100, 4200))
