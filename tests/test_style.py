@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -23,6 +25,9 @@ MANY_PARAMETERS: dict[str, str] = {}
 
 PROGRAM_FOLDERS = {"cli"}
 """Where the programs' shared code writes to the terminal."""
+
+VAGUE = re.compile(r"(?:^|[.:;] )(?:What|Those|Nothing|Whatever)\b|[:;] (?:what|those|nothing|whatever)\b")
+C_COMMENT = re.compile(r"/\*(.*?)\*/", re.DOTALL)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -166,6 +171,27 @@ def test_annotations_are_not_evaluated() -> None:
     assert not missing, f"without the import: {missing}"
 
 
+def without_a_subject(path: Path) -> list[int]:
+    """The lines of docstrings and comments in which a sentence or a clause begins with a word that names nothing."""
+    code = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        constants = [node.value for node in nodes_of(path) if isinstance(node, ast.Expr)]
+        texts = [(each.lineno, str(each.value)) for each in constants if isinstance(each, ast.Constant)]
+        tokens = tokenize.generate_tokens(io.StringIO(code).readline)
+        texts += [(token.start[0], token.string[1:]) for token in tokens if token.type == tokenize.COMMENT]
+    else:
+        texts = [(code.count("\n", 0, found.start()) + 1, found[1]) for found in C_COMMENT.finditer(code)]
+    return [line for line, text in texts if VAGUE.search(" ".join(text.split()))]
+
+
+def test_sentences_name_their_subject() -> None:
+    others = [path for room in ("benchmarks", "training") for path in (ROOT / room).rglob("*.py")]
+    native = [path for path in (PACKAGE / "kernels" / "native").iterdir() if path.suffix in (".c", ".h")]
+    files = (*FILES, *others, *native)
+    vague = [f"{path.relative_to(ROOT)}:{line}" for path in files for line in without_a_subject(path)]
+    assert not vague, f"What, those or nothing is the subject: {vague}"
+
+
 def test_exceptions_have_reasons() -> None:
     for reason in (*LONG_FILES.values(), *LONG_FUNCTIONS.values(), *MANY_PARAMETERS.values()):
         assert len(reason.split()) > 3, reason
@@ -175,3 +201,5 @@ def test_the_checks_see_what_they_are_for() -> None:
     tree = ast.parse("class A:\n    def f(self, a, *, b, c=1):\n        def g(x): print(x)\n        assert a\n")
     assert [(name, parameters(function)) for name, function in named(tree)] == [("A.f", 3), ("A.f.g", 1)]
     assert prints(ast.walk(tree)) == [3]
+    assert VAGUE.search("Where it lies. Those of it")
+    assert not VAGUE.search("It says what it is, and nothing else")
