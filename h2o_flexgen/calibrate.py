@@ -98,7 +98,7 @@ def _calibration(config: EngineConfig, args: Namespace) -> Any:
 def _parser() -> Parser:
     parser = Parser(
         prog=called("calibrate"),
-        description="Measures this machine for the shapes of a model: what plans and predictions are made from.",
+        description="Measures this machine for the shapes of a model: the figures behind plans and predictions.",
         epilog="Exit codes: 0 all well, 2 flags, 4 model, 5 memory, 6 disk, 130 or 143 interrupted.",
     )
     refused = set(EngineConfig.__dataclass_fields__) - MEASURED_FIELDS

@@ -119,7 +119,7 @@ def search_parser() -> Parser:
     parser = Parser(
         prog=called("search"),
         usage="%(prog)s --model MODEL [--hardware NAME|FILE] [--hh-ratio R] [--output policy.json] [flags]",
-        description="Finds the fastest placement and block of sequences for a model on a machine. Nothing is run.",
+        description="Finds the fastest placement and block of sequences for a model on a machine. No model is run.",
         epilog="Every flag can be set in the environment, as for run. Exit codes: 0 all well, 2 flags, 4 model, "
         "5 nothing fits the caps.",
     )

@@ -26,8 +26,8 @@ LOOSE = 20
 def schedule(material: Material) -> Chapter:
     parts = [part for trace in material.traces for part in _timeline(trace, len(material.traces) > 1)]
     text = (
-        "What computed, and what moved over each link, when. Predicted: the schedule of the plan on the clock of the "
-        "cost model, first block, decode steps that repeat left out; measured: the run. Red dashes: nothing computed."
+        "Computing, and copies over each link, by time. Predicted: the schedule of the plan on the clock of the cost "
+        "model, first block, decode steps that repeat left out; measured: the run. Red dashes: no computing."
     )
     return Chapter("schedule", "Schedule", [text], parts)
 

@@ -20,7 +20,7 @@ def section(material: Material) -> Chapter:
     parts = [_prompts(each.source, each.data) for each in material.scores]
     texts = [
         "Each token of a prompt is coloured by its score: the attention that it received from the tokens after it. H2O "
-        "keeps the most recent tokens and those with the highest scores, the heavy hitters. What a budget lets go is "
+        "keeps the most recent tokens and those with the highest scores, the heavy hitters. Evicted tokens are "
         "struck through. Layers and heads choose for themselves.",
     ]
     return Chapter("tokens", "Heavy hitters", texts, parts)
@@ -53,7 +53,7 @@ def _prompts(source: str, data: Json) -> Passage:
         texts.append(f"Kept keys have {shown['bits'][0]} bits, values {shown['bits'][-1]}{newest}.")
     rows = [_returned(number, each) for number, each in enumerate(shown["sequences"], 1) if "returns" in each]
     if rows:
-        texts.append("What was let go waits for recall: underlined is what came back before the run ended.")
+        texts.append("Evicted tokens wait for recall: underlined ones came back before the run ended.")
     head = ["prompt", "tokens that came back, per cache", "of these kept at the end", "times, over all caches"]
     tables = [Table("Recall", head, rows)] if rows else []
     title = f"Prompts of {name}"

@@ -130,7 +130,7 @@ def _serve_parser() -> Parser:
     parser = Parser(
         prog=called("serve"),
         usage="%(prog)s [--model MODEL] [--port PORT] [--data-dir DIR] [--hh-ratio R] [flags]",
-        description="Answers OpenAI's files, batches, chat completions and completions. What was in progress when it "
+        description="Answers OpenAI's files, batches, chat completions and completions. Work in progress when it "
         "was stopped or killed goes on when it is started again.",
         epilog="Every flag can be set in the environment, as for run. Exit codes: 0 stopped by SIGINT or SIGTERM, 2 "
         "flags, 4 model or checkpoint, 6 disk, 7 another process serves this folder.",
