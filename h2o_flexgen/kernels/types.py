@@ -134,8 +134,8 @@ class Logits(NamedTuple):
         return self.scale * times, None if self.soft_cap is None else self.soft_cap * times
 
     def of(self, heads: slice | Tensor | None) -> Logits:
-        """The same for some query heads, with their sinks."""
-        return self if self.sinks is None else self._replace(sinks=self.sinks[heads])
+        """The same for some query heads, None: all, with their sinks."""
+        return self if self.sinks is None or heads is None else self._replace(sinks=self.sinks[heads])
 
     def to(self, device: torch.device) -> Logits:
         return self if self.sinks is None else self._replace(sinks=self.sinks.to(device))

@@ -138,7 +138,7 @@ def _llama(keys: GgufKeys) -> Config:
 
 
 def _granite(keys: GgufKeys) -> Config:
-    """Those of Granite 4 that have no mixers: there are keys of mixers all the same, and their MLP is a shared one."""
+    """Granite 4 without mixers: its files have keys of mixers all the same, and its MLP is a shared one."""
     for key in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
         keys.value(f"ssm.{key}")
     size = keys.whole("feed_forward_length")
