@@ -74,7 +74,7 @@ def test_among_thousands_of_tokens_few_tie(name: str) -> None:
     assert chosen.unique().numel() > 0.9 * chosen.numel()
 
 
-def test_a_window_hides_nothing_from_a_prompt_that_is_read_again() -> None:
+def test_the_end_of_a_long_prompt_has_scores_in_layers_with_windows() -> None:
+    """Queries that repeat its last chunk have left it; earlier ones see it."""
     rank = ranks_of("kvzip", 2100, 4200, window=100)
-    assert bool((rank > 0).all())
-    assert torch.equal(rank, ranks_of("kvzip", 2100, 4200))
+    assert bool((rank[..., -99:] > 0).all())

@@ -328,7 +328,9 @@ class KVzipOracle(PromptOracle):
     def replayed(self, query: int) -> list[dict[int, float]]:
         """What each head's query there pays, of the chunk that it repeats, the first four and the replay."""
         part = (query - self.own) // self.chunk
-        seen = [p for p in range(query + 1) if p < 4 or p % self.own // self.chunk == part]
+        seen = [p for p in range(query + 1) if self.visible(p, query)]
+        if self.window is None:
+            seen = [p for p in seen if p < 4 or p % self.own // self.chunk == part]
         heads = []
         for asked in self.queries[query]:
             turned = self.rotate(asked, query)

@@ -15,8 +15,8 @@ class KVzipPolicy(RankedPolicy):
     """The score is the most attention that a token receives when the prompt is read a second time, from any query.
 
     Each prompt is computed twice, one after the other, and the second is forgotten. A query of it is asked about the
-    chunk of 2,048 tokens that it repeats, the first four tokens, and what has been repeated of the chunk: in layers
-    with a window too, which the prompt has left by then.
+    chunk of 2,048 tokens that it repeats, the first four tokens, and what has been repeated of the chunk; in layers
+    with a window about all that it sees: queries that repeat a later chunk no longer see the prompt.
     """
 
     name = "kvzip"
@@ -30,7 +30,7 @@ class KVzipPolicy(RankedPolicy):
         def beside(at: Tensor, places: Tensor) -> Tensor:
             return (places >= _FIRST) & (places % length // CHUNK != (at - length).unsqueeze(1) // CHUNK)
 
-        for _, part in attention_rows(prompts, length, None, beside):
+        for _, part in attention_rows(prompts, length, rows.window, None if rows.window else beside):
             own = part[..., :length]
             most = torch.maximum(most, own.amax((2, 3)))
             sums += own.mean(2).sum(2)
