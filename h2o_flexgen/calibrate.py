@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None) -> int:
         if not is_out_of_memory(error):
             raise
         found = error.found if isinstance(error, MemoryRefused) else "out of memory"
-        raise PlanError(found, change="free some, or lower --cpu-mem") from error
+        of_gpu = "GPU" in found or "CUDA" in str(error)
+        raise PlanError(found, change="free some" if of_gpu else "free some, or lower --cpu-mem") from error
     finally:
         progress.close()
     if output is not None:

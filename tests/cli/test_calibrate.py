@@ -85,16 +85,25 @@ def test_models_that_are_known_by_their_shape_need_no_weights(
     assert (calibration.spec.hidden_size, calibration.budget_s, calibration.emulated) == (7168, 7.0, False)
 
 
-@pytest.mark.parametrize("error", [MemoryError(), MemoryRefused("the system refused", change="--gpu-batch-size")])
+@pytest.mark.parametrize(
+    ("error", "of_gpu"),
+    [
+        (MemoryError(), False),
+        (MemoryRefused("the system refused", change="--gpu-batch-size"), False),
+        (RuntimeError("CUDA out of memory"), True),
+        (MemoryRefused("the GPU refused 1 GiB"), True),
+    ],
+)
 def test_out_of_memory_names_flags_that_are_there(
-    program: Calibrate, monkeypatch: pytest.MonkeyPatch, error: Exception
+    program: Calibrate, monkeypatch: pytest.MonkeyPatch, error: Exception, of_gpu: bool
 ) -> None:
     def refuse(*_: object) -> HardwareProfile:
         raise error
 
     monkeypatch.setattr("h2o_flexgen.calibration.calibrate", refuse)
-    ran = program("--model", "opt-125m")
-    assert (ran.code, "free some, or lower --cpu-mem" in ran.err, "batch" in ran.err) == (5, True, False), ran.err
+    ran, advice = program("--model", "opt-125m"), "free some" if of_gpu else "free some, or lower --cpu-mem"
+    assert (ran.code, advice in ran.err, "batch" in ran.err) == (5, True, False), ran.err
+    assert ("--cpu-mem" in ran.err) is not of_gpu
 
 
 @pytest.mark.parametrize(

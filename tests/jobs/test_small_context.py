@@ -58,17 +58,17 @@ def test_openai_bodies(tmp_path: Path, talker: Path, batch: Batch) -> None:
     assert typed == dict.fromkeys(found, 400), "what was typed is kept"
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "text", "parquet"])
-def test_plain_prompts(tmp_path: Path, talker: Path, batch: Batch, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "contexts"), [("jsonl", 1), ("jsonl", 20), ("text", 1), ("parquet", 1)])
+def test_plain_prompts(tmp_path: Path, talker: Path, batch: Batch, kind: str, contexts: int) -> None:
     flags: tuple[object, ...] = ("--model", talker, "--format", kind, "--chat")
     file = tmp_path / f"in.{kind}"
     if kind == "parquet":
         pyarrow = pytest.importorskip("pyarrow")
         import pyarrow.parquet as parquet
 
-        parquet.write_table(pyarrow.table({"prompt": [SAID, "b", "a" * 20 * CONTEXT]}), file)
+        parquet.write_table(pyarrow.table({"prompt": [SAID, "b", "a" * CONTEXT * contexts]}), file)
     else:
-        prompts = [SAID, "b", "a" * 20 * CONTEXT]
+        prompts = [SAID, "b", "a" * CONTEXT * contexts]
         write(file, *(prompts if kind == "text" else [json.dumps({"prompt": each}) for each in prompts]))
     ran = batch("-i", file, "-o", tmp_path / "out.jsonl", *flags)
     assert ran.code == 3, ran.err

@@ -97,10 +97,8 @@ def bind(header: GgufHeader, spec: ModelSpec) -> dict[str, tuple[StoredTensor, .
 
 
 def _joint(header: GgufHeader, place: StoredRows, count: int) -> StoredRows:
-    """An expert's gate or up where a file has both of them in one tensor: all of its gate, then all of its up.
-
-    And queries, keys or values, where it has them in one.
-    """
+    """The rows of `place` in files that join tensors: all queries, then keys, then values; or all of an expert's gate,
+    then all of its up."""
     found = re.fullmatch(r"(blk\.\d+\.attn_)([qkv])(\.\w+)", place.name)
     whole = header.tensors.get(f"{found[1]}qkv{found[3]}") if found and place.name not in header.tensors else None
     if found and whole:
