@@ -21,7 +21,7 @@ from h2o_flexgen.engine.limits.devices import cgroup_room, rss
 from h2o_flexgen.folders import Closing
 from h2o_flexgen.memory.cuda import open_device
 from h2o_flexgen.memory.handle import torch_dtype
-from h2o_flexgen.memory.pages import DeviceMemory, HostMemory
+from h2o_flexgen.memory.tiers import DeviceMemory, HostMemory
 from h2o_flexgen.units import GIB, MIB, format_bytes
 
 _CACHES = "/sys/devices/system/cpu/cpu0/cache"

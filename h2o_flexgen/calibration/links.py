@@ -28,10 +28,9 @@ from h2o_flexgen.errors import StorageError
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.cuda import open_device
 from h2o_flexgen.memory.handle import Extent
-from h2o_flexgen.memory.pages import DeviceMemory, HostMemory
 from h2o_flexgen.memory.pinned import PinnedPool, lockable_memory
 from h2o_flexgen.memory.rundir import OffloadDir
-from h2o_flexgen.memory.tiers import DiskTier, Region, Tier
+from h2o_flexgen.memory.tiers import DeviceMemory, DiskTier, HostMemory, Region, Tier
 from h2o_flexgen.memory.transfers import Ticket
 from h2o_flexgen.units import GIB, KIB, MIB, format_bytes
 

@@ -15,6 +15,7 @@ import torch
 from h2o_flexgen.calibration import compute
 from h2o_flexgen.calibration.attention import decode_curves, prefill_curves
 from h2o_flexgen.calibration.bench import Bench
+from h2o_flexgen.calibration.compute import packed_factors, usual_packings
 from h2o_flexgen.calibration.links import (
     FILE,
     NOTICED,
@@ -27,7 +28,6 @@ from h2o_flexgen.calibration.links import (
     link_rate,
     queued_sample,
 )
-from h2o_flexgen.calibration.packed import packed_factors, usual_packings
 from h2o_flexgen.calibration.stored import keep_profile, machine_facts, profile_key
 from h2o_flexgen.calibration.ticks import prompt_ticks, recorded_ticks, unexplained_ticks
 from h2o_flexgen.calibration.timing import WIDE, Repeats, Spreads, TimeBudget, Timer

@@ -29,8 +29,8 @@ from h2o_flexgen.folders import synced_file, whole_file
 from h2o_flexgen.memory.copies import checksum
 from h2o_flexgen.memory.disk import DirectFile, host_view
 from h2o_flexgen.memory.handle import Extent, UnitLayout, packed_layout, views
-from h2o_flexgen.memory.pages import HostMemory
 from h2o_flexgen.memory.rundir import OffloadDir, packed_name
+from h2o_flexgen.memory.tiers import HostMemory
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ together.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from h2o_flexgen.cost.model import CostModel, Price
@@ -184,12 +185,16 @@ class SimulatedClock:
         self.note(job.task, job.started, job.link.name)
 
 
-class _Ring:
-    """Transfer buffers on the compute tier, those of `Parking`: all are alike, so that counting them is enough."""
+class _SimulatedParking:
+    """The `Parking` of one kind of state: transfer buffers on the compute tier, of which counting is enough as all are
+    alike, and the staging buffers that its stores share. `loading`: the loads under way, by owner."""
 
     def __init__(self, clock: SimulatedClock) -> None:
         self._clock, self._free = clock, STATE_BUFFERS
         self._saving: list[LinkJob] = []
+        self._last: dict[object, LinkJob] = {}
+        self._staging = deque[LinkJob | None]([None] * STAGING_BUFFERS, STAGING_BUFFERS)
+        self.loading: dict[object, LinkJob | None] = {}
 
     def take(self) -> None:
         if self._free:
@@ -197,34 +202,31 @@ class _Ring:
         else:
             self._clock.wait(self._saving.pop(0))
 
-    def give_back(self, after: LinkJob | None) -> None:
+    def give_back(self, after: LinkJob | None = None) -> None:
         if after is None:
             self._free += 1
         else:
             self._saving.append(after)
 
+    def load(self, owner: object, task: Task, price: Price) -> None:
+        self.take()
+        self.loading[owner] = self._move(owner, task, price)
 
-class _BackingStores:
-    """The stores of one kind of state, and the staging buffers they share."""
+    def save(self, owner: object, task: Task, price: Price) -> None:
+        """Store from a buffer that was taken."""
+        self.give_back(self._move(owner, task, price))
 
-    def __init__(self, clock: SimulatedClock) -> None:
-        self._clock = clock
-        self._last: dict[object, LinkJob] = {}
-        self._staging: list[LinkJob | None] = [None] * STAGING_BUFFERS
-        self._turn = 0
-
-    def move(self, owner: object, task: Task, price: Price) -> LinkJob | None:
+    def _move(self, owner: object, task: Task, price: Price) -> LinkJob | None:
         """Queue the transfers of `task` behind the last ones of `owner`; the last of them, None without any."""
         transfers = price.transfers
         staged = len(transfers) > 1
         if staged:
-            self._clock.wait(self._staging[self._turn])
+            self._clock.wait(self._staging[0])
         last = self._last.get(owner)
         for link, _, seconds in transfers:
             last = self._last[owner] = self._clock.submit(task, link, seconds, last)
         if staged:
-            self._staging[self._turn] = last
-            self._turn = (self._turn + 1) % STAGING_BUFFERS
+            self._staging.append(last)
         return last if transfers else None
 
 
@@ -240,14 +242,11 @@ class SimulatedExecutor:
         self._model, self._steps, self._shape = model, steps, model.shape
         self._key = model.moves.key
         self._weights: dict[str, LinkJob | None] = {}
-        self._cache_ring, self._hidden_ring = _Ring(self.clock), _Ring(self.clock)
-        self._caches, self._hidden = _BackingStores(self.clock), _BackingStores(self.clock)
-        self._loads: dict[tuple[TaskKind, int, int], LinkJob | None] = {}
+        self._caches, self._hidden = _SimulatedParking(self.clock), _SimulatedParking(self.clock)
         self._used: list[Place] = []
         self._late: dict[int, tuple[Task, LinkJob]] = {}  # attention that the host is at, by GPU batch
         self._filled: dict[Place, LinkJob] = {}  # prompts that the host brings into caches, the last of each
-        self._filling: list[LinkJob | None] = [None] * FILL_BUFFERS
-        self._turn = 0
+        self._filling = deque[LinkJob | None]([None] * FILL_BUFFERS, FILL_BUFFERS)
         self._issue: dict[TaskKind, Callable[[Task], None]] = {
             TaskKind.LOAD_WEIGHTS: self._load_weights,
             TaskKind.LOAD_CACHE: self._load_cache,
@@ -266,11 +265,7 @@ class SimulatedExecutor:
                 self._mark()
             if task is None:
                 return
-            for move in tick.stores:
-                self._issue[move.kind](move)
-                if not overlap:
-                    clock.drain()
-            for move in tick.loads:
+            for move in (*tick.stores, *tick.loads):
                 self._issue[move.kind](move)
                 if not overlap:
                     clock.drain()
@@ -313,12 +308,12 @@ class SimulatedExecutor:
         """The prompts' attention, part by part, each of which the host brings into the cache: `HostAttention.fill`."""
         clock, start, place, parts = self.clock, self.clock.now, self._place(task), len(price.transfers)
         for move in price.transfers:
-            clock.wait(self._filling[self._turn])
+            clock.wait(self._filling[0])
             clock.compute(None, price.seconds / parts)
             down = clock.submit(task, move.link, move.seconds)
             job = clock.submit(task, HOST_ATTENTION, price.host / parts, down)
-            self._filling[self._turn] = self._filled[place] = job
-            self._turn = (self._turn + 1) % FILL_BUFFERS
+            self._filling.append(job)
+            self._filled[place] = job
         clock.note(task, start, "compute")
 
     def _finish(self, batch: int) -> None:
@@ -344,9 +339,8 @@ class SimulatedExecutor:
         self._weights[self._key(task)] = job
 
     def _load_cache(self, task: Task) -> None:
-        self._take_cache_buffer()
-        place = self._place(task)
-        self._loads[TaskKind.LOAD_CACHE, *place] = self._caches.move(place, task, self._price(task))
+        self._free_used()
+        self._caches.load(self._place(task), task, self._price(task))
 
     def _wait_cache(self, task: Task) -> None:
         place = self._place(task)
@@ -356,43 +350,40 @@ class SimulatedExecutor:
         if place not in self._shape.cache_moves:
             return
         if task.step == 0:
-            self._take_cache_buffer()
+            self._free_used()
+            self._caches.take()
         else:
-            self.clock.wait(self._loads.pop((TaskKind.LOAD_CACHE, *place)))
+            self.clock.wait(self._caches.loading.pop(place))
         self._used.append(place)
 
     def _store_cache(self, task: Task) -> None:
         place, price = self._place(task), self._price(task)
         self.clock.compute(None, price.seconds)
         self._used.remove(place)
-        self._cache_ring.give_back(self._caches.move(place, task, price))
+        self._caches.save(place, task, price)
 
-    def _take_cache_buffer(self) -> None:
+    def _free_used(self) -> None:
         # Used buffers that have no store to come are free: their stores would be issued by now.
         for _ in self._used:
-            self._cache_ring.give_back(None)
+            self._caches.give_back()
         self._used.clear()
-        self._cache_ring.take()
 
     def _load_hidden(self, task: Task) -> None:
-        if task.batch in self._late:
-            return
-        self._hidden_ring.take()
-        self._loads[TaskKind.LOAD_HIDDEN, -1, task.batch] = self._hidden.move(task.batch, task, self._price(task))
+        if task.batch not in self._late:
+            self._hidden.load(task.batch, task, self._price(task))
 
     def _wait_hidden(self, task: Task) -> None:
-        key = (TaskKind.LOAD_HIDDEN, -1, task.batch)
-        if key in self._loads:
-            self.clock.wait(self._loads.pop(key))
-            self._hidden_ring.give_back(None)
+        if task.batch in self._hidden.loading:
+            self.clock.wait(self._hidden.loading.pop(task.batch))
+            self._hidden.give_back()
 
     def _store_hidden(self, task: Task) -> None:
         if task.batch in self._late:
             return
         price = self._price(task)
-        self._hidden_ring.take()
+        self._hidden.take()
         self.clock.compute(None, price.seconds)
-        self._hidden_ring.give_back(self._hidden.move(task.batch, task, price))
+        self._hidden.save(task.batch, task, price)
 
     def _price(self, task: Task) -> Price:
         # Weights may be read ahead for a step that is not simulated: their price is the same in all.

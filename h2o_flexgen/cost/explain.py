@@ -13,7 +13,7 @@ from h2o_flexgen.cost.search import SearchResult, search
 from h2o_flexgen.cost.simulate import Prediction
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.schedule.request import PlanRequest
-from h2o_flexgen.schedule.traffic import io_lower_bound
+from h2o_flexgen.schedule.work import io_lower_bound
 from h2o_flexgen.schedule.workspace import HOST_ATTENTION
 from h2o_flexgen.units import format_bytes, format_seconds, format_speed
 

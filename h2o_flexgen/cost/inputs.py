@@ -17,8 +17,8 @@ from h2o_flexgen.config.recall import Reading, share_of_looks
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY, shelved_layers
 from h2o_flexgen.schedule.request import BlockShape
 from h2o_flexgen.schedule.tasks import NO_BATCH, ScheduleShape, Task, TaskKind, alone, recordable
-from h2o_flexgen.schedule.traffic import links
 from h2o_flexgen.schedule.weight_room import expert_slots, reads_all
+from h2o_flexgen.schedule.work import links
 from h2o_flexgen.schedule.workspace import answer_bytes, query_bytes
 
 _FROM_DISK = "disk->cpu"

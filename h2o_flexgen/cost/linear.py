@@ -21,7 +21,7 @@ from h2o_flexgen.cost.lp import Charge, KindTier, PassTimes, Program
 from h2o_flexgen.cost.model import BatchPrices, CostModel
 from h2o_flexgen.schedule.footprint import RECORDED, footprint
 from h2o_flexgen.schedule.request import PlanRequest
-from h2o_flexgen.schedule.traffic import links
+from h2o_flexgen.schedule.work import links
 
 ONCE = frozenset(
     {"output projection", "prompts for the cpu"}

@@ -27,8 +27,7 @@ from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine.batching.scheduler import LateRows, Newcomers, WaitingQueue, in_order, note_returns
 from h2o_flexgen.engine.execution.block import BlockRunner
 from h2o_flexgen.engine.limits import devices
-from h2o_flexgen.engine.limits.oom_retry import OomRetry, forget
-from h2o_flexgen.engine.limits.plan import Plan, Planner, by_rule, keeping
+from h2o_flexgen.engine.limits.plan import OomRetry, Plan, Planner, by_rule, forget, keeping
 from h2o_flexgen.engine.metrics.recorder import RunMetrics, make_record
 from h2o_flexgen.engine.metrics.trace import ScoreLog, Trace
 from h2o_flexgen.engine.model import Model, decoder_of, for_model, open_model

@@ -16,9 +16,8 @@ from h2o_flexgen.config.model.packing import CacheBits
 from h2o_flexgen.config.model.tensors import PAGE
 from h2o_flexgen.config.recall import RATED, is_rated, looks
 from h2o_flexgen.kernels.ranks import NativeRecall
-from h2o_flexgen.memory.pages import HostMemory
 from h2o_flexgen.memory.rundir import OffloadDir
-from h2o_flexgen.memory.tiers import DiskTier, Tier
+from h2o_flexgen.memory.tiers import DiskTier, HostMemory, Tier
 from tests.cache.conftest import by_torch
 from tests.cache.harness import CLOSE, CacheRun, OracleRun, make_stream
 from tests.oracles.packed import rounding

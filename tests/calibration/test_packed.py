@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_flexgen.calibration import packed
+from h2o_flexgen.calibration import compute
 from h2o_flexgen.calibration.bench import Bench
-from h2o_flexgen.calibration.packed import packed_factors, usual_packings
+from h2o_flexgen.calibration.compute import packed_factors, usual_packings
 from h2o_flexgen.calibration.timing import Sample
 from h2o_flexgen.config.model.packing import Packing, groupwise
 from h2o_flexgen.kernels.packed import PackedWeight
@@ -55,13 +55,13 @@ def test_factors_are_over_the_plain_product(packing: Packing, dtype: str, monkey
         call()
         return Sample(3.0 if isinstance(seen[-1], PackedWeight) else 2.0, 0.0, 3)
 
-    monkeypatch.setattr(packed, "linear", product)
+    monkeypatch.setattr(compute, "linear", product)
     monkeypatch.setattr(Bench, "measure", measure)
     with Bench(TINY, dtype, CPU, 2 * MIB) as bench:
         before = bench.arena.clone()
         found = packed_factors(bench, {"4": packing}, 1e9)
         assert torch.equal(bench.arena, before)
-    assert found["4"].points == tuple((rows, 1.5) for rows in packed.ROWS)
+    assert found["4"].points == tuple((rows, 1.5) for rows in compute.PACKED_ROWS)
     weights = [each for each in seen if isinstance(each, PackedWeight)]
     assert {each.packing for each in weights} == {packing}
-    assert len({each.parts["codes"].data_ptr() for each in weights}) == len(packed.ROWS)
+    assert len({each.parts["codes"].data_ptr() for each in weights}) == len(compute.PACKED_ROWS)

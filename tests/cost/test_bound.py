@@ -14,7 +14,7 @@ from h2o_flexgen.config.offload import TIERS, OffloadPolicy
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.schedule.footprint import footprint
 from h2o_flexgen.schedule.request import Caps, PlanRequest
-from h2o_flexgen.schedule.traffic import io_lower_bound
+from h2o_flexgen.schedule.work import io_lower_bound
 from tests.cost.machines import TINY, model_of
 from tests.cost.plans import EVICTIONS, plans
 

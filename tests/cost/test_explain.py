@@ -14,7 +14,7 @@ from h2o_flexgen.cost.explain import bound_text, cache_row, explain, least_traff
 from h2o_flexgen.cost.search import SearchResult, search
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.schedule.request import Caps, PlanRequest
-from h2o_flexgen.schedule.traffic import io_lower_bound
+from h2o_flexgen.schedule.work import io_lower_bound
 from h2o_flexgen.units import GIB
 from tests.cost.machines import known, profile, rates
 

@@ -14,8 +14,8 @@ from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.execution import block
 from h2o_flexgen.engine.execution.mixture import Mixture
 from h2o_flexgen.engine.limits import devices
-from h2o_flexgen.memory.pages import Allocation, HostMemory
 from h2o_flexgen.memory.pinned import PinnedPool
+from h2o_flexgen.memory.tiers import Allocation, HostMemory
 from tests.memory.fake_cuda import FakeDevice
 from tests.tiny import config_of, prompts_of
 

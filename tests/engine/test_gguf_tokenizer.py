@@ -18,10 +18,9 @@ from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import generate_merges
 
 from h2o_flexgen.checkpoint.gguf.header import read_header
-from h2o_flexgen.engine.requests import merges as merging
+from h2o_flexgen.engine.requests import gguf_tokenizer as reading
 from h2o_flexgen.engine.requests.chat import marked_chat
-from h2o_flexgen.engine.requests.gguf_tokenizer import gguf_tokenizer
-from h2o_flexgen.engine.requests.merges import merges_of
+from h2o_flexgen.engine.requests.gguf_tokenizer import gguf_tokenizer, merges_of
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.folders import cached
@@ -189,12 +188,12 @@ def test_merges_are_all_pairs_by_score(rows: list[tuple[str, int]]) -> None:
 
 
 def test_merges_of_a_large_vocabulary_are_kept(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    monkeypatch.setattr(merging, "_LARGE", 5)
+    monkeypatch.setattr(reading, "_LARGE", 5)
     tokens, scores = ["a", "b", "ab", "ba", "aba", "\ud800"], [5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
     found = merges_of(tokens, scores)
     assert found == [("a", "b"), ("b", "a"), ("ab", "a"), ("a", "ba")]
     with monkeypatch.context() as patch:
-        patch.setattr(merging, "_pairs", None)  # what is kept is not looked for
+        patch.setattr(reading, "_pairs", None)  # what is kept is not looked for
         assert merges_of(tokens, scores) == found
     assert merges_of(tokens, scores[::-1]) == found[::-1][:2][::-1] + found[1::-1]  # another vocabulary
     for damaged in (b"", b"x" * 200):

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from h2o_flexgen.engine.engine import Engine
-from h2o_flexgen.engine.limits import devices, oom_retry
+from h2o_flexgen.engine.limits import devices
+from h2o_flexgen.engine.limits.plan import _exhausted
 from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.errors import MemoryRefused, is_out_of_memory
 from h2o_flexgen.memory import pinned
 from h2o_flexgen.memory.cuda import Stream
 from h2o_flexgen.memory.device_copies import BOUNCE_BYTES
-from h2o_flexgen.memory.pages import HostMemory
+from h2o_flexgen.memory.tiers import HostMemory
 from h2o_flexgen.schedule.tasks import Task, TaskKind
 from tests.memory.fake_cuda import FakeDevice, FakeMark
 from tests.tiny import prompts_of
@@ -123,7 +124,7 @@ def test_whose_memory_ran_out(error: Exception, tier: str, checkpoint) -> None:
         plan = llm.last_plan
     real = replace(plan, request=replace(plan.request, caps=replace(plan.request.caps, emulated=False)))
     assert is_out_of_memory(error)
-    assert oom_retry._exhausted(error, real) == tier
+    assert _exhausted(error, real) == tier
 
 
 class Late(FakeDevice):

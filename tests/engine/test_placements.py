@@ -16,9 +16,8 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.errors import PlanError
-from h2o_flexgen.memory.pages import HostMemory
 from h2o_flexgen.memory.rundir import OffloadDir
-from h2o_flexgen.memory.tiers import Ledger
+from h2o_flexgen.memory.tiers import HostMemory, Ledger
 from h2o_flexgen.reporting.run_report import run_report
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.tiny import prompts_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from h2o_flexgen.memory.handle import Extent
-from h2o_flexgen.memory.pages import HostMemory
+from h2o_flexgen.memory.tiers import HostMemory
 
 
 def whole(path: str, nbytes: int) -> tuple[Extent, ...]:

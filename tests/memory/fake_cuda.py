@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.memory.cuda import Stream
-from h2o_flexgen.memory.pages import HostMemory
+from h2o_flexgen.memory.tiers import HostMemory
 from tests.memory.races import Clock, Races
 from tests.seeds import python_random
 

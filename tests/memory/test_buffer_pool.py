@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h2o_flexgen.memory.pages import BufferPool, HostMemory
 from h2o_flexgen.memory.pinned import Pin, PinnedPool
-from h2o_flexgen.memory.tiers import Tier
+from h2o_flexgen.memory.tiers import BufferPool, HostMemory, Tier
 from tests.memory.fake_cuda import FakeDevice
 from tests.memory.test_tiers import resident
 

@@ -15,10 +15,9 @@ from h2o_flexgen.memory import device_copies
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.cuda import Stream
 from h2o_flexgen.memory.handle import Extent
-from h2o_flexgen.memory.pages import DeviceMemory, HostMemory
 from h2o_flexgen.memory.pinned import Pin, PinnedPool
 from h2o_flexgen.memory.rundir import OffloadDir
-from h2o_flexgen.memory.tiers import Tiers, make_tiers
+from h2o_flexgen.memory.tiers import DeviceMemory, HostMemory, Tiers, make_tiers
 from h2o_flexgen.memory.transfers import Ticket
 from tests.memory.fake_cuda import FakeDevice, FakeMark
 from tests.memory.watch import order_threads, watched

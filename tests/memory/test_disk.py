@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from h2o_flexgen.errors import ModelError, StorageError
 from h2o_flexgen.memory.disk import RETRIES, DirectFile, host_view
-from h2o_flexgen.memory.pages import HostMemory
+from h2o_flexgen.memory.tiers import HostMemory
 from tests.memory.conftest import PREADV, Faulty, without_direct
 
 SHM = Path("/dev/shm")

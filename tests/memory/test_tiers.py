@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from h2o_flexgen.errors import PlanError, StorageError
-from h2o_flexgen.memory import pages
-from h2o_flexgen.memory.pages import HostMemory
+from h2o_flexgen.memory import tiers as places
 from h2o_flexgen.memory.pinned import PinnedPool
 from h2o_flexgen.memory.rundir import OffloadDir
-from h2o_flexgen.memory.tiers import DiskTier, Ledger, Tier, make_tiers
+from h2o_flexgen.memory.tiers import DiskTier, HostMemory, Ledger, Tier, make_tiers
 from tests.memory.fake_cuda import FakeDevice
 
 MIB = 1 << 20
@@ -115,7 +114,7 @@ def test_a_refused_allocation_counts_nothing(monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(12, "Cannot allocate memory")
 
     tier = Tier("cpu", None, HostMemory())
-    monkeypatch.setattr(pages.mmap, "mmap", refuse)
+    monkeypatch.setattr(places.mmap, "mmap", refuse)
     with pytest.raises(PlanError, match="refused 1 MiB of host memory"):
         tier.allocate(MIB, "weights")
     assert tier.used == 0

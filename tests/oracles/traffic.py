@@ -8,7 +8,7 @@ from itertools import groupby
 
 from h2o_flexgen.config.placement import Placement
 from h2o_flexgen.schedule.tasks import ScheduleShape, Task, TaskKind, Tick
-from h2o_flexgen.schedule.traffic import links
+from h2o_flexgen.schedule.work import links
 
 
 def planned_bytes(

@@ -6,7 +6,7 @@ import pytest
 
 from h2o_flexgen.config.placement import Placement
 from h2o_flexgen.schedule.tasks import Task, TaskKind
-from h2o_flexgen.schedule.traffic import links
+from h2o_flexgen.schedule.work import links
 from h2o_flexgen.schedule.zigzag import zigzag
 from tests.oracles.traffic import expected_loads, planned_bytes
 from tests.schedule.shapes import make_shape

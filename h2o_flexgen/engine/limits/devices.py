@@ -23,9 +23,8 @@ from h2o_flexgen.huge import LARGE
 from h2o_flexgen.kernels.native.tiers import cpu_flags
 from h2o_flexgen.memory.cuda import Device, open_device
 from h2o_flexgen.memory.device_copies import BOUNCE_BYTES
-from h2o_flexgen.memory.pages import HostMemory
 from h2o_flexgen.memory.pinned import PinnedPool, lockable_memory
-from h2o_flexgen.memory.tiers import Tier
+from h2o_flexgen.memory.tiers import HostMemory, Tier
 from h2o_flexgen.units import format_bytes
 
 DEFAULT_OFFLOAD_DIR = "~/.cache/h2o_flexgen/offload"

@@ -30,8 +30,7 @@ from h2o_flexgen.kernels import triton_available
 from h2o_flexgen.kernels.native import what_computes
 from h2o_flexgen.openmp import spin_warning
 from h2o_flexgen.schedule.request import PlanRequest
-from h2o_flexgen.schedule.traffic import io_lower_bound, links
-from h2o_flexgen.schedule.work import CountedWork, rooflines
+from h2o_flexgen.schedule.work import CountedWork, io_lower_bound, links, rooflines
 from h2o_flexgen.units import format_bytes
 
 _BY_TORCH = "attention on the GPU was computed by torch, which takes longer"

@@ -13,8 +13,7 @@ from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.batching.prefix_tree import parts_of
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.requests.sequence import Sequence
-from h2o_flexgen.schedule.traffic import links
-from h2o_flexgen.schedule.work import PHASES, CountedWork, PhaseWork, Window
+from h2o_flexgen.schedule.work import PHASES, CountedWork, PhaseWork, Window, links
 
 
 class _CacheCounts(NamedTuple):

@@ -52,61 +52,54 @@ class BufferCycle:
         self._resources.close()
 
 
-class MemoryBacking:
-    """Bytes in a memory tier other than the compute tier.
+class Backing:
+    """Bytes off the compute tier: in a memory tier, or in a region of a preallocated file.
 
     `save` and `fetch` move 1-D uint8 tensors, page-aligned on the host, in the order of the calls. The ticket of `save`
-    is done once the source may change; `fetch` writes to its target after `after` and all earlier computes.
+    is done once the source may change; `fetch` writes to its target after `after` and all earlier computes. A read from
+    disk is checked against the digest of the last write; after a failed write every later call fails with its error,
+    which a caller sees when it waits for the next load. staging: host buffers between a GPU and the disk.
     """
 
-    def __init__(self, buffer: Buffer, compute: Tier, copies: CopyEngine) -> None:
-        self._buffer, self._copies, name = buffer, copies, buffer.tier.name
-        self._down, self._up = f"{compute.name}->{name}", f"{name}->{compute.name}"
-        self._last: Ticket | None = None
-
-    def save(self, source: Tensor) -> Ticket:
-        target = self._buffer.tensor[: source.numel()]
-        self._last = self._copies.copy(target, source, self._down, after=self._last)
-        return self._last
-
-    def fetch(self, target: Tensor, after: Ticket | None = None) -> Ticket:
-        source = self._buffer.tensor[: target.numel()]
-        self._last = self._copies.copy(target, source, self._up, after=(self._last, after))
-        return self._last
-
-
-class DiskBacking:
-    """`MemoryBacking` in a region of a preallocated file. A read is checked against the digest of the last write.
-
-    staging: host buffers between a GPU and the disk. After a failed write every later `fetch` and `save` fails with its
-    error, which a caller sees when it waits for the next load.
-    """
-
-    def __init__(self, region: Region, compute: Tier, copies: CopyEngine, staging: BufferCycle | None) -> None:
-        self._region, self._copies, self._staging, self._compute = region, copies, staging, compute.name
-        self._last: Ticket | None = None  # that touched the region
+    def __init__(
+        self, place: Buffer | Region, compute: Tier, copies: CopyEngine, staging: BufferCycle | None = None
+    ) -> None:
+        self._place, self._copies, self._staging, self._compute = place, copies, staging, compute.name
+        self._last: Ticket | None = None  # that touched the place
 
     def save(self, source: Tensor) -> Ticket:
         if self._staging is None:
-            self._last = self._copies.write(self._region, source, after=self._last)
+            self._last = self._write(source, self._last)
             return self._last
         (buffer,), before = self._staging.take()
         staged = buffer[: source.numel()]
         down = self._copies.copy(staged, source, f"{self._compute}->cpu", after=before)
-        self._last = self._copies.write(self._region, staged, after=(down, self._last))
+        self._last = self._write(staged, down, self._last)
         self._staging.until(self._last)
         return down
 
     def fetch(self, target: Tensor, after: Ticket | None = None) -> Ticket:
         if self._staging is None:
-            self._last = self._copies.read_region(self._region, target, after=(self._last, after))
+            self._last = self._read(target, self._last, after)
             return self._last
         (buffer,), before = self._staging.take()
         staged = buffer[: target.numel()]
-        self._last = self._copies.read_region(self._region, staged, after=(self._last, before))
+        self._last = self._read(staged, self._last, before)
         up = self._copies.copy(target, staged, f"cpu->{self._compute}", after=(self._last, after))
         self._staging.until(up)
         return up
+
+    def _write(self, source: Tensor, *after: Ticket | None) -> Ticket:
+        if isinstance(self._place, Region):
+            return self._copies.write(self._place, source, after=after)
+        link = f"{self._compute}->{self._place.tier.name}"
+        return self._copies.copy(self._place.tensor[: source.numel()], source, link, after=after)
+
+    def _read(self, target: Tensor, *after: Ticket | None) -> Ticket:
+        if isinstance(self._place, Region):
+            return self._copies.read_region(self._place, target, after=after)
+        link = f"{self._place.tier.name}->{self._compute}"
+        return self._copies.copy(target, self._place.tensor[: target.numel()], link, after=after)
 
 
 K = TypeVar("K", bound=Hashable)
@@ -120,7 +113,7 @@ class Parking(Generic[K]):
     ) -> None:
         """`places`: tier and bytes of each thing. `what`, `buffers`: names of the stores and of the buffers."""
         largest = max((nbytes for _, nbytes in places.values()), default=0)
-        self.stores: dict[K, MemoryBacking | DiskBacking] = {}
+        self.stores: dict[K, Backing] = {}
         self._saving: list[tuple[Tensor, Ticket]] = []
         with ExitStack() as stack:
             count = STATE_BUFFERS if places else 0
@@ -131,12 +124,10 @@ class Parking(Generic[K]):
                     closing(BufferCycle((tiers.cpu,), largest, STAGING_BUFFERS, "staging buffers"))
                 )
             for key, (tier, nbytes) in places.items():
-                if tier == "disk":
-                    region = stack.enter_context(tiers.disk.allocate(nbytes, what))
-                    self.stores[key] = DiskBacking(region, tiers.compute, copies, staging)
-                else:
-                    buffer = stack.enter_context(tiers.memory(tier).allocate(nbytes, what))
-                    self.stores[key] = MemoryBacking(buffer, tiers.compute, copies)
+                on_disk = tier == "disk"
+                place: Buffer | Region = (tiers.disk if on_disk else tiers.memory(tier)).allocate(nbytes, what)
+                stack.enter_context(place)
+                self.stores[key] = Backing(place, tiers.compute, copies, staging if on_disk else None)
             self._resources = stack.pop_all()
 
     def take(self) -> tuple[Tensor, Ticket | None]:
@@ -209,7 +200,7 @@ class HiddenStore:
             gpu_batch.hidden = typed(buffer, self._shapes[gpu_batch.index], self._dtype).clone()
             self._parking.give_back(buffer)
 
-    def _store(self, gpu_batch: GpuBatch) -> MemoryBacking | DiskBacking:
+    def _store(self, gpu_batch: GpuBatch) -> Backing:
         return self._parking.stores[self._places[gpu_batch.index]]
 
     def _used(self, gpu_batch: GpuBatch, buffer: Tensor) -> Tensor:

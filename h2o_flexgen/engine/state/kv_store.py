@@ -26,7 +26,7 @@ from h2o_flexgen.config.model.packing import scales_keys
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import TENSOR_ALIGN, StateSpec, page_ceil, round_up, states_bytes
 from h2o_flexgen.engine.requests.sequence import Sequence
-from h2o_flexgen.engine.state.backing import DiskBacking, MemoryBacking, Parking
+from h2o_flexgen.engine.state.backing import Backing, Parking
 from h2o_flexgen.errors import required
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.handle import torch_dtype
@@ -262,7 +262,7 @@ class BatchCache:
 class _MovingCache:
     """A cache off the compute tier. Tokens newer than the copy in its backing store wait in `_news`."""
 
-    def __init__(self, cache: BatchCache, backing: MemoryBacking | DiskBacking) -> None:
+    def __init__(self, cache: BatchCache, backing: Backing) -> None:
         self.cache, self.backing = cache, backing
         self.buffer: Tensor | None = None  # the transfer buffer that it is in
         self.ticket: Ticket | None = None
