@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from h2o_flexgen.cli.parser import Parser, at_least_one, misspelt
+from h2o_flexgen.cli.parser import Parser, at_least_one
 from h2o_flexgen.cli.program import add_json, output_file, require_several
 from h2o_flexgen.cli.prompts import GivenPrompt, as_conversations, checked_text, demo_prompts, read_prompts, stop_texts
-from h2o_flexgen.config.checks import json_file
+from h2o_flexgen.config.checks import Checked, json_file
 from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace, given, option
@@ -51,8 +51,8 @@ def _prompt_len(text: str) -> int:
 
 
 @dataclass(frozen=True)
-class RunArguments:
-    """All of a command line, checked. `notes` are sentences for the user."""
+class WorkArguments(Checked):
+    """All of a command line that has work for an engine, checked. `notes` are sentences for the user."""
 
     engine: EngineConfig
     sampling: SamplingParams
@@ -60,6 +60,16 @@ class RunArguments:
     calibrate: bool | None
     json: bool | None
     notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, engine: EngineConfig, sampling: SamplingParams, **others: Any) -> Self:
+        planning, json = from_namespace(PlanningConfig, args), getattr(args, "json", None)
+        hardware = None if planning.hardware is None else find_profile(planning.hardware)
+        return cls(engine, sampling, hardware, planning.calibrate, json, tuple(args.notes), **others)
+
+
+@dataclass(frozen=True)
+class RunArguments(WorkArguments):
     prompts: Sequence[str] = option(
         (), "--prompt", parse=str, action="append", metavar="TEXT", help="a prompt; may be given several times"
     )
@@ -113,9 +123,8 @@ class RunArguments:
 
 def parse_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> RunArguments:
     """Parses `argv` and what `environ` adds. Exits (2) where argparse objects, UsageError where the configs do."""
-    parser = _run_parser()
-    with parser.parsed(argv, environ) as args:
-        return _checked(args, misspelt(parser, environ))
+    with _run_parser().parsed(argv, environ) as args:
+        return _checked(args)
 
 
 def given_prompts(arguments: RunArguments) -> list[GivenPrompt] | None:
@@ -142,9 +151,8 @@ def given_prompts(arguments: RunArguments) -> list[GivenPrompt] | None:
     return [GivenPrompt(talk, each.settings) for talk, each in zip(talks, prompts, strict=True)]
 
 
-def _checked(args: argparse.Namespace, notes: list[str]) -> RunArguments:
-    refuse_known(args)
-    engine, typed = engine_of(args, notes), given(RunArguments, args)
+def _checked(args: argparse.Namespace) -> RunArguments:
+    engine, typed = engine_of(args), given(RunArguments, args)
     said: dict[str, Any] = {"stop_strings": stop_texts(typed.get("stop", ()))}
     said["response_format"] = _form(typed["json_schema"]) if "json_schema" in typed else None
     sampling = from_namespace(SamplingParams, args, defaults=said)
@@ -163,13 +171,11 @@ def _checked(args: argparse.Namespace, notes: list[str]) -> RunArguments:
         raise UsageError("--overwrite is given without --output", needed)
     files = {"--prompts": "prompts_file", "--output": "output", "--log-file": "log_file", **written}
     require_several({flag: typed.get(name) for flag, name in files.items()})
-    planning = from_namespace(PlanningConfig, args)
     typed["prompts"] = tuple(checked_text(text, "--prompt") for text in typed.get("prompts", ()))
     typed["log_file"] = None if "no_log" in typed else output_file("--log-file", typed.get("log_file"), keep=False)
     for flag, name in written.items():
         typed[name] = output_file(flag, typed.get(name), keep=not overwrite)
-    hardware = None if planning.hardware is None else find_profile(planning.hardware)
-    return RunArguments(engine, sampling, hardware, planning.calibrate, args.json, tuple(notes), **typed)
+    return RunArguments.of(args, engine, sampling, **typed)
 
 
 def _form(path: str) -> ResponseFormat:
@@ -182,14 +188,11 @@ def _form(path: str) -> ResponseFormat:
         raise error.reworded(lambda words: words.replace("the schema", f"{called}: the schema")) from None
 
 
-def refuse_known(args: argparse.Namespace) -> None:
-    """UsageError for a flag of another engine that means nothing here."""
+def engine_of(args: argparse.Namespace) -> EngineConfig:
+    """The engine that the flags describe; `args.notes` gets sentences about those without effect. UsageError for a flag
+    of another engine that means nothing here."""
     for name in getattr(args, "refused", None) or []:
         raise UsageError(f"{name} is not taken", REFUSED[name])
-
-
-def engine_of(args: argparse.Namespace, notes: list[str]) -> EngineConfig:
-    """The engine that the flags describe; `notes` gets sentences about those without effect."""
     eviction = eviction_of(args)
 
     def asked(*names: str) -> bool:
@@ -204,16 +207,16 @@ def engine_of(args: argparse.Namespace, notes: list[str]) -> EngineConfig:
     if _is_false(args.hh_all):
         raise UsageError(f"--hh-all {args.hh_all} is not taken", "eviction while decoding is always on here")
     if _is_false(args.sep_layer):
-        notes.append("--sep-layer has no effect: attention and MLP are always units of their own")
+        args.notes.append("--sep-layer has no effect: attention and MLP are always units of their own")
     if _is_false(args.pin_weight):
-        notes.append(
+        args.notes.append(
             "--pin-weight has no effect: with a GPU host memory is pinned up to a bounded pool, without one never"
         )
     if args.attn_sparsity != 1.0:
         raise UsageError(
             f"--attn-sparsity {args.attn_sparsity} is not taken", "needed 1.0", "--hh-ratio bounds the cache"
         )
-    notes.extend(_made_for(args, engine.model))
+    args.notes.extend(_made_for(args, engine.model))
     return replace(engine, eviction=replace(engine.eviction, seed=engine.seed))
 
 

@@ -46,7 +46,8 @@ class Parser(argparse.ArgumentParser):
     def parsed(
         self, argv: Sequence[str] | None, environ: Mapping[str, str] = MappingProxyType({})
     ) -> Iterator[argparse.Namespace]:
-        """The values of `argv` (None: of the command line) and of `environ`. Exits (2) where argparse objects.
+        """The values of `argv` (None: of the command line) and of `environ`, and as `notes` sentences on variables that
+        look misspelt. Exits (2) where argparse objects.
 
         Within it a UsageError names flags as they were typed, and where they were set if that was elsewhere.
         """
@@ -55,6 +56,7 @@ class Parser(argparse.ArgumentParser):
         flags = {name: words[0].partition("=")[0] for name, words in added.items() if words}
         self._origins = {f"{name}={environ[name]}": flag for name, flag in flags.items()}
         args = self.parse_args([*(word for words in added.values() for word in words), *argv])
+        args.notes = _misspelt(self, environ)
         try:
             yield args
         except UsageError as error:
@@ -126,7 +128,7 @@ def _environment_arguments(
     return found
 
 
-def misspelt(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> list[str]:
+def _misspelt(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> list[str]:
     """A sentence for each variable that looks like one of ours but is unknown."""
     known = {name for name, _ in _variables(parser)} | _NO_FLAGS
     words = [name.removeprefix(PREFIX) for name in known]

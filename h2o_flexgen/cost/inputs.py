@@ -220,16 +220,9 @@ def prompt_parts(rows: int, prompt_len: int, chunk: int) -> Counter[PromptPart]:
 
 
 class Transfer(NamedTuple):
-    """Bytes over one link, and the seconds that takes while nothing else runs."""
+    """Bytes over one link, and the seconds that takes while nothing else runs; of many transfers their sums."""
 
     link: str
-    nbytes: int
-    seconds: float
-
-
-class Traffic(NamedTuple):
-    """The sum of many transfers over one link; `seconds` one after the other, while nothing else runs."""
-
     nbytes: int
     seconds: float
 
@@ -334,12 +327,12 @@ class Moves:
                 times = 1 if "disk" not in link else nbytes / token if inward else block.batches[batch]
                 yield link, nbytes, times * block.machine.link(link).seconds(nbytes / times)
 
-    def traffic(self, steps: range) -> dict[tuple[str, str], Traffic]:
+    def traffic(self, steps: range) -> dict[tuple[str, str], Transfer]:
         """The sum of all loads and stores that belong to `steps`, by link and by what is moved."""
-        found = dict[tuple[str, str], Traffic]()
+        found = dict[tuple[str, str], Transfer]()
         for link, what, nbytes, seconds in self._moved(steps):
-            before = found.get((link, what), Traffic(0, 0.0))
-            found[link, what] = Traffic(before.nbytes + nbytes, before.seconds + seconds)
+            before = found.get((link, what), Transfer(link, 0, 0.0))
+            found[link, what] = Transfer(link, before.nbytes + nbytes, before.seconds + seconds)
         return found
 
     def _moved(self, steps: range) -> Iterator[tuple[str, str, int, float]]:

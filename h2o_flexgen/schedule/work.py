@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.hardware.rates import ComputeRates
@@ -79,16 +80,13 @@ def _held(request: PlanRequest, budgets: Sequence[Budget] | None) -> list[int]:
     return [0, *(before(step) for step in range(1, request.workload.gen_len))]
 
 
-Phase = Literal["prefill", "decode"]
-PHASES: tuple[Phase, ...] = ("prefill", "decode")
 Window = int | None
 READS, ARITHMETIC = "memory reads", "arithmetic"
 HERE = "this run"
 """The origin of a link's rate that the profile lacks: while the link was busy in the run itself."""
 
 
-def _sums() -> defaultdict[Any, float]:
-    return defaultdict(float)
+_sums = partial(defaultdict[Any, float], float)
 
 
 @dataclass
@@ -141,17 +139,14 @@ class PhaseWork:
 class CountedWork:
     """The work of a call, or of some of its blocks."""
 
-    phases: dict[Phase, PhaseWork] = field(default_factory=lambda: {phase: PhaseWork() for phase in PHASES})
+    prefill: PhaseWork = field(default_factory=PhaseWork)
+    decode: PhaseWork = field(default_factory=PhaseWork)
     dependency: float = 0.0
     """Of a record."""
 
     @property
-    def prefill(self) -> PhaseWork:
-        return self.phases["prefill"]
-
-    @property
-    def decode(self) -> PhaseWork:
-        return self.phases["decode"]
+    def phases(self) -> dict[str, PhaseWork]:
+        return {"prefill": self.prefill, "decode": self.decode}
 
     def flops(self, spec: ModelSpec) -> int:
         return round(sum(work.product_flops(spec) + work.attention_flops(spec) for work in self.phases.values()))
@@ -160,7 +155,7 @@ class CountedWork:
 def rooflines(
     work: CountedWork,
     request: PlanRequest,
-    seconds: Mapping[Phase, float],
+    seconds: Mapping[str, float],
     bandwidth: Mapping[str, float | None] | None = None,
 ) -> dict[str, Any]:
     """The `roofline` object of a RunRecord, by phase.

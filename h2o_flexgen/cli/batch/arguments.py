@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.cli.arguments import add_engine, engine_of, refuse_known
-from h2o_flexgen.cli.parser import Parser, misspelt
+from h2o_flexgen.cli.arguments import WorkArguments, add_engine, engine_of
+from h2o_flexgen.cli.parser import Parser
 from h2o_flexgen.cli.program import add_json
 from h2o_flexgen.cli.prompts import stop_texts
-from h2o_flexgen.config.checks import Checked, Count, Natural, Ratio
-from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.config.checks import Count, Natural, Ratio
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace, given, option
-from h2o_flexgen.config.hardware.profile import HardwareProfile, PlanningConfig, find_profile
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.errors import UsageError
 
@@ -31,17 +29,11 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class BatchArguments(Checked):
-    """All of a command line, checked. `typed`: the sampling settings that were given, by their names in
-    SamplingParams; `sampling`: all of them. `notes` are sentences for the user. `input`: that of `plan`, too."""
+class BatchArguments(WorkArguments):
+    """`typed`: the sampling settings that were given, by their names in SamplingParams; `sampling`: all of them.
+    `input`: that of `plan`, too."""
 
-    engine: EngineConfig
-    sampling: SamplingParams
     typed: Mapping[str, Any]
-    hardware: HardwareProfile | None
-    calibrate: bool | None
-    json: bool | None
-    notes: tuple[str, ...]
     input: Path = option(Path(), "--input-file", "-i", metavar="FILE", help="the requests")
     output: Path = option(Path(), "--output", "--output-file", "-o", metavar="FILE", help="the results, as JSONL")
     plan: Path | None = option(
@@ -87,8 +79,7 @@ class BatchArguments(Checked):
 
 def parse_batch(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> BatchArguments:
     """Parses `argv` and what `environ` adds. Exits (2) where argparse objects, UsageError where the configs do."""
-    parser = _batch_parser()
-    with parser.parsed(argv, environ) as args:
+    with _batch_parser().parsed(argv, environ) as args:
         typed = given(BatchArguments, args)
         lacking = [flag for flag, name in (("-i", "input"), ("-o", "output")) if name not in typed]
         if "plan" not in typed and lacking:
@@ -96,30 +87,20 @@ def parse_batch(argv: Sequence[str] | None = None, environ: Mapping[str, str] = 
         if "plan" in typed and (len(lacking) < 2 or "ray" in typed):
             other = "--ray" if len(lacking) == 2 else "-i or -o"
             raise UsageError(f"--plan is given beside {other}", "needed --plan FILE alone, which runs nothing")
-        return job_arguments(args, misspelt(parser, environ))
+        return job_arguments(args)
 
 
-def job_arguments(args: argparse.Namespace, notes: list[str]) -> BatchArguments:
+def job_arguments(args: argparse.Namespace) -> BatchArguments:
     """The arguments of jobs, with their files if these are named. `args` has the engine's flags and may have others."""
-    refuse_known(args)
-    engine, typed, sampling = engine_of(args, notes), given(BatchArguments, args), given(SamplingParams, args)
+    engine, typed, said = engine_of(args), given(BatchArguments, args), given(SamplingParams, args)
     if "stop" in typed:
-        sampling["stop_strings"] = stop_texts(typed["stop"])
+        said["stop_strings"] = stop_texts(typed["stop"])
     resumed = typed.keys() & {"resume", "retry_failed"}
     if "overwrite" in typed and resumed:
         other = "--resume" if "resume" in resumed else "--retry-failed"
         raise UsageError(f"--overwrite and {other} are given together", "needed one: --overwrite starts anew")
-    planning = from_namespace(PlanningConfig, args)
-    return BatchArguments(
-        engine=engine,
-        sampling=from_namespace(SamplingParams, args, defaults={"stop_strings": sampling.get("stop_strings", ())}),
-        typed=sampling,
-        hardware=None if planning.hardware is None else find_profile(planning.hardware),
-        calibrate=planning.calibrate,
-        json=getattr(args, "json", None),
-        notes=tuple(notes),
-        **{"input": typed.get("plan", Path()), **typed},
-    )
+    sampling = from_namespace(SamplingParams, args, defaults={"stop_strings": said.get("stop_strings", ())})
+    return BatchArguments.of(args, engine, sampling, typed=said, **{"input": typed.get("plan", Path()), **typed})
 
 
 _FILES = "needed -i requests.jsonl -o results.jsonl, or --plan requests.jsonl"

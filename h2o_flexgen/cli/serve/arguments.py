@@ -14,7 +14,7 @@ from pathlib import Path
 
 from h2o_flexgen.cli.arguments import add_engine
 from h2o_flexgen.cli.batch.arguments import BatchArguments, job_arguments
-from h2o_flexgen.cli.parser import Parser, misspelt
+from h2o_flexgen.cli.parser import Parser
 from h2o_flexgen.config.flags import add_arguments, called, given, option
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.folders import expanded, last_part
@@ -90,12 +90,11 @@ class ServeArguments:
 
 def parse_serve(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> ServeArguments:
     """Parses `argv` and what `environ` adds. Exits (2) where argparse objects, UsageError where the configs do."""
-    parser = _serve_parser()
-    with parser.parsed(argv, environ) as args:
+    with _serve_parser().parsed(argv, environ) as args:
         key = (args.api_key or "").strip() or None
         if key is not None and not (key.isascii() and key.isprintable()):
             raise UsageError("the key is not of printable ASCII characters", "needed what a header can carry")
-        made = ServeArguments(job_arguments(args, misspelt(parser, environ)), key, **given(ServeArguments, args))
+        made = ServeArguments(job_arguments(args), key, **given(ServeArguments, args))
         if key is None and not _is_loopback(made.host):
             raise UsageError(
                 f"--host {made.host} can be reached from other machines, and there is no key",

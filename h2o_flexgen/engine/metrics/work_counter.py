@@ -13,7 +13,7 @@ from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.batching.prefix_tree import parts_of
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.requests.sequence import Sequence
-from h2o_flexgen.schedule.work import PHASES, CountedWork, PhaseWork, Window, links
+from h2o_flexgen.schedule.work import CountedWork, PhaseWork, Window, links
 
 
 class _CacheCounts(NamedTuple):
@@ -171,7 +171,7 @@ class WorkCounter:
 
     def _parts(self, share: float) -> list[tuple[PhaseWork, float]]:
         """The phases and their shares in something of which `share` is prompts."""
-        both = zip((self._work.phases[phase] for phase in PHASES), (share, 1 - share), strict=True)
+        both = (self._work.prefill, share), (self._work.decode, 1 - share)
         return [(work, part) for work, part in both if part]
 
     def _move(self, work: PhaseWork, caches: _CacheCounts, tokens: float, *, inward: bool) -> None:
