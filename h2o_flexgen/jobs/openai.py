@@ -101,17 +101,13 @@ class OpenAIFormat:
                 made = self._chat_choice(asked, output, name) if chat else self._choice(asked, prompt, output)
                 made |= {"kept": output.kept} if output is not None and output.kept is not None else {}
                 choices.append({"index": len(choices), **made})
-        return self._response(
-            record,
-            asked.body["custom_id"],
-            200,
-            {
-                **self.head(record, asked.body["url"], asked.body["model"]),
-                "choices": choices,
-                "usage": _usage(asked, outputs) | self._thought(asked, outputs),
-                **({"weights": "dummy"} if self.dummy else {}),
-            },
-        )
+        body = {
+            **self.head(record, asked.body["url"], asked.body["model"]),
+            "choices": choices,
+            "usage": _usage(asked, outputs) | self._thought(asked, outputs),
+            **({"weights": "dummy"} if self.dummy else {}),
+        }
+        return self._response(record, asked.body["custom_id"], 200, body)
 
     def head(self, record: Record, url: str, model: str | None) -> dict[str, Any]:
         """The fields that begin the answer to a record, and each part of it where it comes in parts."""
@@ -146,12 +142,10 @@ class OpenAIFormat:
     def refusal(self, record: Record, why: Refused) -> dict[str, Any]:
         """A line of another status, its error in all three places."""
         why = why.by_field().of_model(self.model, self.served)
-        kind = "server_error" if why.status >= 500 else "invalid_request_error"
         custom_id = custom_id_of(record)
-        message = f"line {record.line}: {why.message}" if custom_id is None else why.message
-        error = {"message": message, "type": kind, "param": why.param, "code": why.code}
-        told = {"code": why.code, "message": message}
-        return self._response(record, custom_id, why.status, {"error": error}, told)
+        if custom_id is None:
+            why.message = f"line {record.line}: {why.message}"
+        return self._response(record, custom_id, why.status, why.body())
 
     def _line(self, record: Record) -> dict[str, Any]:
         try:
@@ -359,15 +353,9 @@ class OpenAIFormat:
     def _id(self, record: Record) -> str:
         return f"{self.job[:16]}{record.line:08x}"
 
-    def _response(
-        self,
-        record: Record,
-        custom_id: str | None,
-        status: int,
-        body: dict[str, Any],
-        error: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        name = self._id(record)
+    def _response(self, record: Record, custom_id: str | None, status: int, body: dict[str, Any]) -> dict[str, Any]:
+        name, error = self._id(record), body.get("error")
+        error = error and {"code": error["code"], "message": error["message"]}
         response = {"status_code": status, "request_id": f"req_{name}", "body": body}
         return {"id": f"batch_req_{name}", "custom_id": custom_id, "response": response, "error": error}
 

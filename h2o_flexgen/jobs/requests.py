@@ -30,10 +30,15 @@ class Refused(Exception):
     """A request that gets an error for its answer; others go on. `param`: the field of the body that is at fault."""
 
     def __init__(
-        self, message: str, code: str = "invalid_request", *, status: int = 400, param: str | None = None
+        self, message: str, code: str | None = "invalid_request", *, status: int = 400, param: str | None = None
     ) -> None:
         super().__init__(message)
         self.message, self.code, self.status, self.param = message, code, status, param
+
+    def body(self) -> dict[str, Any]:
+        """In OpenAI's shape."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     @classmethod
     def of(cls, error: UsageError, param: str | None = None) -> Refused:

@@ -27,6 +27,7 @@ from h2o_flexgen.errors import LockedError, StorageError
 from h2o_flexgen.folders import synced_file
 from h2o_flexgen.jobs.files import locked, storage_failure
 from h2o_flexgen.jobs.openai import CHAT, COMPLETIONS
+from h2o_flexgen.jobs.requests import Refused
 from h2o_flexgen.jobs.source import BadLine, Source, load_json
 
 ENDPOINTS = (CHAT, COMPLETIONS)
@@ -44,16 +45,11 @@ _SAVED_EVERY = 5.0
 Entry = dict[str, Any]
 
 
-class ApiError(Exception):
-    """An answer of another status than 200, in OpenAI's shape."""
+class ApiError(Refused):
+    """An answer of another status than 200."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-
-    def body(self) -> Entry:
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        super().__init__(message, code, status=status, param=param)
 
 
 class Desk:
