@@ -12,22 +12,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from h2o_flexgen.calibration import compute
+from h2o_flexgen.calibration import compute, links
 from h2o_flexgen.calibration.attention import decode_curves, prefill_curves
 from h2o_flexgen.calibration.bench import Bench
 from h2o_flexgen.calibration.compute import packed_factors, usual_packings
-from h2o_flexgen.calibration.links import (
-    FILE,
-    NOTICED,
-    SMALL,
-    Contest,
-    Disk,
-    Factors,
-    HostGpu,
-    Link,
-    link_rate,
-    queued_sample,
-)
 from h2o_flexgen.calibration.stored import keep_profile, machine_facts, profile_key
 from h2o_flexgen.calibration.ticks import prompt_ticks, recorded_ticks, unexplained_ticks
 from h2o_flexgen.calibration.timing import WIDE, Repeats, Spreads, TimeBudget, Timer
@@ -91,7 +79,7 @@ class Calibration:
     offload_dir: str | Path
     budget_s: float = 45.0
     emulated: bool = False
-    file_bytes: int = FILE
+    file_bytes: int = links.FILE
     arena_bytes: int | None = None
     cpu_mem: int | None = None
     """Bytes of host memory that the process may use in all; None: as much as the machine has free."""
@@ -167,7 +155,7 @@ class CalibrationRun:
                 self._compute["gpu"] = self._compute["cpu"]
             return self._made(self._all_links(bench))
 
-    def _made(self, slowdown: Factors) -> HardwareProfile:
+    def _made(self, slowdown: links.Factors) -> HardwareProfile:
         c, facts = self._c, machine_facts(self._c.device)
         if c.device.type == "cuda":
             self._memory["gpu"] = facts["gpu_memory_bytes"]
@@ -184,7 +172,7 @@ class CalibrationRun:
             slowdown=slowdown,
             memory=self._memory,
             host={**facts, "load_average": load, "shared": self._cores.shared, **took},
-            sources={**self.spreads.sources(), "slowdown": f"measured; factors below {NOTICED} are left out"},
+            sources={**self.spreads.sources(), "slowdown": f"measured; factors below {links.NOTICED} are left out"},
         )
 
     def _bench(self, device: torch.device) -> Bench:
@@ -243,35 +231,35 @@ class CalibrationRun:
         ticks = unexplained_ticks(bench, rates, seconds("ticks"), own)
         return replace(rates, tick_s=ticks, prompt_tick_s=prompts, graph_tick_s=recorded)
 
-    def _all_links(self, bench: Bench) -> Factors:
+    def _all_links(self, bench: Bench) -> links.Factors:
         """Measures every link, and then all of them beside each other, and beside products."""
         c = self._c
         with ExitStack() as stack:
-            disk = stack.enter_context(Disk(c.offload_dir, c.unit_bytes, c.file_bytes))
+            disk = stack.enter_context(links.Disk(c.offload_dir, c.unit_bytes, c.file_bytes))
             self._memory["disk"] = disk.free_bytes
             self._disk(disk)
             size = min(disk.unit, _BESIDE)
             beside = [disk.reads(size), disk.rewrites(size)]
             if c.has_gpu:
-                copies = stack.enter_context(HostGpu(c.device, c.unit_bytes, c.arena_bytes or _HOST))
+                copies = stack.enter_context(links.HostGpu(c.device, c.unit_bytes, c.arena_bytes or _HOST))
                 self._copies(copies)
                 beside += [copies.link(name, min(copies.unit, _BESIDE)) for name in _COPIES]
             if c.device.type == "cuda":  # for comparison only: the engine's host memory beside a GPU is page-locked
-                with HostGpu(c.device, c.unit_bytes, c.arena_bytes or _HOST, pinned=False) as pageable:
+                with links.HostGpu(c.device, c.unit_bytes, c.arena_bytes or _HOST, pinned=False) as pageable:
                     for name, part in _COPIES.items():
                         link = pageable.link(name, pageable.unit)
-                        sample = queued_sample(self._timer, link, self._start(f"pageable {part}"))
+                        sample = links.queued_sample(self._timer, link, self._start(f"pageable {part}"))
                         rate = format_rate(pageable.unit / sample.seconds)
                         self.spreads.said[name] += f" (pageable memory {rate})"
             with torch.inference_mode():
                 call = compute.contending_product(bench)
                 call()
-                contest = Contest({link.name: link for link in beside}, lambda: bench.timer.once(call))
+                contest = links.Contest({link.name: link for link in beside}, lambda: bench.timer.once(call))
                 return contest.slowdown(self._start(CONTENTION))
 
-    def _disk(self, disk: Disk) -> None:
-        small = min(SMALL, disk.unit)
-        fresh = queued_sample(self._timer, disk.fresh_writes(), self._start("disk writes"), disk.blocks)
+    def _disk(self, disk: links.Disk) -> None:
+        small = min(links.SMALL, disk.unit)
+        fresh = links.queued_sample(self._timer, disk.fresh_writes(), self._start("disk writes"), disk.blocks)
         disk.settle()
         if not disk.direct:
             log.warning("the file system of %s knows no O_DIRECT: its page cache is measured, too", self._c.offload_dir)
@@ -287,18 +275,18 @@ class CalibrationRun:
         self.spreads.said["cpu->disk"] = said
         self._links["cpu->disk"] = LinkRate(disk.unit / max(mean - rate.latency_s, mean / 2), rate.latency_s)
 
-    def _copies(self, copies: HostGpu) -> None:
+    def _copies(self, copies: links.HostGpu) -> None:
         how = "within host memory" if self._c.emulated else "page-locked"
         for name, part in _COPIES.items():
-            self._link(part, copies.link(name, copies.unit), copies.link(name, min(SMALL, copies.unit)), how)
+            self._link(part, copies.link(name, copies.unit), copies.link(name, min(links.SMALL, copies.unit)), how)
 
-    def _link(self, part: str, large: Link, small: Link, said: str, most: int | None = None) -> None:
+    def _link(self, part: str, large: links.Link, small: links.Link, said: str, most: int | None = None) -> None:
         """Measures one link by transfers of two sizes; `most`: of the large ones."""
         self.spreads.said[large.name] = said
         seconds = self._start(part)
-        unit = self.spreads.note(large.name, queued_sample(self._timer, large, seconds * 0.8, most))
-        little = queued_sample(self._timer, small, seconds * 0.2)
-        self._links[large.name] = link_rate((large.nbytes, unit.seconds), (small.nbytes, little.seconds))
+        unit = self.spreads.note(large.name, links.queued_sample(self._timer, large, seconds * 0.8, most))
+        little = links.queued_sample(self._timer, small, seconds * 0.2)
+        self._links[large.name] = links.link_rate((large.nbytes, unit.seconds), (small.nbytes, little.seconds))
 
 
 def _fuses(bench: Bench) -> bool:

@@ -6,15 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from h2o_flexgen.config.reports.quality import (
-    AnswerPair,
-    QualityReport,
-    QualityRow,
-    SideBySide,
-    StreamReport,
-    StreamRow,
-    SuiteRecord,
-)
+from h2o_flexgen.config.reports import quality
 from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.reporting.run_report import span_text
 from h2o_flexgen.units import format_bytes, format_seconds, format_speed
@@ -39,7 +31,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: i
     return "\n".join([line(header), line(rule), *(line(row) for row in rows)])
 
 
-def quality_table(report: QualityReport) -> str:
+def quality_table(report: quality.QualityReport) -> str:
     """A row per policy and ratio, and the lines that say what the columns are."""
     header = ["policy", "ratio", "tokens", "KV cache", "recall"]
     header += [name for name, _ in _right_answers(report.rows[0])]
@@ -47,13 +39,13 @@ def quality_table(report: QualityReport) -> str:
     return f"{table}\n\n{_filled(_quality_notes(report))}"
 
 
-def quality_line(row: QualityRow) -> str:
+def quality_line(row: quality.QualityRow) -> str:
     parts = ", ".join(f"{name} {_percent(share)}" for name, share in _right_answers(row))
     recall = f"recall {_percent(row.recall_accuracy)}, {parts}"
     return f"{row.policy} {row.ratio:g}: {recall}, perplexity {row.perplexity:.4g} ({row.seconds:.0f} s)"
 
 
-def _right_answers(row: QualityRow) -> list[tuple[str, float | None]]:
+def _right_answers(row: quality.QualityRow) -> list[tuple[str, float | None]]:
     """Shares by kind of question: "used", "used later", and "2+ tokens", "later" where a file knows no kinds."""
     shown = [(tally.kind or "2+ tokens", tally.shown) for tally in row.recall]
     return [*shown, *((f"{tally.kind} later".strip(), tally.later) for tally in row.recall if tally.later_cases)]
@@ -63,13 +55,13 @@ def _tokens(eviction: dict[str, Any], part: str = "budget") -> str:
     return span_text(eviction[part], joint="-")
 
 
-def _quality_cells(row: QualityRow) -> list[str]:
+def _quality_cells(row: quality.QualityRow) -> list[str]:
     cells = [row.policy, f"{row.ratio:g}", _tokens(row.eviction), format_bytes(row.kv_bytes)]
     shares = [row.recall_accuracy, *(share for _, share in _right_answers(row))]
     return [*cells, *map(_percent, shares), _number(row.perplexity)]
 
 
-def _quality_notes(report: QualityReport) -> list[str]:
+def _quality_notes(report: quality.QualityReport) -> list[str]:
     first = report.rows[0]
     cases, later = (sum(getattr(tally, name) for tally in first.recall) for name in ("cases", "later_cases"))
     long = ", ".join(f"{tally.long_cases} of {tally.cases} {tally.kind}".strip() for tally in first.recall)
@@ -105,7 +97,7 @@ def _number(perplexity: float | None) -> str:
     return f"{perplexity:,.2f}" if perplexity < 1e5 else f"{perplexity:.2g}"
 
 
-def suite_table(records: Sequence[SuiteRecord]) -> str:
+def suite_table(records: Sequence[quality.SuiteRecord]) -> str:
     """A table per model, task and metric: policies by budgets, each figure with its 95 % confidence interval."""
     parts = []
     groups = dict.fromkeys((record.model, record.task, record.metric) for record in records)
@@ -127,12 +119,12 @@ def suite_table(records: Sequence[SuiteRecord]) -> str:
     return "\n\n".join([*parts, _filled([note])])
 
 
-def suite_line(record: SuiteRecord) -> str:
+def suite_line(record: quality.SuiteRecord) -> str:
     budget = _budget_name(record.budget)
     return f"{record.model} {record.task}: {record.policy} at {budget}: {record.metric} {suite_cell(record)}"
 
 
-def suite_cell(record: SuiteRecord) -> str:
+def suite_cell(record: quality.SuiteRecord) -> str:
     """A figure and its interval: "16.5 (15.9 to 17.2)", shares and increases in percent."""
     figures = (record.value, record.low, record.high)
     if record.kind in ("share", "increase"):
@@ -147,7 +139,7 @@ def _budget_name(budget: float) -> str:
     return f"{100 * budget:g} %"
 
 
-def stream_table(report: StreamReport) -> str:
+def stream_table(report: quality.StreamReport) -> str:
     """A row per policy and kind of positions, and the lines that say what the columns are."""
     context, length = report.context, report.length
     ranges = ((report.prompt, context), (context, length), (max(context, length - context), length))
@@ -160,17 +152,17 @@ def stream_table(report: StreamReport) -> str:
     return f"{markdown_table(header, rows, left=2)}\n\n{_filled(_stream_notes(report))}"
 
 
-def stream_line(row: StreamRow) -> str:
+def stream_line(row: quality.StreamRow) -> str:
     first, last = _number(row.perplexity[0]), _number(row.perplexity[-1])
     return f"{row.policy}, {row.positions} positions: perplexity {first} at first, {last} at last ({row.seconds:.0f} s)"
 
 
-def _cache(row: StreamRow) -> str:
+def _cache(row: quality.StreamRow) -> str:
     """Bytes of the cache; windows that are recomputed have caches of their own, which say nothing about a stream."""
     return "-" if row.positions == "recomputed" else format_bytes(row.kv_bytes)
 
 
-def _stream_notes(report: StreamReport) -> list[str]:
+def _stream_notes(report: quality.StreamReport) -> list[str]:
     scored = report.length - report.prompt
     return [
         f"{report.model}, {report.dtype} on {report.device}. Tokens: kept per head. KV cache: of all streams together.",
@@ -182,13 +174,13 @@ def _stream_notes(report: StreamReport) -> list[str]:
     ]
 
 
-def answers_text(result: SideBySide) -> str:
+def answers_text(result: quality.SideBySide) -> str:
     """Every prompt's end, and below it what the two caches made of it."""
     name = evicted_name(result)
     return "\n\n".join(_pair_text(number, pair, name) for number, pair in enumerate(result.pairs, 1))
 
 
-def figures_table(result: SideBySide) -> str:
+def figures_table(result: quality.SideBySide) -> str:
     full, evicted = _figures(result.full), _figures(result.evicted)
     rows = [(label, full[label], evicted[label]) for label in full]
     equal = sum(pair.equal for pair in result.pairs)
@@ -200,20 +192,20 @@ def figures_table(result: SideBySide) -> str:
     return markdown_table(("", "full cache", evicted_name(result)), rows)
 
 
-def warnings_text(result: SideBySide) -> str:
+def warnings_text(result: quality.SideBySide) -> str:
     """The warnings of both runs, a paragraph each; "" for none."""
     runs = {"full cache": result.full, evicted_name(result): result.evicted}
     said = [f"warning, {name}: {text}" for name, record in runs.items() for text in record.warnings]
     return "".join(textwrap.fill(text, COLUMNS, subsequent_indent="  ") + "\n" for text in said)
 
 
-def evicted_name(result: SideBySide) -> str:
+def evicted_name(result: quality.SideBySide) -> str:
     """The eviction policy and its budget, short: "h2o 20 %", "h2o 64"."""
     share = f"{result.budget}" if result.ratio is None else f"{100 * result.ratio:.3g} %"
     return f"{result.evicted.eviction['name']} {share}"
 
 
-def _pair_text(number: int, pair: AnswerPair, evicted: str) -> str:
+def _pair_text(number: int, pair: quality.AnswerPair, evicted: str) -> str:
     lines = [f"{number:>2}  {_tail(pair.prompt, COLUMNS - 4)}"]
     lines += _labelled("full cache", pair.full + _mark(pair, pair.full_right))
     lines += _labelled(evicted, "(the same)" if pair.equal else pair.evicted + _mark(pair, pair.evicted_right))
@@ -225,7 +217,7 @@ def _labelled(label: str, text: str) -> list[str]:
     return textwrap.wrap(text or "(nothing)", COLUMNS, initial_indent=first, subsequent_indent=rest)
 
 
-def _mark(pair: AnswerPair, right: bool) -> str:
+def _mark(pair: quality.AnswerPair, right: bool) -> str:
     if pair.expected is None:
         return ""
     return "  [right]" if right else f"  [wrong: {pair.expected}]"

@@ -31,15 +31,8 @@ from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.memory.tiers import Tiers
 from h2o_flexgen.memory.transfers import Ticket
 from h2o_flexgen.models.decoder import Decoder, Weights
+from h2o_flexgen.schedule import workspace
 from h2o_flexgen.schedule.tasks import Task
-from h2o_flexgen.schedule.workspace import (
-    FILL_BUFFERS,
-    HOST_ATTENTION,
-    answer_bytes,
-    is_output,
-    output_bytes,
-    query_bytes,
-)
 
 
 class _Desk(NamedTuple):
@@ -95,11 +88,11 @@ class HostAttention:
         with ExitStack() as stack:
             both = (compute, tiers.cpu)
             self._prompts = stack.enter_context(
-                closing(BufferCycle(both, prompt_room, FILL_BUFFERS, "prompts for the cpu"))
+                closing(BufferCycle(both, prompt_room, workspace.FILL_BUFFERS, "prompts for the cpu"))
             )
             self._desks: dict[int, _Desk] = {}
             for gpu_batch, rows in sorted({gpu_batch: rows for (_, gpu_batch), rows in places.items()}.items()):
-                sizes = query_bytes(spec, rows, name), answer_bytes(spec, rows, name)
+                sizes = workspace.query_bytes(spec, rows, name), workspace.answer_bytes(spec, rows, name)
                 tensors = [
                     stack.enter_context(tier.allocate(nbytes, "queries for the cpu", Pin.FIRST)).tensor
                     for nbytes in sizes
@@ -108,7 +101,7 @@ class HostAttention:
                 self._desks[gpu_batch] = _Desk(*tensors)
             layers, groups = {layer for layer, _ in places}, spec.groups_by_key
             keys = {unit.weights for unit in spec.units if unit.kind == "attn" and unit.layer in layers} & streamed
-            nbytes = max((output_bytes(groups[key], name) for key in keys), default=0)
+            nbytes = max((workspace.output_bytes(groups[key], name) for key in keys), default=0)
             self._kept = torch.empty(0)
             if nbytes:
                 self._kept = stack.enter_context(compute.allocate(nbytes, "output projection")).tensor
@@ -134,7 +127,7 @@ class HostAttention:
         down = self._copies.copy(heard, queries, self._down, label=f"queries {name}")
         answer = self._view(desk.answer, rows, self._heads[0])
         attend = partial(_attend, attention, list(heard.split(self._heads, dim=1)), answer)
-        attended = self._copies.run(attend, HOST_ATTENTION, after=down, label=name)
+        attended = self._copies.run(attend, workspace.HOST_ATTENTION, after=down, label=name)
         self._late[gpu_batch.index] = _Late(task, unit, weights, rows, attended)
 
     def finish(self, gpu_batch: GpuBatch) -> None:
@@ -155,7 +148,7 @@ class HostAttention:
         waiting = [late for late in self._late.values() if late.unit.weights == key]
         if not waiting:
             return
-        output = {name: tensor for name, tensor in waiting[0].weights.items() if is_output(name)}
+        output = {name: tensor for name, tensor in waiting[0].weights.items() if workspace.is_output(name)}
         kept = _packed(self._kept, list(output.values()))
         for copy, tensor in zip(kept, output.values(), strict=True):
             copy.copy_(tensor)
@@ -182,7 +175,7 @@ class HostAttention:
             packed.copy_(tensor)
         down = self._copies.copy(there[:used], here[:used], self._down, label="prompts")
         arrived = partial(fill, _packed(there, tensors))
-        cache.filling = self._copies.run(arrived, HOST_ATTENTION, after=(down, cache.filling))
+        cache.filling = self._copies.run(arrived, workspace.HOST_ATTENTION, after=(down, cache.filling))
         self._prompts.until(cache.filling)
 
     def close(self) -> None:
