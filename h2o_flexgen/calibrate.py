@@ -80,9 +80,7 @@ def _calibration(config: EngineConfig, args: Namespace) -> Any:
     from h2o_flexgen.engine.limits.devices import offload_folder, resolve_device, resolve_dtype
     from h2o_flexgen.memory.rundir import OffloadDir
 
-    found = resolve_model(
-        config.model, path=config.path, revision=config.revision, offline=config.offline, need_weights=False
-    )
+    found = resolve_model(**config.named, need_weights=False)
     spec, device = config.kept(stored_spec(found, found.impl(config.model_impl))), resolve_device(config)
     OffloadDir(offload_folder(config.offload_dir)).close()  # found out now, not once the rest was measured
     return Calibration(

@@ -32,8 +32,8 @@ from h2o_flexgen.errors import (
     writing,
 )
 
-EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+"""What a signal makes of the program, whose exit code is then 128 and its number, as in a shell."""
 
 _arrived: list[int] = []
 """The signal that has to end the program; raising it is not enough, a destructor may swallow what is raised in it."""
@@ -122,11 +122,11 @@ def leaving_at_once(held: contextlib.ExitStack | None = None) -> Iterator[None]:
     """Signals end the process there and then: for imports, which swallow exceptions. `held` is closed before."""
 
     def leave(signum: int, frame: FrameType | None) -> None:
-        os.write(2, b"interrupted\n" if signum == signal.SIGINT else b"terminated\n")
+        os.write(2, f"{_SIGNALS[signum]}\n".encode())
         if held is not None:
             with contextlib.suppress(OSError):
                 held.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
-        os._exit(EXIT_INTERRUPTED if signum == signal.SIGINT else EXIT_TERMINATED)
+        os._exit(128 + signum)
 
     with _signals_call(leave):
         yield
@@ -164,10 +164,7 @@ def look_up_model(config: EngineConfig) -> None:
     logging.disable(logging.WARNING)  # whoever opens the model says it
     try:
         with finding_model():
-            found = resolve_model(
-                config.model, path=config.path, revision=config.revision, offline=config.offline, need_weights=stored
-            )
-            check_model(found, config.model_impl, stored)
+            check_model(resolve_model(**config.named, need_weights=stored), config.model_impl, stored)
     finally:
         logging.disable(logging.NOTSET)
 
@@ -220,11 +217,8 @@ def _above_bars() -> contextlib.AbstractContextManager[None]:
 
 def _stopped(signum: int, outcome: ProgramExit) -> int:
     """Says why the program ends, and returns its exit code."""
-    word = "interrupted" if signum == signal.SIGINT else "terminated"
-    print_error(f"{word}: threads are stopped and temporary files removed")
-    if outcome.stopped is not None:
-        return outcome.stopped
-    return EXIT_INTERRUPTED if signum == signal.SIGINT else EXIT_TERMINATED
+    print_error(f"{_SIGNALS[signum]}: threads are stopped and temporary files removed")
+    return 128 + signum if outcome.stopped is None else outcome.stopped
 
 
 def _failed(error: H2OFlexGenError, outcome: ProgramExit) -> int:

@@ -252,6 +252,11 @@ class EngineConfig(Checked):
         return spec.with_cache_bits(bits, self.cache_rotation or ("centre" if centred else "scale"), newest)
 
     @property
+    def named(self) -> dict[str, Any]:
+        """The arguments of `checkpoint.hub.resolve_model` that say which model this is."""
+        return {"name": self.model, "path": self.path, "revision": self.revision, "offline": self.offline}
+
+    @property
     def keeps_prefixes(self) -> bool:
         return bool(self.prefix_mem) or self.prefix_dir is not None
 

@@ -107,13 +107,7 @@ def _no_collections() -> Iterator[None]:
 def open_model(config: EngineConfig, device: torch.device, make: Callable[..., object]) -> Model:
     """Finds the model that `config` names, and checks it without reading weights. make: the Engine, see `self_test`.
     ModelError if it cannot be used. Dummy weights need only a config.json."""
-    found = resolve_model(
-        config.model,
-        path=config.path,
-        revision=config.revision,
-        offline=config.offline,
-        need_weights=config.weights != "dummy",
-    )
+    found = resolve_model(**config.named, need_weights=config.weights != "dummy")
     try:
         return _opened(found, config, device, make)
     except OwnHeadError as error:
