@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
@@ -163,32 +162,6 @@ SOON = 4
 """A GPU batch changes at once when one in so many of its rows is finished."""
 
 
-@dataclass(frozen=True)
-class StoredPrefixes:
-    """A prefix store for blocks. queries: how many of a row's last queries, which are not stored, its caches look
-    at."""
-
-    store: PrefixStore
-    queries: Callable[[Sequence], int]
-
-    def of(self, user: object, rows: list[Sequence]) -> Prefixes:
-        """The prefixes of `rows`; they stay in memory until `user` asks again."""
-        self.store.release(user)
-
-        def begin(row: int, start: int, end: int, depth: int) -> NewPrefix | None:
-            return self.store.begin(rows[row].prompt_ids, start, end, depth, _kind(rows[row]))
-
-        pieces = list[list[StoredPrefix]]()
-        for row in rows:
-            most = min(len(row.prompt_ids) - 1, len(row.pass_ids) - self.queries(row))
-            pieces.append(self.store.find(user, row.prompt_ids, most, _kind(row)))
-        return Prefixes(pieces, [row.returns for row in rows], begin)
-
-
-def _kind(row: Sequence) -> str:
-    return "scored" if row.forced is not None else "generated"
-
-
 class BatchScheduler:
     """The rows of GPU batches that go through the units together; the schedule asks `active` and `last`.
 
@@ -205,11 +178,13 @@ class BatchScheduler:
         waiting: WaitingQueue,
         chunk: int,
         share: bool,
-        prefixes: StoredPrefixes | None = None,
+        store: PrefixStore | None = None,
+        queries: Callable[[Sequence], int] = lambda row: 1,
     ) -> None:
-        """first: the rows that each GPU batch starts with. chunk, share: as for `segments_of`."""
+        """first: the rows that each GPU batch starts with. chunk, share: as for `segments_of`. queries: how many of a
+        row's last queries, which are not in the `store` of prefixes, its caches look at."""
         self._gpu_batches, self._waiting, self._chunk, self._share = gpu_batches, waiting, chunk, share
-        self._prefixes = prefixes
+        self._store, self._queries = store, queries
         self._places = [len(rows) for rows in first]
         self._idle = [0] * len(gpu_batches)
         self._newest = first[-1][-1]
@@ -244,7 +219,7 @@ class BatchScheduler:
 
     def _again(self) -> int:
         """The length of the prefix that the next prompt shares with the newest row, and would be computed anew."""
-        if not self._share or not self._waiting or self._prefixes is not None:
+        if not self._share or not self._waiting or self._store is not None:
             return 0  # a store has them
         shared = shared_tokens(self._newest.prompt_ids, self._waiting.first.prompt_ids)
         return shared if shared >= MIN_SHARED else 0
@@ -266,8 +241,8 @@ class BatchScheduler:
         prompts = [[row.pass_ids for row in changes[index][1]] for index in filled]
         own = [len(row.prompt_ids) for index in filled for row in changes[index][1]]
         prefixes = None
-        if self._prefixes is not None:
-            prefixes = self._prefixes.of(self, [row for index in filled for row in changes[index][1]])
+        if self._store is not None:
+            prefixes = self._stored(self._store, [row for index in filled for row in changes[index][1]])
         packed = dict(zip(filled, segments_of(prompts, self._chunk, self._share, own, prefixes), strict=True))
         for i, gpu_batch in enumerate(self._gpu_batches):
             if i not in changes:
@@ -275,6 +250,20 @@ class BatchScheduler:
                 continue
             gpu_batch.change(*changes[i], packed.get(i, list[PromptSegment]()))
             self._idle[i] = 0
+
+    def _stored(self, store: PrefixStore, rows: list[Sequence]) -> Prefixes:
+        """The prefixes of `rows` in `store`; they stay in memory until it is asked again."""
+        store.release(self)
+        kinds = ["generated" if row.forced is None else "scored" for row in rows]
+
+        def begin(row: int, start: int, end: int, depth: int) -> NewPrefix | None:
+            return store.begin(rows[row].prompt_ids, start, end, depth, kinds[row])
+
+        pieces = list[list[StoredPrefix]]()
+        for row, kind in zip(rows, kinds, strict=True):
+            most = min(len(row.prompt_ids) - 1, len(row.pass_ids) - self._queries(row))
+            pieces.append(store.find(self, row.prompt_ids, most, kind))
+        return Prefixes(pieces, [row.returns for row in rows], begin)
 
 
 def in_order(sequences: Iterable[Sequence], share_prefixes: bool) -> list[Sequence]:

@@ -21,7 +21,7 @@ from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.model.packing import first_tokens
 from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
-from h2o_flexgen.engine.batching.scheduler import BatchScheduler, BlockRoom, StoredPrefixes, WaitingQueue
+from h2o_flexgen.engine.batching.scheduler import BatchScheduler, BlockRoom, WaitingQueue
 from h2o_flexgen.engine.execution.executor import Executor, FiniteCheck
 from h2o_flexgen.engine.execution.host_attention import HostAttention
 from h2o_flexgen.engine.execution.stages import ActivationTransfer, Stage, parked
@@ -83,15 +83,15 @@ class BlockRunner:
         steps = waiting.steps + max(row.steps for gpu_batch in rows for row in gpu_batch)
         groups = groups_of(len(rows), len(self.stages))
         together = [[gpu_batches[i] for i in group] for group in groups]
-        stored = None if self.prefixes is None else StoredPrefixes(self.prefixes, partial(self._queries, maker))
+        sharing = self.share_prefixes, self.prefixes, partial(self._queries, maker)
         schedulers = [
-            BatchScheduler(members, [rows[each.index] for each in members], waiting, chunk, self.share_prefixes, stored)
+            BatchScheduler(members, [rows[each.index] for each in members], waiting, chunk, *sharing)
             for members in together
         ]
         with ExitStack() as stack:
-            if stored is not None:
+            if self.prefixes is not None:
                 for scheduler in schedulers:
-                    stack.callback(stored.store.release, scheduler)
+                    stack.callback(self.prefixes.release, scheduler)
             for each in self.stages:
                 stack.callback(each.weights.reset)
             maker = replace(maker, recall=self._open_recall(plan, len(rows), totals.recall, stack))
