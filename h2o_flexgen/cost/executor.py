@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 
 from h2o_flexgen.cost.model import CostModel, Price
 from h2o_flexgen.schedule.footprint import STAGING_BUFFERS, STATE_BUFFERS
@@ -231,14 +232,12 @@ class _SimulatedParking:
 
 
 class SimulatedExecutor:
-    """One block on the way. `ends`: when each step's last compute ended; `busy` and `moved`: of its clock, by then."""
+    """One block on the way. `ends`: when each step's last compute ended, and its clock's `busy` and `moved` then."""
 
     def __init__(self, model: CostModel, steps: Sequence[int], *, trace: bool) -> None:
         """`steps`: which step each step of the schedule stands for, and has the prices of; `trace`: of the clock."""
         self.clock = SimulatedClock(model.machine.slowdown, trace=trace)
-        self.ends: list[float] = []
-        self.busy: list[dict[str, float]] = []
-        self.moved: list[dict[str, float]] = []
+        self.ends: list[tuple[float, dict[str, float], dict[str, float]]] = []
         self._model, self._steps, self._shape = model, steps, model.shape
         self._key = model.moves.key
         self._weights: dict[str, LinkJob | None] = {}
@@ -258,29 +257,18 @@ class SimulatedExecutor:
     def run(self, ticks: Iterable[Tick]) -> None:
         """To the last compute of `ticks`."""
         clock, overlap = self.clock, self._model.policy.overlap
-        before: Task | None = None
-        for tick in ticks:
-            task = tick.compute
-            if before is not None and (task is None or task.step != before.step):
-                self._mark()
-            if task is None:
-                return
-            for move in (*tick.stores, *tick.loads):
-                self._issue[move.kind](move)
-                if not overlap:
-                    clock.drain()
-            self._compute(task)
-            for free in tick.frees:
-                self._keep(free)
-                clock.wait(self._weights.pop(self._key(free)))
-            before = task
-        if before is not None:
-            self._mark()
-
-    def _mark(self) -> None:
-        self.ends.append(self.clock.now)
-        self.busy.append(self.clock.busy)
-        self.moved.append(self.clock.moved)
+        computing = ((tick, tick.compute) for tick in ticks if tick.compute is not None)
+        for _, of_step in groupby(computing, key=lambda each: each[1].step):
+            for tick, task in of_step:
+                for move in (*tick.stores, *tick.loads):
+                    self._issue[move.kind](move)
+                    if not overlap:
+                        clock.drain()
+                self._compute(task)
+                for free in tick.frees:
+                    self._keep(free)
+                    clock.wait(self._weights.pop(self._key(free)))
+            self.ends.append((clock.now, clock.busy, clock.moved))
 
     def _compute(self, task: Task) -> None:
         self._finish(task.batch)

@@ -95,10 +95,11 @@ def simulate(model: CostModel, steps: int | None = None) -> Simulation:
     run = _executed(model, sample.steps, trace=False)
     weights = sample.weights(model.steps)
     times = [weights[step] for step in sample.steps]
-    prefill = run.ends[0]
-    decode = _added([{"": end} for end in run.ends], times)[""] - prefill
-    busy = _added(run.busy, times)
-    _for_all_bytes(busy, _added(run.moved, times), model)
+    ends, busy_by, moved_by = zip(*run.ends, strict=True)
+    prefill = ends[0]
+    decode = _added([{"": end} for end in ends], times)[""] - prefill
+    busy = _added(busy_by, times)
+    _for_all_bytes(busy, _added(moved_by, times), model)
     return Simulation(
         sequences=model.sequences,
         prompt_tokens=model.sequences * model.request.workload.prompt_len,

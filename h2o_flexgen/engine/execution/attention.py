@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -311,29 +311,12 @@ class TickAttention:
 
 
 @dataclass
-class StatePath:
-    """The states behind each segment before the current one in its prompt, in one layer; shared as `PrefixPath`."""
-
-    _behind: list[States] = field(default_factory=list)
-
-    def before(self, depth: int) -> States:
-        """A copy of the states behind the first `depth` segments; later ones are dropped."""
-        del self._behind[depth:]
-        return {key: state.clone() for key, state in self._behind[-1].items()} if depth else {}
-
-    def push(self, states: States) -> None:
-        self._behind.append(states)
-
-    def clear(self) -> None:
-        self._behind.clear()
-
-
-@dataclass
 class TickStates:
-    """The states of one layer for one GPU batch, of which the first `decoding` rows decode."""
+    """The states of one layer for one GPU batch, of which the first `decoding` rows decode. path: those behind each
+    segment before the current one in its prompt; shared as `PrefixPath`."""
 
     places: RowStatePlaces
-    path: StatePath
+    path: list[States]
     decoding: int
 
     def mix(self, part: AttentionPart, call: MixerCall) -> Any:
@@ -346,11 +329,13 @@ class TickStates:
             yield call.piece(0, part.rows, self.places.first(part.rows), decode=True)
         for segment in () if part.chunk is None else part.chunk.segments:
             start = part.rows + segment.start - (0 if part.chunk is None else part.chunk.start)
+            del self.path[segment.depth :]
             for row in segment.rows or (None,):
-                piece = call.piece(start, segment.length, self.path.before(segment.depth))
+                behind = {key: state.clone() for key, state in self.path[-1].items()} if segment.depth else {}
+                piece = call.piece(start, segment.length, behind)
                 yield piece
                 start += segment.length
                 if row is None:
-                    self.path.push(piece.states.held())
+                    self.path.append(piece.states.held())
                 else:
                     self.places.keep(self.decoding + row, piece.states.held())

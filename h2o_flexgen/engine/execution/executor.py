@@ -16,7 +16,7 @@ from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
-from h2o_flexgen.engine.execution.attention import PrefixPath, PromptAttention, StatePath, TickAttention, TickStates
+from h2o_flexgen.engine.execution.attention import PrefixPath, PromptAttention, TickAttention, TickStates
 from h2o_flexgen.engine.execution.cuda_graphs import DecodeGraphs, Launched, recorder
 from h2o_flexgen.engine.execution.mixture import Mixture
 from h2o_flexgen.engine.execution.stages import Stage
@@ -24,7 +24,7 @@ from h2o_flexgen.engine.metrics.recorder import BlockTotals
 from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.sampling.sampler import Sampler
-from h2o_flexgen.engine.state.kv_store import BatchCache, CacheMaker
+from h2o_flexgen.engine.state.kv_store import BatchCache, CacheMaker, States
 from h2o_flexgen.kernels.types import Logits
 from h2o_flexgen.models.decoder import Attention, Decoder, Weights
 from h2o_flexgen.models.rotary import Angles, Rotary
@@ -39,7 +39,7 @@ class _StageGroup(NamedTuple):
 
     gpu_batches: list[GpuBatch]
     path: PrefixPath
-    states: StatePath
+    states: list[States]
 
 
 class FiniteCheck:
@@ -97,7 +97,7 @@ class Executor:
         self._gpu_batches = [gpu_batch for group in groups for gpu_batch in group]
         self._rolling = self._gpu_batches[0].rolling
         self._passes = _passes(decoder)
-        made = [_StageGroup(group, PrefixPath(), StatePath()) for group in groups]
+        made = [_StageGroup(group, PrefixPath(), []) for group in groups]
         self._groups = [group for group in made for _ in group.gpu_batches]
         self._stages = [stage for stage in stages for _ in stage.loaded.units]  # of each unit
         spec = decoder.spec
