@@ -292,22 +292,14 @@ class Tier(Ledger):
 class Region(Closing):
     """A span of a preallocated file: bytes [offset, offset + nbytes), on pages that belong to it alone.
 
-    `part` gives views that share the file; `close` of the whole region removes it. A region remembers the
-    digest of the last write through it, a part of its own writes only.
+    `part` gives views that share the file; `close` of the whole region removes it.
     """
 
     def __init__(self, file: DirectFile, offset: int, nbytes: int, what: str, tier: DiskTier | None = None) -> None:
         self.file, self.offset, self.nbytes, self.what = file, offset, nbytes, what
         self._tier = tier
-        self._written: tuple[int, bytes] | None = None
-
-    def remember(self, nbytes: int, digest: bytes) -> None:
-        """Called after a write of `nbytes` from the start of the region."""
-        self._written = (nbytes, digest)
-
-    def digest_of(self, nbytes: int) -> bytes | None:
-        """The digest of the region's first `nbytes`, None unless the last write was of just those."""
-        return self._written[1] if self._written is not None and self._written[0] == nbytes else None
+        self.written: tuple[int, bytes] | None = None
+        """The number of first bytes that the last write through it was of, and their digest; of a part, its own."""
 
     def part(self, offset: int, nbytes: int) -> Region:
         """The sub-span [offset, offset + nbytes); `offset` is a multiple of PAGE. It owns nothing."""
