@@ -13,7 +13,7 @@ import torch
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.engine import Engine
-from h2o_flexgen.engine.limits import plan as plans
+from h2o_flexgen.engine.limits import plan as planning
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.errors import MemoryRefused, PlanError, is_out_of_memory
@@ -123,8 +123,8 @@ def test_the_next_plan_takes_less(checkpoint, expected, monkeypatch) -> None:
         assert_same(llm.generate(prompts_of(LENGTHS), **SAMPLED), expected)
         sizes = [plan.footprint.total("cpu") - plan.request.baseline for plan in plans]
         assert len(plans) == 3
-        assert sizes[1] <= plans.LESS * sizes[0]
-        assert sizes[2] <= plans.LESS * sizes[1]
+        assert sizes[1] <= planning.LESS * sizes[0]
+        assert sizes[2] <= planning.LESS * sizes[1]
         assert plans[1].request.caps.why["cpu"] == "after memory ran out"
         finished = len(LENGTHS) - plans[2].request.workload.num_sequences
         assert finished >= 4, "the first block was done: its rows are not planned for again"
@@ -160,7 +160,7 @@ def test_running_out_on_a_copy_thread(checkpoint, expected, monkeypatch) -> None
 def test_a_block_that_was_fixed_gives_way_at_last(checkpoint, expected, monkeypatch) -> None:
     plans: list[Plan] = []
     fixed = {"gpu_batch_size": 9, "num_gpu_batches": 1, "weights": {"cpu": 1.0}, "cache": {"cpu": 1.0}}
-    monkeypatch.setattr(plans, "LESS", 0.7)
+    monkeypatch.setattr(planning, "LESS", 0.7)
     with Engine(checkpoint("opt")[1], policy={**fixed, "hidden": {"cpu": 1.0}}, **ENGINE) as llm:
         llm.on_plan = plans.append
         monkeypatch.setattr(llm._decoder, "mlp", Failing(llm._decoder.mlp, MemoryError(), {5}))
@@ -172,14 +172,14 @@ def test_a_block_that_was_fixed_gives_way_at_last(checkpoint, expected, monkeypa
 
 @pytest.mark.slow
 def test_after_some_tries_it_is_an_error_that_says_what_was_tried(checkpoint, monkeypatch) -> None:
-    monkeypatch.setattr(plans, "LESS", 0.99)
+    monkeypatch.setattr(planning, "LESS", 0.99)
     with Engine(checkpoint("opt")[1], policy=BLOCK, **ENGINE) as llm:
         failing = Failing(llm._decoder.mlp, MemoryError("no page is left"), range(1, 1000))
         with monkeypatch.context() as patch:
             patch.setattr(llm._decoder, "mlp", failing)
             with pytest.raises(PlanError, match="out of memory: MemoryError no page is left") as caught:
                 llm.generate(prompts_of(LENGTHS), **SAMPLED)
-        assert failing.calls == plans.TRIES + 1
+        assert failing.calls == planning.TRIES + 1
         assert "tried blocks of 2 x 2 sequences, then" in str(caught.value)
         assert caught.value.exit_code == 5
         assert llm.last_record is None
@@ -188,7 +188,7 @@ def test_after_some_tries_it_is_an_error_that_says_what_was_tried(checkpoint, mo
 def test_where_nothing_smaller_fits_it_is_an_error_too(checkpoint, monkeypatch) -> None:
     with Engine(checkpoint("opt")[1], policy={"gpu_batch_size": 1}, emulate_gpu="1GiB", **ENGINE) as llm:
         monkeypatch.setattr(llm._decoder, "mlp", Failing(llm._decoder.mlp, MemoryError(), range(1, 1000)))
-        monkeypatch.setattr(plans, "LESS", 0.01)
+        monkeypatch.setattr(planning, "LESS", 0.01)
         with pytest.raises(PlanError, match=r"out of memory: the plan needs .* on the gpu tier.*tried blocks of 1 x 1"):
             llm.generate(prompts_of(LENGTHS), **SAMPLED)
 
@@ -211,7 +211,7 @@ def test_scores_and_streamers_are_told_once(checkpoint, monkeypatch) -> None:
         def end(self) -> None:
             self.append("end")
 
-    monkeypatch.setattr(plans, "LESS", 1.0)  # there is little that so small a plan could do without
+    monkeypatch.setattr(planning, "LESS", 1.0)  # there is little that so small a plan could do without
     folder, (prompt, *others) = checkpoint("opt")[1], prompts_of(LENGTHS)
     results = []
     for fail in (set(), {3 * LAYERS + 1, 6 * LAYERS}):
