@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -173,11 +174,7 @@ def _largest_share(
     if fits(left):
         return left
     steps = 2 * len(request.spec.weight_groups)
-    low, high = 0, steps
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(left * middle / steps) else (low, middle)
-    return left * low / steps
+    return left * bisect_left(range(1, steps), True, key=lambda step: not fits(left * step / steps)) / steps
 
 
 log = logging.getLogger(__name__)
