@@ -248,17 +248,9 @@ def _policy(
 ) -> dict[str, Any]:
     """The shape and placement that were run; of several GPUs also the units of each, the bytes of their weights on all
     tiers, and its peak."""
-    policy, request = plan.policy, plan.request
-    entry: dict[str, Any] = {
-        "gpu_batch_size": policy.gpu_batch_size,
-        "num_gpu_batches": policy.num_gpu_batches,
-        **{kind: achieved[kind] for kind in ("weights", "cache", "hidden")},
-        "cpu_cache_compute": policy.cpu_cache_compute,
-        "overlap": policy.overlap,
-        "lookahead": policy.lookahead,
-        "prefill_chunk": policy.chunk,
-        "chosen": "search" if searched else "rule" if config.free_fields else "given",
-    }
+    request = plan.request
+    chosen = "search" if searched else "rule" if config.free_fields else "given"
+    entry = {**plan.policy.to_json(), **achieved, "chosen": chosen}
     if request.num_gpus == 1:
         return entry
     spec, groups = request.spec, request.spec.groups_by_key
