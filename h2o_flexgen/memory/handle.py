@@ -151,11 +151,9 @@ def _runs(locations: Mapping[str, Location]) -> list[list[tuple[str, Location]]]
     runs: list[list[tuple[str, Location]]] = []
     stop = 0
     for name, where in sorted(locations.items(), key=lambda item: item[1]):
-        touches = bool(runs) and runs[-1][0][1].path == where.path and page_floor(where.file_offset) <= page_ceil(stop)
-        if touches:
-            runs[-1].append((name, where))
-            stop = max(stop, where.file_offset + where.nbytes)
-        else:
-            runs.append([(name, where)])
-            stop = where.file_offset + where.nbytes
+        if not runs or runs[-1][0][1].path != where.path or page_floor(where.file_offset) > page_ceil(stop):
+            runs.append([])
+            stop = 0
+        runs[-1].append((name, where))
+        stop = max(stop, where.file_offset + where.nbytes)
     return runs
