@@ -33,7 +33,7 @@ from h2o_flexgen.errors import (
 )
 
 _SIGNALS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-"""What a signal makes of the program, whose exit code is then 128 and its number, as in a shell."""
+"""How the program ends after a signal, in a word; its exit code is then 128 and the signal's number, as in a shell."""
 
 _arrived: list[int] = []
 """The signal that has to end the program; raising it is not enough, a destructor may swallow what is raised in it."""

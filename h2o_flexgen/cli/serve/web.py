@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import h2o_flexgen
 from h2o_flexgen.cli.serve.arguments import ServeArguments
-from h2o_flexgen.cli.serve.desk import UNFINISHED, ApiError, Desk, expiry_of, shown
+from h2o_flexgen.cli.serve.desk import UNFINISHED, ApiError, Desk, Entry, expiry_of, shown
 from h2o_flexgen.cli.serve.live import LiveEvent, LiveRequest, LiveRequests, chunk_of
 from h2o_flexgen.cli.serve.uploads import pieces, receive, whole_body
 from h2o_flexgen.jobs.forecast import Percentiles, seconds_text
@@ -48,14 +48,14 @@ def make_app(arguments: ServeArguments, desk: Desk, live: LiveRequests) -> ASGIA
         Route("/v1/models", service.models),
         Route("/v1/models/{name:path}", service.model),
         Route("/v1/files", service.upload, methods=["POST"]),
-        Route("/v1/files", service.files),
+        Route("/v1/files", _page_of(desk.list_files)),
         Route("/v1/files/{name}", service.delete_file, methods=["DELETE"]),
-        Route("/v1/files/{name}", service.file),
+        Route("/v1/files/{name}", _entry_of(desk.file)),
         Route("/v1/files/{name}/content", service.content),
         Route("/v1/batches", service.create_batch, methods=["POST"]),
-        Route("/v1/batches", service.batches),
-        Route("/v1/batches/{name}", service.batch),
-        Route("/v1/batches/{name}/cancel", service.cancel, methods=["POST"]),
+        Route("/v1/batches", _page_of(desk.list_batches)),
+        Route("/v1/batches/{name}", _entry_of(desk.batch)),
+        Route("/v1/batches/{name}/cancel", _entry_of(desk.cancel), methods=["POST"]),
         Route(CHAT, service.answer, methods=["POST"]),
         Route(COMPLETIONS, service.answer, methods=["POST"]),
     ]
@@ -63,6 +63,14 @@ def make_app(arguments: ServeArguments, desk: Desk, live: LiveRequests) -> ASGIA
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return Guard(app, arguments.api_key, arguments.host)
+
+
+def _page_of(listed: Callable[[Mapping[str, str]], Entry]) -> Callable[[Request], Response]:
+    return lambda request: JSONResponse(listed(request.query_params))
+
+
+def _entry_of(named: Callable[[str], Entry]) -> Callable[[Request], Response]:
+    return lambda request: JSONResponse(shown(named(request.path_params["name"])))
 
 
 class Guard:
@@ -164,12 +172,6 @@ class _Service:
         finally:
             path.unlink(missing_ok=True)
 
-    def files(self, request: Request) -> Response:
-        return JSONResponse(self._desk.list_files(request.query_params))
-
-    def file(self, request: Request) -> Response:
-        return JSONResponse(shown(self._desk.file(request.path_params["name"])))
-
     def delete_file(self, request: Request) -> Response:
         name = request.path_params["name"]
         self._desk.delete_file(name)
@@ -185,15 +187,6 @@ class _Service:
     async def create_batch(self, request: Request) -> Response:
         body = await _json(request)
         return JSONResponse(shown(await asyncio.to_thread(self._desk.create_batch, body)))
-
-    def batches(self, request: Request) -> Response:
-        return JSONResponse(self._desk.list_batches(request.query_params))
-
-    def batch(self, request: Request) -> Response:
-        return JSONResponse(shown(self._desk.batch(request.path_params["name"])))
-
-    def cancel(self, request: Request) -> Response:
-        return JSONResponse(shown(self._desk.cancel(request.path_params["name"])))
 
     # Single requests
 

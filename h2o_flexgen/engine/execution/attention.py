@@ -312,8 +312,8 @@ class TickAttention:
 
 @dataclass
 class TickStates:
-    """The states of one layer for one GPU batch, of which the first `decoding` rows decode. path: those behind each
-    segment before the current one in its prompt; shared as `PrefixPath`."""
+    """The states of one layer for one GPU batch, of which the first `decoding` rows decode. path: the states behind
+    each segment before the current one in its prompt; shared as `PrefixPath`."""
 
     places: RowStatePlaces
     path: list[States]
