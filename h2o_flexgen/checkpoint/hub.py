@@ -24,7 +24,15 @@ from h2o_flexgen.checkpoint.gguf.config import MODULES, config_of, not_a_model
 from h2o_flexgen.checkpoint.gguf.header import GgufHeader, part_number, read_header
 from h2o_flexgen.checkpoint.gguf.names import packings_of
 from h2o_flexgen.checkpoint.shards import find_shards, other_layout, shards_of, wanted_files
-from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, model_folder, only_gguf, read_config
+from h2o_flexgen.config.model.known import (
+    SHIPPED,
+    is_gguf,
+    known_config,
+    known_names,
+    model_folder,
+    only_gguf,
+    read_config,
+)
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import H2OFlexGenError, ModelError, StorageError, first_line
 from h2o_flexgen.folders import expanded
@@ -205,10 +213,10 @@ def _gguf_file(place: Path) -> Path | None:
     Of a split model this is the first part. ModelError where several models are there.
     """
     if place.is_file():
-        return place if place.suffix.lower() == ".gguf" else None
+        return place if is_gguf(place.name) else None
     if not only_gguf(place):
         return None
-    files = [file for file in sorted(place.glob("*.gguf")) if file.is_file()]
+    files = [file for file in sorted(place.iterdir()) if is_gguf(file.name) and file.is_file()]
     first = [file for file in files if part_number(file.name) in (None, 1)]
     models = [file for file in first if not any(word in file.name.lower() for word in _BESIDE_MODELS)]
     if len(models) > 1:

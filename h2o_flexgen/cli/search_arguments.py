@@ -17,7 +17,7 @@ from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import add_arguments, between_commas, called, from_namespace, given, option
 from h2o_flexgen.config.hardware.profile import HardwareProfile, find_profile, kept_profile, profile_names
-from h2o_flexgen.config.model.known import known_config, model_folder, only_gguf, read_config, unknown_model
+from h2o_flexgen.config.model.known import is_gguf, known_config, model_folder, only_gguf, read_config, unknown_model
 from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
@@ -205,7 +205,7 @@ def _spec(name: str, impl: str = "auto") -> ModelSpec:
     """The shape of a model as it is stored in a folder, of a well-known name, or of one on the hub or in its cache."""
     folder = model_folder(name)
     known = known_config(name)
-    gguf = folder.suffix == ".gguf" or only_gguf(folder)
+    gguf = is_gguf(folder.name) or only_gguf(folder)
     if (folder / "config.json").is_file() and not gguf:
         config = read_config(folder)
         if read_quantization(config, name) is None:

@@ -51,6 +51,15 @@ def test_a_config_of_one_key_beside_the_file_is_not_asked(file: Path) -> None:
     assert _spec(str(file.parent)).arch.family == "qwen2"
 
 
+def test_capitals_and_what_else_lies_beside_the_file(file: Path) -> None:
+    """A tool's .bin is no model's weights."""
+    (file.parent / "imatrix.bin").write_bytes(b"1")
+    file = file.rename(file.parent / "TINY.GGUF")
+    for name in (str(file), str(file.parent)):
+        assert resolve_model(name, offline=True).gguf is not None
+        assert _spec(name).arch.family == "qwen2"
+
+
 def side_file(path: Path, architecture: str, kind: str | None, tensors: bool = True) -> Path:
     """A GGUF file that is no model."""
     writer = gguf.GGUFWriter(str(path), architecture)

@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import os
+import re
 import stat
 from importlib import resources
 from pathlib import Path
@@ -21,6 +22,7 @@ SHIPPED = ("demo", "demo-stream", "demo-sums")
 """The models that are in the package, in data/ under these names."""
 
 _VARIANTS = "_variants"
+_OTHER_WEIGHTS = re.compile(r".+\.safetensors|(pytorch_model|gptq_model-).*\.bin")  # other .bin files are no weights
 _MOST = 16 << 20  # bytes of a config.json
 
 
@@ -120,8 +122,12 @@ def unknown_model(name: str) -> ModelError:
 
 def only_gguf(folder: Path) -> bool:
     """Whether `folder` holds GGUF files and no other weights: a config.json beside them says little, or nothing new."""
-    suffixes = {file.suffix.lower() for file in folder.iterdir()} if folder.is_dir() else set()
-    return ".gguf" in suffixes and not suffixes & {".safetensors", ".bin"}
+    names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+    return any(is_gguf(name) for name in names) and not any(_OTHER_WEIGHTS.fullmatch(name) for name in names)
+
+
+def is_gguf(name: str) -> bool:
+    return name.lower().endswith(".gguf")
 
 
 def _head(path: Path) -> bytes:
