@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from h2o_flexgen.checkpoint.files import CheckpointFile, Problems, name_fault, strict_json
+from h2o_flexgen.config.model.known import is_gguf
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +128,8 @@ def other_layout(names: Iterable[str]) -> str:
         )
     if any(name.startswith("consolidated.") for name in names):
         return "the weights are in Meta's or Mistral's own layout (consolidated): get the files for transformers"
+    if any(is_gguf(name) for name in names):
+        return "there are GGUF files: get one, and give it with --model /path/to/file.gguf"
     return ""
 
 

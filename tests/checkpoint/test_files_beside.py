@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from h2o_flexgen.checkpoint.hub import resolve_model
+from h2o_flexgen.checkpoint.shards import other_layout, wanted_files
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.families import spec_from_config
@@ -143,6 +144,13 @@ def test_a_folder_that_is_no_model(files: tuple[str, ...], tmp_path: Path) -> No
         (tmp_path / name).write_text("{}")
     with pytest.raises(ModelError, match=r"adapter_model\) alone: merge|own layout"):
         resolve_model(str(tmp_path))
+
+
+def test_a_repository_of_gguf_files() -> None:
+    """Which is found by its files alone: there is nothing to begin with, and what to do is said."""
+    names = ["README.md", "config.json", "m-Q4_K_M.gguf", "Q8_0/m-00001-of-00002.gguf"]
+    assert wanted_files(names) is None
+    assert "give it with --model /path/to/file.gguf" in other_layout(names)
 
 
 def test_several_files_of_which_any_may_be_the_model(tmp_path: Path) -> None:
