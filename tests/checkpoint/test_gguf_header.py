@@ -124,6 +124,7 @@ FAULTS: dict[str, tuple[bytes, str]] = {
     "zero": (header(rows=(("a", (8, 0), 0, 0),)), "of shape (0, 8)"),
     "absurd shape": (header(rows=(("a", (1 << 63, 1 << 63), 0, 0),)), "has tensor 'a' of shape"),
     "unknown type": (header(rows=(("a", (8,), 77, 0),)), "of the unknown type 77"),
+    "removed type": (header(rows=(("a", (256,), 31, 0),)), "of type Q4_0_4_4, which ggml no longer has"),
     "another type": (header(rows=(("a", (256,), 41, 0),)), "of type Q1_0; those read are F32, F16"),
     "half a block": (header(rows=(("a", (40,), 2, 0),)), "rows of 40 numbers, needed a multiple of 32 for Q4_0"),
     "hole": (header(rows=(("a", (8,), 0, 0), ("b", (8,), 0, 64))), "a hole between it and tensor 'a'"),

@@ -23,6 +23,9 @@ TYPE_NAMES = {
     29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
 """ggml's types by number, whether they are read here or not."""
+REMOVED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8"}
+REMOVED |= {38: "IQ4_NL_8_8"}
+"""Types that ggml no longer has; the hub still has files of some."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Parts = dict[str, np.ndarray]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from h2o_flexgen.checkpoint.files import CheckpointFile, Fault, Problems, name_fault, refuse_foreign
-from h2o_flexgen.checkpoint.gguf.blocks import FORMATS, TYPE_NAMES
+from h2o_flexgen.checkpoint.gguf.blocks import FORMATS, REMOVED, TYPE_NAMES
 from h2o_flexgen.errors import ModelError
 
 NEEDED = "needed a whole GGUF file of version 2 or 3, little-endian"
@@ -275,6 +275,9 @@ def _tensor(cursor: _Cursor, part: int) -> tuple[str, GgufTensor]:
         raise Fault(f"has tensor {name!r} of {rank} dimensions")
     shape = tuple(cursor.number("<Q") for _ in range(rank))[::-1]
     kind, offset = cursor.number("<I"), cursor.number("<Q")
+    if kind in REMOVED:
+        gone = f"of type {REMOVED[kind]}, which ggml no longer has: get the model in another type, such as Q4_0"
+        raise Fault(f"has tensor {name!r} {gone}", download=False)
     if kind not in TYPE_NAMES:
         raise Fault(f"has tensor {name!r} of the unknown type {kind}", download=False)
     word = TYPE_NAMES[kind]
