@@ -25,7 +25,7 @@ from h2o_flexgen.quant import groupwise
 
 LAST = 64
 """Queries and keys of a prompt that scales of keys follow from, its last ones."""
-_NONE = "no prompt has come in"
+_NONE, _NOT_PACKED = "no prompt has come in", "nothing is packed"
 _MOST = 8
 """Of the exponents of two of such scales."""
 
@@ -191,7 +191,7 @@ class Keeping:
         made.scales = KeyScales.joined([(part.scales, rows) for part, rows in parts])
         found = [(part.exact, list(rows)) for part, rows in parts if part.exact is not None]
         if found:
-            exact = made._exact(found[0][0].lost.k.dtype)
+            exact = made._exact()
 
             def rows_of(name: Callable[[Exact], Tensor]) -> Tensor:
                 joined = torch.cat([name(each)[rows] for each, rows in found])
@@ -206,11 +206,10 @@ class Keeping:
             exact.slots = rows_of(lambda each: each.slots)
         return made
 
-    def _exact(self, dtype: torch.dtype) -> Exact:
+    def _exact(self) -> Exact:
         if self.exact is None:
-            shape = self._shape
-            size = shape.batch, shape.kv_heads, shape.head_dim
-            self.exact = Exact(shape.newest, shape.first, size, dtype, self._device)
+            shape, nbytes = self._shape, [packing.nbytes for packing in required(self.packings, _NOT_PACKED)]
+            self.exact = Exact(shape.newest, shape.first, shape.batch, shape.kv_heads, nbytes, self._device)
         return self.exact
 
     def stored(self, part: int, x: Tensor, rows: Places = None) -> Tensor:
@@ -227,8 +226,8 @@ class Keeping:
         if self.exact is not None:
             slots = some_of(self.exact.slots, rows)
             gone, places = (slots < 0).unsqueeze(-1), slots.clamp(0).long().unsqueeze(-1)
-            for x, lost in zip((keys, values), self.exact.lost, strict=True):
-                missing = some_of(lost, rows).float().masked_fill(gone, 0.0)
+            for x, lost, packing in zip((keys, values), self.exact.lost, self.packings, strict=True):
+                missing = expand(some_of(lost, rows), packing, torch.float32).masked_fill(gone, 0.0)
                 x.scatter_add_(2, places.expand_as(missing), missing)
         seen = keys if self.scales is None else self.scales.seen(keys, rows)
         return KeysValues(seen.to(dtype), values.to(dtype))
@@ -246,7 +245,7 @@ class Keeping:
         """The prompts of `rows` are in, in the first `held` slots of `buffers`, of which the last m hold their last
         tokens, (n, kv_heads, m, head_dim), m at most as many as newest ones are kept. first: their first tokens (n,
         kv_heads, 1, head_dim); there: in which heads the first slot has them, bool (n or 1, kv_heads or 1)."""
-        exact, count = self._exact(last.k.dtype), last.k.shape[2]
+        exact, count = self._exact(), last.k.shape[2]
         newest = exact.newest
         for i, (lost, x) in enumerate(zip(exact.lost, last, strict=True)):
             pieces = buffers[i][rows, :, held - count : held]
@@ -302,9 +301,11 @@ class Keeping:
         return x if part or self.scales is None else self.scales.kept(x, rows)
 
     def _lost(self, part: int, x: Tensor, pieces: Tensor, rows: Tensor | slice | None) -> Tensor:
-        """The rounding errors of x, scaled, where packing made `pieces` of it; in its dtype."""
-        kept = expand(pieces, required(self.packings, "nothing is packed")[part], torch.float32)
-        return (self._scaled(part, x, rows).float() - kept).to(x.dtype)
+        """The rounding errors of x, scaled, where packing made `pieces` of it, packed."""
+        packing = required(self.packings, _NOT_PACKED)[part]
+        kept = groupwise.dequantise(parts_of(pieces, packing), torch.float32, packing.bits, CACHE_GROUP)
+        errors = hadamard(self._scaled(part, x, rows).float(), packing.block) - kept
+        return _in_one(groupwise.quantise(errors, packing.bits, CACHE_GROUP))
 
 
 def mean_of(keys: Tensor, past: Tensor | None) -> Tensor:

@@ -122,9 +122,10 @@ class CacheShape:
         """Tokens of a row whose rounding errors are stored."""
         return self.newest + self.first
 
-    def exact_bytes(self, dtype: torch.dtype) -> int:
+    @property
+    def exact_bytes(self) -> int:
         """Bytes of the rounding errors of the newest and first tokens, beside K and V."""
-        return 2 * self.batch * self.kv_heads * self.exact * self.head_dim * dtype.itemsize
+        return self.batch * self.kv_heads * self.exact * sum(size[-1] for size in self.sizes)
 
     def buffers(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """A K and a V of this shape, zeros."""

@@ -28,7 +28,7 @@ Bits = Annotated[int, partial(one_of, allowed=BITS)]
 Dtype = Annotated[str, partial(one_of, allowed=("auto", *DTYPES))]
 LARGEST_GROUP = 1024
 NEWEST, LEAST_NEWEST, MOST_NEWEST = 40, 4, 16
-"""Times the share of bytes that is a cache's budget, at least and at most: as many tokens it keeps in 16 bits besides.
+"""Times the share of bytes that is a cache's budget, at least and at most: of as many tokens it keeps the errors, too.
 Queries look at what is near most of all; a small budget cannot afford many."""
 FEW = (4, 3)
 """Bits of its keys and values, unless asked for, where heads allow that: values bear more rounding than keys do."""
@@ -79,7 +79,7 @@ class EngineConfig(Checked):
 
     policy        "auto", an OffloadPolicy, or a mapping of the fields that are fixed; the others are then chosen
     cache_rotation  "rotate" is a Hadamard transform; with "scale" keys are scaled by channel first, with "centre" after
-                  their mean has been taken from them, and the first token is also kept in 16 bits
+                  their mean has been taken from them, and the first token is kept as the newest are
     prefix_mem, prefix_dir, prefix_disk   a store of keys and values of prefixes that come back over blocks, calls and,
                   in a folder, processes; none without one of the first two
     trace         whether `LLM.timeline` has who was busy when, and memory over time
@@ -123,7 +123,7 @@ class EngineConfig(Checked):
     )
     cache_newest: Natural | None = option(
         None,
-        help="newest tokens that packed caches also keep in 16 bits",
+        help="newest tokens of which packed caches also keep what packing cost them, packed",
         unset="with --kv-bytes 40 times that, 4 to 16, else 0",
     )
     dequantize: bool = option(False, help="expand weights that the checkpoint has packed")

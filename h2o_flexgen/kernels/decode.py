@@ -55,7 +55,7 @@ class NativeAttend:
 
         rule: how slots of a ranking are compared; None: by their scores. With `packings` K and V are packed so, uint8
         (rows, kv_heads, capacity, bytes of a piece). exact: the rounding errors of the newest tokens, which each step
-        updates, and of the first; q, k and v are then in its dtype.
+        updates, and of the first.
         """
         if library() is None or len(rules) != size[0] or size[3] > MAX_DIM:
             raise ValueError(f"no kernel for {len(rules)} rules and a cache of {size}: see `available`")
@@ -151,8 +151,6 @@ class NativeAttend:
         if any(x.dtype != self._dtype for x in self._scales):
             raise ValueError(f"q is {self._dtype}, and keys are scaled in another dtype")
         if self._exact is not None:
-            if self._exact.lost.k.dtype != self._dtype:
-                raise ValueError(f"q is {self._dtype}, and the newest tokens are {self._exact.lost.k.dtype}")
             step.newest_at = self._exact.at
         required(self._kv, "no K and V are attached")
         if q.shape != (self._rows, heads, self._new[2]) or heads % self._new[1] or not k.shape == v.shape == self._new:

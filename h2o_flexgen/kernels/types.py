@@ -173,18 +173,18 @@ class RankRule(NamedTuple):
 
 class Exact:
     """The rounding errors of each row's newest tokens and its first: their keys and values, scaled as for packing,
-    less the packed ones. Steps see these tokens without these errors."""
+    less the packed ones, packed as these are. Steps see these tokens with no more than the errors of these errors."""
 
     def __init__(
-        self, newest: int, first: int, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+        self, newest: int, first: int, rows: int, heads: int, nbytes: Sequence[int], device: torch.device
     ) -> None:
-        """Of the last `newest` tokens, and behind them the `first` ones, none yet; size: (rows, kv_heads, d)."""
-        rows, heads, dim = size
+        """Of the last `newest` tokens, and behind them the `first` ones, none yet; nbytes: of a key and a value."""
         self.newest, self.at, self.count = newest, newest - 1, newest + first
         """How many are the newest, which of them came last (-1: there are none), and how many there are in all."""
-        shape = rows, heads, self.count, dim
-        self.lost = KeysValues(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
-        self.slots = torch.full(shape[:3], -1, dtype=torch.int32, device=device)
+        shape = rows, heads, self.count
+        self.lost = KeysValues(*(torch.zeros(*shape, each, dtype=torch.uint8, device=device) for each in nbytes))
+        """(rows, heads, count, bytes) uint8."""
+        self.slots = torch.full(shape, -1, dtype=torch.int32, device=device)
         """Where they lie, from the first slot of their row and head; -1: nowhere any more."""
 
 

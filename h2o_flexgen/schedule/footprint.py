@@ -220,8 +220,9 @@ def _record_bytes(block: BlockShape, layer: int) -> int:
     scales and means of keys, and the rounding errors of the newest tokens and the first."""
     request, split, heads = block.request, block.request.eviction.split, block.spec.heads_of(layer)
     kept = block.spec.cache_bits, block.spec.cache_rotation
-    vector, exact = heads.dim * block.size, block.spec.cache_newest + first_tokens(*kept)
-    beside = block.rows * heads.keys * (channel_numbers(*kept) * vector + exact * (2 * vector + 4))
+    exact, packings = block.spec.cache_newest + first_tokens(*kept), block.spec.packings_of(layer) or ()
+    each = 4 + sum(packing.nbytes for packing in packings)
+    beside = block.rows * heads.keys * (channel_numbers(*kept) * heads.dim * block.size + exact * each)
     beside = 0 if heads.joint else beside
     if request.budgets[layer].full or not request.slots[layer]:
         return beside if request.slots[layer] else 0

@@ -160,7 +160,7 @@ def test_long_packed_rows_are_those_of_their_numbers(dtype: torch.dtype, bits: t
     before, results = torch.get_num_threads(), []
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        exact = Exact(2, 1, (1, heads, d), dtype, CPU)
+        exact = Exact(2, 1, 1, heads, [each.nbytes for each in packings], CPU)
         exact.at = 0
         kernel = NativeAttend([in_order(slots)], (1, heads, slots, d), packings=packings, exact=exact)
         buffers = [pack(x, packing) for x, packing in zip(held, packings, strict=True)]
@@ -169,8 +169,8 @@ def test_long_packed_rows_are_those_of_their_numbers(dtype: torch.dtype, bits: t
         results.append((kernel.step(0, tuple(new), 0.3, probs=probs), probs))
     torch.set_num_threads(before)
     k, v = (expand(x, packing, torch.float32) for x, packing in zip(buffers, packings, strict=True))
-    k[:, :, -1] += exact.lost.k[:, :, 0].float()
-    v[:, :, -1] += exact.lost.v[:, :, 0].float()
+    for x, lost, packing in zip((k, v), exact.lost, packings, strict=True):
+        x[:, :, -1] += expand(lost[:, :, 0], packing, torch.float32)
     wanted = reference.decode_attention(
         new[0].float(), k, v, 0.3, torch.ones(1, heads, slots, dtype=torch.bool), True, None
     )
@@ -181,6 +181,46 @@ def test_long_packed_rows_are_those_of_their_numbers(dtype: torch.dtype, bits: t
     torch.testing.assert_close(
         results[0][0].float(), wanted.out, atol=1e-4 if dtype == torch.float32 else 4e-3, rtol=1e-2
     )
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("kept", "bits", "group", "soft_cap"),
+    pairs([1, 9, 16, 17, 40], [(8, 8), (4, 3), (4, 4), (8, 4)], [1, 3], [None, 2.0]),
+    ids=str,
+)
+def test_rounding_errors_count_for_tokens_that_have_them(
+    dtype: torch.dtype, kept: int, bits: tuple[int, int], group: int, soft_cap: float | None, threads: int
+) -> None:
+    """More than are taken at a time, some of them nowhere any more, of rows that differ in length."""
+    generator, counts, heads, d = torch_generator(kept), [50, 2100], 2, 80
+    packings = tuple(CachePacking(each, d) for each in bits)
+    size = len(counts), heads, max(counts), d
+    held = [torch.randn(size, generator=generator) for _ in "kv"]
+    new = [torch.randn(2, n, d, generator=generator).to(dtype) for n in (group * heads, heads, heads)]
+    exact = Exact(kept, 0, 2, heads, [each.nbytes for each in packings], CPU)
+    for lost, packing in zip(exact.lost, packings, strict=True):
+        lost.copy_(pack(0.3 * torch.randn(2, heads, kept, d, generator=generator), packing))
+    for row, head in product(range(2), range(heads)):
+        places = torch.randperm(counts[row], generator=generator)[:kept]
+        exact.slots[row, head] = places.masked_fill(torch.rand(kept, generator=generator) < 0.2, -1)
+    exact.at = kept // 2
+    kernel = NativeAttend([in_order(n) for n in counts], size, packings=packings, exact=exact)
+    buffers = [pack(x, packing) for x, packing in zip(held, packings, strict=True)]
+    kernel.attach(*buffers)
+    out = kernel.step(0, tuple(new), 0.3, soft_cap=soft_cap)
+    assert exact.slots[:, :, exact.at].tolist() == [[n - 1] * heads for n in counts]
+    for row, count in enumerate(counts):
+        k, v = (expand(x[row, :, :count], packing, torch.float32) for x, packing in zip(buffers, packings, strict=True))
+        for head, j in product(range(heads), range(kept)):
+            if (slot := int(exact.slots[row, head, j])) >= 0:
+                k[head, slot] += expand(exact.lost.k[row, head, j], packings[0], torch.float32)
+                v[head, slot] += expand(exact.lost.v[row, head, j], packings[1], torch.float32)
+        torch.testing.assert_close(k[:, -1], new[1][row].float(), atol=1e-3 if bits[0] == 8 else 4e-2, rtol=0)
+        seen = torch.ones(1, heads, count, dtype=torch.bool)
+        wanted = reference.decode_attention(new[0][row : row + 1].float(), k[None], v[None], 0.3, seen, True, soft_cap)
+        close = {"atol": 1e-4, "rtol": 1e-3} if dtype == torch.float32 else {"atol": 4e-3, "rtol": 1e-2}
+        torch.testing.assert_close(out[row : row + 1].float(), wanted.out, **close)
 
 
 @pytest.mark.parametrize("bits", [(8, 8), (4, 3), (4, 4)])
@@ -362,7 +402,7 @@ def test_packed_keys_are_centred_and_scaled_as_a_caller_would(dtype: torch.dtype
     kept = (k if mean is None else k - mean) * of
     packings, found = (CachePacking(4, d), CachePacking(3, d)), []
     for new in ((q, k, v), (asked, kept, v)):
-        exact = Exact(1, 0, (rows, heads, d), dtype, CPU)
+        exact = Exact(1, 0, rows, heads, [each.nbytes for each in packings], CPU)
         exact.at = 0
         kernel = NativeAttend([in_order(21)] * rows, (rows, heads, 21, d), packings=packings, exact=exact)
         held = [torch.randn(rows, heads, 21, d, generator=torch_generator(6)).to(dtype) for _ in "kv"]

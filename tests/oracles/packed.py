@@ -13,11 +13,14 @@ from h2o_flexgen.quant import dequantise, quantise
 from tests.oracles.eviction import EvictionOracle, Vector
 
 
-def rounded(vectors: Sequence[Vector], bits: int) -> list[list[float]]:
-    """The numbers that are left of each vector once it has been rotated and packed."""
+def rounded(vectors: Sequence[Vector], bits: int, twice: bool = False) -> list[list[float]]:
+    """The numbers that are left of each vector once it has been rotated and packed. twice: what that costs it is packed
+    as well."""
     rotation = walsh(len(vectors[0]))
-    turned = torch.tensor(vectors, dtype=torch.float64) @ rotation
-    left = dequantise(quantise(turned.float(), bits), torch.float32, bits)
+    turned = (torch.tensor(vectors, dtype=torch.float64) @ rotation).float()
+    left = dequantise(quantise(turned, bits), torch.float32, bits)
+    if twice:
+        left = left.double() + dequantise(quantise(turned - left, bits), torch.float32, bits)
     numbers: list[list[float]] = (left.double() @ rotation).tolist()
     return numbers
 
@@ -47,8 +50,8 @@ def rounding(
     oracle: type[EvictionOracle], bits: CacheBits, scaled: bool = False, newest: int = 0, centred: bool = False
 ) -> type[EvictionOracle]:
     """`oracle` with a cache of `bits`. Prompts attend to exact keys; what stays of them is rounded. A new token is
-    rounded before any query sees it, its own included, unless it is one of the `newest`. scaled: keys by channel before
-    all. centred: less their mean before that, and the first token is not rounded.
+    rounded before any query sees it, its own included. What rounding costs one of the `newest` is rounded, too, and
+    added. scaled: keys by channel before all. centred: less their mean before that, and the first token is as the newest.
     """
     if bits == 16:
         return oracle
@@ -67,26 +70,27 @@ def rounding(
             self.by = channel_scales(asked[-64:], last) if scaled else [1.0] * len(keys[0])
             known = len(keys) if len(self.keys) == len(keys) else self.budget.latest
             self.recent = len(keys) - min(newest, known)
-            self.round([position for position in self.keys if position < self.recent])
+            self.exact = {p: (self.keys[p], self.values[p]) for p in self.keys}
+            self.round([p for p in self.keys if p >= self.recent or (centred and p == 0)], twice=True)
+            self.round([p for p in self.keys if p < self.recent])
             return outputs
 
-        def round(self, positions: Sequence[int]) -> None:
-            positions = [p for p in positions if p or not centred]
+        def round(self, positions: Sequence[int], twice: bool = False) -> None:
+            positions = [p for p in positions if p or twice or not centred]
             if positions:
-                keys = self.scaled([self.keys[p] for p in positions])
-                values = rounded([self.values[p] for p in positions], each[1])
-                for p, key, value in zip(positions, keys, values, strict=True):
+                keys, values = zip(*(self.exact[p] for p in positions), strict=True)
+                found = self.scaled(keys, twice), rounded(values, each[1], twice)
+                for p, key, value in zip(positions, *found, strict=True):
                     self.keys[p], self.values[p] = key, value
 
-        def scaled(self, keys: Sequence[Vector]) -> list[list[float]]:
+        def scaled(self, keys: Sequence[Vector], twice: bool) -> list[list[float]]:
             by = list(zip(self.by, self.mean, strict=True))
-            held = rounded([[(x - m) * s for x, (s, m) in zip(key, by, strict=True)] for key in keys], each[0])
+            held = rounded([[(x - m) * s for x, (s, m) in zip(key, by, strict=True)] for key in keys], each[0], twice)
             return [[x / s + m for x, (s, m) in zip(key, by, strict=True)] for key in held]
 
         def step(self, queries: Sequence[Vector], key: Vector, value: Vector) -> list[list[float]]:
-            self.raw = key, value
-            if not newest:
-                key, value = self.scaled([key])[0], rounded([value], each[1])[0]
+            self.raw = self.exact[self.length] = key, value
+            key, value = self.scaled([key], newest > 0)[0], rounded([value], each[1], newest > 0)[0]
             self.round([p for p in self.keys if self.recent <= p <= self.length - newest])
             self.recent = max(self.recent, self.length - newest + 1)
             output: list[list[float]] = super().step(queries, key, value)

@@ -174,7 +174,7 @@ class RunRecord(Report, Throughput, Checked):
     """Matmul FLOPs of prefill and decode together."""
     peak_bytes: dict[str, int | None]
     kv_bytes: Natural
-    """Of keys and values in the largest block, with the newest tokens that packed caches also keep in 16 bits."""
+    """Of keys and values in the largest block, with what packing cost the newest tokens."""
     state_bytes: Natural = 0
     """Of states in the largest block, which short convolutions and recurrences keep of each row."""
     computed_prompt_tokens: int | None = None

@@ -19,7 +19,7 @@
 #include "vectors.h"
 #include "victims.h"
 
-enum { BLOCK = 32, FEW_BYTES = 1 << 15, AHEAD = 4096, PACKED_AHEAD = 1 << 14, MOST_VECTORS = 40 };
+enum { BLOCK = 32, FEW_BYTES = 1 << 15, AHEAD = 4096, PACKED_AHEAD = 1 << 14, MOST_VECTORS = 40, FEW = 2 * LANES };
 
 /* The rules that compare slots: by their scores, which add up the probabilities, are running means of them, inertiakv's,
    or count the queries that paid less than evenly, scissorhands'; by keydiff's differences of keys that are not packed; by
@@ -56,9 +56,9 @@ typedef struct {
     int64_t by;             /* the rule that compares ranked slots */
     float *squares;         /* as `score`, BY_STEADY: sums of squared probabilities beside the sums */
     const int64_t *scopes;  /* (rows): of how many, the steadiest, the one that goes is chosen */
-    /* Of packed keys and values, the rounding errors of the newest tokens and the first: */
+    /* Of packed keys and values, the rounding errors of the newest tokens and the first, packed as well: */
     int64_t exact, newest_at; /* how many; which of them the new token is, -1: none */
-    char *lost_k, *lost_v;    /* (rows, kv_heads, exact, dim), in the dtype of new ones */
+    uint8_t *lost_k, *lost_v; /* (rows, kv_heads, exact, bytes of a piece) */
     int32_t *lost_slots;      /* (rows, kv_heads, exact): where they lie; -1: nowhere any more */
     /* Of packed keys, in the dtype of new ones, (rows, kv_heads, dim): */
     const char *key_means;  /* subtracted from new keys; NULL: none */
@@ -207,16 +207,17 @@ INLINE Head begin(const Step *s, int64_t row, int64_t head, const Pieces *keys, 
     s->used[h.task] = h.slot;
     uint8_t *k = (uint8_t *)s->k + (h.base + h.slot) * kept_bytes(keys);
     uint8_t *v = (uint8_t *)s->v + (h.base + h.slot) * kept_bytes(values);
-    const int64_t lost = (h.task * s->exact + s->newest_at) * vector_bytes(keys), stays = s->exact && s->newest_at >= 0;
+    const int64_t lost = h.task * s->exact + s->newest_at, stays = s->exact && s->newest_at >= 0;
     const char *new_k = s->new_k.at + row * s->new_k.row + head * s->new_k.head;
     char scaled[MOST_DIM * sizeof(float)];
     if (keys->bits && s->key_scales) scaled_key(s, h.task, keys, new_k, scaled), new_k = scaled;
-    keep_vector(keys, new_k, k, stays ? s->lost_k + lost : NULL);
-    keep_vector(values, s->new_v.at + row * s->new_v.row + head * s->new_v.head, v, stays ? s->lost_v + lost : NULL);
+    keep_vector(keys, new_k, k, stays ? s->lost_k + lost * kept_bytes(keys) : NULL);
+    keep_vector(values, s->new_v.at + row * s->new_v.row + head * s->new_v.head, v,
+                stays ? s->lost_v + lost * kept_bytes(values) : NULL);
     return h;
 }
 
-/* Counts the new token among the newest, if these are kept exact; the token that its slot held before is forgotten. */
+/* Counts the new token among the newest, if their rounding errors are kept; the token that its slot held before is forgotten. */
 static void remember(const Step *s, const Head *h) {
     int32_t *slots = s->lost_slots + h->task * s->exact;
     for (int64_t j = 0; j < s->exact; j++) slots[j] = slots[j] == h->slot ? -1 : slots[j];
@@ -227,53 +228,6 @@ static void remember(const Step *s, const Head *h) {
 INLINE int64_t seen_at(const Step *s, const Head *h, int64_t j) {
     const int64_t slot = s->lost_slots[h->task * s->exact + j], i = slot - h->first;
     return slot >= 0 && i >= 0 && i < h->n ? i : -1;
-}
-
-/* Adds the rounding errors of exact tokens to the logits x (group, pitch) of queries that are `apart` bytes apart.
-   tanh(a + b) is (tanh a + tanh b) / (1 + tanh a tanh b). */
-static void mend_logits(const Step *s, const Head *h, const Pieces *keys, const char *q, int64_t apart, float *x) {
-    const int64_t bytes = vector_bytes(keys);
-    const int nv = (int)((bytes + VECTOR - 1) / VECTOR);
-    const char *k = s->lost_k + h->task * s->exact * bytes;
-    for (int64_t g = 0; g < s->group; g++, x += h->pitch, q += apart)
-        for (int64_t j = 0; j < s->exact; j++) {
-            float sums[LANES];
-            if (j % LANES == 0) {
-                const __m512 products = s->bf16 ? products_of(q, k + j * bytes, s->exact - j, s->dim, 1, nv)
-                                                : products_of(q, k + j * bytes, s->exact - j, s->dim, 0, nv);
-                _mm512_storeu_ps(sums, _mm512_mul_ps(products, _mm512_set1_ps((float)s->scale)));
-            }
-            const int64_t i = seen_at(s, h, j);
-            const float sum = sums[j % LANES];
-            if (i >= 0 && s->cap > 0) {
-                const float cap = (float)s->cap, a = x[i] / cap, b = tanhf(sum / cap);
-                x[i] = cap * (a + b) / (1 + a * b);
-            } else if (i >= 0) {
-                x[i] += sum;
-            }
-        }
-}
-
-/* The rounding errors of exact values, added up by the weights x of seen tokens. `beside` has room for whole vectors. */
-static void mend_values(const Step *s, const Head *h, const Pieces *values, const float *x, float *beside) {
-    const int64_t bytes = vector_bytes(values);
-    const char *lost = s->lost_v + h->task * s->exact * bytes;
-    for (int64_t d = 0; d < s->dim; d += LANES) _mm512_storeu_ps(beside + d, _mm512_setzero_ps());
-    for (int64_t first = 0; first < s->exact; first += LANES) {
-        const char *v[LANES];
-        float weight[LANES];
-        int count = 0;
-        for (int64_t j = first; j < least(first + LANES, s->exact); j++) {
-            const int64_t i = seen_at(s, h, j);
-            if (i >= 0) v[count] = lost + j * bytes, weight[count++] = x[i];
-        }
-        for (int64_t d = 0; d < s->dim; d += LANES) {
-            __m512 sum = _mm512_loadu_ps(beside + d);
-            for (int j = 0; j < count; j++)
-                sum = _mm512_fmadd_ps(_mm512_set1_ps(weight[j]), numbers_at(values, v[j], d), sum);
-            _mm512_storeu_ps(beside + d, sum);
-        }
-    }
 }
 
 /* Hides tokens that have left the window in the logits x (group, pitch). */
@@ -423,41 +377,85 @@ INLINE void packed_logits(const Step *s, const HeadStep *w, int64_t first, int64
     }
 }
 
+/* Adds to logits the rounding errors of exact tokens' keys. tanh(a + b) is (tanh a + tanh b) / (1 + tanh a tanh b). */
+INLINE void mend_logits(const Step *s, const HeadStep *w, const int digits) {
+    const Pieces keys = keys_of(s);
+    const Order order = order_of(&keys);
+    const uint8_t *lost = s->lost_k + w->h.task * s->exact * order.piece;
+    const float cap = (float)s->cap;
+    int32_t sums[s->group * MOST_DIGITS * LANES];
+    float products[s->group * LANES];
+    uint8_t rest[LANES * MOST_PIECE + HALF];
+    for (int64_t first = 0; first < s->exact; first += LANES, lost += LANES * order.piece) {
+        const int64_t left = s->exact - first;
+        products_with(&order, w->q, s->group, sixteen(&order, lost, left, rest), digits, sums, products, LANES);
+        for (int64_t j = 0; j < least(left, LANES); j++) {
+            const int64_t i = seen_at(s, &w->h, first + j);
+            for (int64_t g = 0; i >= 0 && g < s->group; g++) {
+                float *x = w->x + g * w->h.pitch + i;
+                const float more = products[g * LANES + j] * (float)s->scale, a = *x / cap, b = tanhf(more / cap);
+                *x = cap > 0 ? cap * (a + b) / (1 + a * b) : *x + more;
+            }
+        }
+    }
+}
+
 /* Numbers of scratch of `packed_mix`. */
 static int64_t packed_room(const Step *s, int64_t longest) {
     const Pieces values = values_of(s);
     const Order order = order_of(&values);
     return s->group * ((int64_t)sizeof(Mixture) / 4 + sums_of_codes(&order, MOST_DIGITS) * LANES) +
-           (2 + s->group) * order.groups * up(least(longest, PART), 2 * LANES);
+           (2 + s->group) * order.groups * up(least(most(longest, FEW), PART), 2 * LANES);
+}
+
+/* Adds to mixtures those of n values, of `left` that are there, by their probabilities x (group, `apart` from each other). */
+INLINE void mix_pieces(const Step *s, const Order *order, const uint8_t *v, int64_t n, int64_t left, const float *x, int64_t apart,
+                       const Path *path, Mixture *mixtures, const int digits) {
+    const int64_t group = s->group, sums = sums_of_codes(order, digits) * LANES, pitch = up(n, 2 * LANES);
+    int32_t *codes = (int32_t *)(mixtures + group);
+    float *lines = (float *)(codes + group * sums), *weights = lines + 2 * order->groups * pitch;
+    uint8_t rest[LANES * MOST_PIECE + HALF];
+    for (int64_t i = 0; i < n; i += LANES)
+        for (int64_t g = 0; g < order->groups; g++) {
+            __m512 scale, low;
+            lines_of(order, sixteen(order, v + i * order->piece, left - i, rest), g, &scale, &low);
+            _mm512_storeu_ps(lines + g * pitch + i, scale);
+            _mm512_storeu_ps(lines + (order->groups + g) * pitch + i, low);
+        }
+    memset(codes, 0, (size_t)(group * sums) * sizeof(int32_t));
+    for (int64_t g = 0; g < group; g++) {
+        mixtures[g].sums = codes + g * sums;
+        weights_of(order, x + g * apart, lines, n, pitch, digits, weights + g * order->groups * pitch, mixtures + g);
+    }
+    mix_packed(order, v, n, weights, pitch, group, digits, path, mixtures);
+    for (int64_t g = 0; g < group; g++) add_sums(order, digits, mixtures + g);
+}
+
+/* Adds to mixtures the rounding errors of exact tokens' values. */
+INLINE void mend_values(const Step *s, const Order *order, const HeadStep *w, Mixture *mixtures, const int digits) {
+    float x[s->group * FEW];
+    for (int64_t first = 0; first < s->exact; first += FEW) {
+        const int64_t n = least(FEW, s->exact - first);
+        memset(x, 0, sizeof x);
+        for (int64_t j = 0; j < n; j++) {
+            const int64_t i = seen_at(s, &w->h, first + j);
+            for (int64_t g = 0; i >= 0 && g < s->group; g++) x[g * FEW + j] = w->x[g * w->h.pitch + i];
+        }
+        const uint8_t *lost = s->lost_v + (w->h.task * s->exact + first) * order->piece;
+        mix_pieces(s, order, lost, n, s->exact - first, x, FEW, NULL, mixtures, digits);
+    }
 }
 
 INLINE void packed_mix(const Step *s, const HeadStep *w, int64_t first, int64_t n, float *mixed, float *room, const int digits) {
     const Pieces values = values_of(s);
     const Order order = order_of(&values);
-    const int64_t group = s->group, sums = sums_of_codes(&order, digits) * LANES, pitch = up(n, 2 * LANES);
     const uint8_t *v = (const uint8_t *)w->path.values + first * order.piece;
     Mixture *mixtures = (Mixture *)(void *)room;
-    int32_t *codes = (int32_t *)(mixtures + group);
-    float *lines = (float *)(codes + group * sums), *weights = lines + 2 * order.groups * pitch;
-    uint8_t rest[LANES * MOST_PIECE + HALF];
-    for (int64_t i = 0; i < n; i += LANES)
-        for (int64_t g = 0; g < order.groups; g++) {
-            __m512 scale, low;
-            lines_of(&order, sixteen(&order, v + i * order.piece, w->h.n - first - i, rest), g, &scale, &low);
-            _mm512_storeu_ps(lines + g * pitch + i, scale);
-            _mm512_storeu_ps(lines + (order.groups + g) * pitch + i, low);
-        }
-    for (int64_t g = 0; g < group; g++) {
-        mixtures[g].sums = codes + g * sums;
-        memset(mixtures[g].sums, 0, (size_t)sums * sizeof(int32_t));
-        memset(mixtures[g].y, 0, sizeof mixtures[g].y);
-        weights_of(&order, w->x + g * w->h.pitch + first, lines, n, pitch, digits, weights + g * order.groups * pitch, mixtures + g);
-    }
-    mix_packed(&order, v, n, weights, pitch, group, digits, &w->path, mixtures);
-    for (int64_t g = 0; g < group; g++) {
-        add_sums(&order, digits, mixtures + g);
+    for (int64_t g = 0; g < s->group; g++) memset(mixtures[g].y, 0, sizeof mixtures[g].y);
+    if (s->exact && !first) mend_values(s, &order, w, mixtures, digits);
+    mix_pieces(s, &order, v, n, w->h.n - first, w->x + first, w->h.pitch, &w->path, mixtures, digits);
+    for (int64_t g = 0; g < s->group; g++)
         memcpy(mixed + g * size_of_mixture(s), mixtures[g].y, (size_t)size_of_mixture(s) * sizeof(float));
-    }
 }
 
 /* Two digits of a query are enough where its results have eight bits. */
@@ -495,9 +493,9 @@ static HeadStep started(const Step *s, int64_t task, int64_t parts, float *memor
 
 /* Logits become exponentials. */
 static void weigh(const Step *s, const HeadStep *w) {
-    const Pieces keys = keys_of(s);
     const float *sinks = s->sinks ? s->sinks + w->h.head * s->group : NULL;
-    if (s->exact) mend_logits(s, &w->h, &keys, w->asked, w->apart, w->x);
+    if (s->exact && digits_of_query(s) == 2) mend_logits(s, w, 2);
+    if (s->exact && digits_of_query(s) == 3) mend_logits(s, w, 3);
     if (s->masks) hide(s, &w->h, w->x);
     for (int64_t g = 0; g < s->group; g++)
         w->sums[g] = exponentials(w->x + g * w->h.pitch, w->h.pitch, sinks ? sinks + g : NULL);
@@ -515,10 +513,9 @@ static void add_part(const Step *s, const HeadStep *w, int64_t part) {
 static void end(const Step *s, const HeadStep *w) {
     const Pieces values = values_of(s);
     for (int64_t g = 0; g < s->group; g++) {
-        float beside[MOST_DIM], *mixed = w->mixed + g * size_of_mixture(s);
+        float *mixed = w->mixed + g * size_of_mixture(s);
         char *out = s->out + (w->h.task * s->group + g) * vector_bytes(&values);
-        if (s->exact) mend_values(s, &w->h, &values, w->x + g * w->h.pitch, beside);
-        if (s->k_bits) bring_back(&values, mixed, 1.0f / w->sums[g], s->exact ? beside : NULL, out);
+        if (s->k_bits) bring_back(&values, mixed, 1.0f / w->sums[g], out);
         else write_out(out, mixed, w->sums[g], s->dim, s->bf16 != 0, (int)vectors_of(s));
     }
     settle(s, &w->h, w->x, w->sums, w->ranks);

@@ -319,7 +319,7 @@ INLINE void weight_digits(const float *w, float unit, const int digits, __m512i 
         digit[d] = _mm512_shuffle_epi8(whole, _mm512_broadcast_i32x4(_mm_set1_epi32(0x0C080400 + d * 0x01010101)));
 }
 
-/* Mixtures of n values, whose weights are w (group, groups, pitch). */
+/* Mixtures of n values, whose weights are w (group, groups, pitch). path: may be NULL. */
 INLINE void mix_packed(const Order *o, const uint8_t *values, int64_t n, const float *w, int64_t pitch, int64_t group,
                        const int digits, const Path *path, Mixture *to) {
     __m512i column[STAGE * 2 * COLUMNS], digit[STAGE * MOST_DIGITS];
@@ -331,7 +331,7 @@ INLINE void mix_packed(const Order *o, const uint8_t *values, int64_t n, const f
             for (int64_t b = 0; b < blocks; b++) {
                 const int64_t token = least(first + b * LANES, n - 1);
                 const uint8_t *at = values + token * o->piece;
-                if (t == o->stretch) fetch(path, (const char *)at - path->values + path->size, LANES * o->piece);
+                if (path && t == o->stretch) fetch(path, (const char *)at - path->values + path->size, LANES * o->piece);
                 at = sixteen(o, at, n - token, room);
                 if (o->bits == 3) whole_columns(at + t->at, at + t->upper, o->piece, column + b * 2 * COLUMNS);
                 else columns_of(at + t->at, o->piece, column + b * 2 * COLUMNS);
@@ -371,14 +371,11 @@ INLINE void add_sums(const Order *o, const int digits, Mixture *to) {
             }
 }
 
-/* A mixture times `share`, with `beside`, which is not transformed; may be NULL. */
-INLINE void bring_back(const Pieces *p, float *y, float share, const float *beside, char *out) {
+/* A mixture times `share`. */
+INLINE void bring_back(const Pieces *p, float *y, float share, char *out) {
     const __m512 by = _mm512_set1_ps(share);
     transform(p, y);
-    for (int64_t d = 0; d < p->dim; d += LANES) {
-        const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(y + d), by);
-        _mm512_storeu_ps(y + d, beside ? _mm512_fmadd_ps(_mm512_loadu_ps(beside + d), by, x) : x);
-    }
+    for (int64_t d = 0; d < p->dim; d += LANES) _mm512_storeu_ps(y + d, _mm512_mul_ps(_mm512_loadu_ps(y + d), by));
     store_numbers(p, y, out);
 }
 

@@ -108,7 +108,7 @@ void transform(const Pieces *p, float *x) {
     for (int64_t i = 0; i < p->dim; i += LANES) _mm512_storeu_ps(x + i, _mm512_mul_ps(_mm512_loadu_ps(x + i), by));
 }
 
-void keep_vector(const Pieces *p, const void *from, uint8_t *to, char *lost) {
+void keep_vector(const Pieces *p, const void *from, uint8_t *to, uint8_t *lost) {
     float x[MOST_DIM + 2 * LANES];
     if (!p->bits) {
         memcpy(to, from, (size_t)vector_bytes(p));
@@ -117,9 +117,7 @@ void keep_vector(const Pieces *p, const void *from, uint8_t *to, char *lost) {
     load_numbers(p, from, x);
     transform(p, x);
     pack(p, x, to);
-    if (!lost) return;
-    transform(p, x);
-    store_numbers(p, x, lost);
+    if (lost) pack(p, x, lost);
 }
 
 /* Numbers of a vector in steps of 32, and the rest one by one. Of 4 bits the values of a group are computed, and codes pick

@@ -36,9 +36,9 @@ INLINE void load_numbers(const Pieces *p, const char *from, float *to) {
     for (int64_t d = 0; d < p->dim; d += LANES) _mm512_storeu_ps(to + d, numbers_at(p, from, d));
 }
 
-/* One vector of numbers as it is kept; where it is no piece, as it is. Packed, what that has cost it goes to `lost`, which
-   may be NULL. */
-void keep_vector(const Pieces *p, const void *from, uint8_t *to, char *lost);
+/* One vector of numbers as it is kept; where it is no piece, as it is. Packed, what that has cost it goes to `lost`, a
+   piece as well, which may be NULL. */
+void keep_vector(const Pieces *p, const void *from, uint8_t *to, uint8_t *lost);
 
 /* Numbers of `count` vectors whose pieces lie one after the other, transformed as they are kept. */
 void expand_pieces(const Pieces *p, const uint8_t *from, int64_t count, void *to);
