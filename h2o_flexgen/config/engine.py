@@ -27,9 +27,8 @@ BITS = (16, 8, 4)
 Bits = Annotated[int, partial(one_of, allowed=BITS)]
 Dtype = Annotated[str, partial(one_of, allowed=("auto", *DTYPES))]
 LARGEST_GROUP = 1024
-NEWEST, LEAST_NEWEST, MOST_NEWEST = 40, 4, 16
-"""Times the share of bytes that is a cache's budget, at least and at most: of as many tokens it keeps the errors, too.
-Queries look at what is near most of all; a small budget cannot afford many."""
+NEWEST = 16
+"""Tokens of which caches with a budget in bytes keep the packing errors, too: queries look at what is near most of all."""
 FEW = (4, 3)
 """Bits of its keys and values, unless asked for, where heads allow that: values bear more rounding than keys do."""
 POLICY_FIELDS = frozenset(item.name for item in dataclasses.fields(OffloadPolicy))
@@ -124,7 +123,7 @@ class EngineConfig(Checked):
     cache_newest: Natural | None = option(
         None,
         help="newest tokens of which packed caches also keep what packing cost them, packed",
-        unset="with --kv-bytes 40 times that, 4 to 16, else 0",
+        unset="16 with --kv-bytes, else 0",
     )
     dequantize: bool = option(False, help="expand weights that the checkpoint has packed")
     device: Device = option("auto", help="auto, cpu, cuda")
@@ -237,14 +236,13 @@ class EngineConfig(Checked):
 
     def caching(self, spec: ModelSpec) -> ModelSpec:
         """`spec`, as caches keep its keys and values. UsageError where they cannot."""
-        share, bits, newest = self.eviction.bytes, self.cache_bits, self.cache_newest
-        by_bytes = share is not None
+        by_bytes, bits, newest = self.eviction.bytes is not None, self.cache_bits, self.cache_newest
         if not spec.keeps_caches:
             if bits == 16:
                 return spec
             raise UsageError(f"cache_bits is {bits} for {spec.name}, which runs row by row", "needed 16")
         if newest is None:
-            newest = 0 if share is None else min(max(round(NEWEST * share), LEAST_NEWEST), MOST_NEWEST)
+            newest = NEWEST if by_bytes else 0
         dims = [spec.heads_of(layer).dim for layer in range(spec.num_layers) if spec.attends(layer)]
         if by_bytes and bits == 16 and dims:  # which by bytes are the same as by tokens
             bits = FEW[0] if any(dim % 16 for dim in dims) else FEW

@@ -214,7 +214,7 @@ class EvictionConfig(Checked, KeptAsJson):
             raise UsageError(
                 f"--kv-bytes {share!r} of a sequence of {length} tokens is {math.floor(room) + beside:,} bytes",
                 f"needed {kept + beside:,}, {beside:,} of them for what packing cost the newest tokens",
-                "lower --cache-newest (0: none), raise --kv-bytes beyond 0.4, or give the budget in tokens: --hh-ratio",
+                "lower --cache-newest (0: none), raise --kv-bytes, or give the budget in tokens: --hh-ratio",
             )
         for most, each, _ in self.window_bytes:
             if asked > most:  # which these layers do not take: others may

@@ -167,8 +167,8 @@ def test_values_of_three_bits(tmp_path: Path, history: History) -> None:
         llm.generate(prompts_of([30]), **SETTINGS)
         assert llm.model.spec.cache_bits == (4, 3)
         assert llm.last_record.quantization["cache"]["bits"] == [4, 3]
-        plain, lost = 2 * 16 * 2, (16 + 1) * 2 * 16 * 2
-        assert llm.last_record.eviction["budget"] == int((0.5 * 39 * plain - 2 * 2 * 16 - lost) / (8 + 4 + 6 + 4))
+        plain, token = 2 * 16 * 2, 8 + 4 + 6 + 4
+        assert llm.last_record.eviction["budget"] == int((0.5 * 39 * plain - 2 * 2 * 16 - (16 + 1) * token) / token)
 
 
 def test_bits_that_there_are_not(checkpoint) -> None:
@@ -189,14 +189,14 @@ def test_a_share_of_bytes_is_filled_with_packed_tokens(checkpoint) -> None:
             assert spec.cache_bits == (4 if bits == 16 else bits), "heads of 8 numbers take no 3 bits"
     lengths, plain = [30 + NEW, 41 + NEW], 2 * spec.head_dim * 2
     for name, token in (("bytes", spec.head_dim + 8), ("bytes, 8 and 4", spec.head_dim * 12 // 8 + 8)):
-        beside = 2 * 2 * spec.head_dim + plain  # scales and means, and the first token
+        beside = 2 * 2 * spec.head_dim + token  # scales and means, and what packing cost the first token
         totals = [int((0.3 * length * plain - beside) / token) for length in lengths]
         assert found[name][1].eviction["budget"] == totals
         assert found[name][1].quantization["cache"]["bits"] == (4 if name == "bytes" else [8, 4])
     assert totals != lengths
     assert found["whole"][1].eviction["budget"] == lengths
     token = spec.head_dim + 8
-    totals = [int((0.6 * length * plain - beside - 16 * plain) / token) for length in lengths]
+    totals = [int((0.6 * length * plain - 2 * 2 * spec.head_dim - 17 * token) / token) for length in lengths]
     assert found["newest"][1].eviction["budget"] == totals
     assert found["newest"][1].quantization["cache"]["newest"] == 16
     eviction = EvictionConfig("h2o", budget=found["bytes"][1].eviction["budget"][0])
@@ -210,7 +210,7 @@ def test_keys_are_centred_by_itself_where_only_tokens_have_logits(
     name: str, rotation: str, impl: str, checkpoint
 ) -> None:
     with Engine(checkpoint(name)[1], model_impl=impl, eviction=EvictionConfig("h2o", bytes=0.2)) as llm:
-        assert (llm.model.spec.cache_rotation, llm.model.spec.cache_newest) == (rotation, 8)
+        assert (llm.model.spec.cache_rotation, llm.model.spec.cache_newest) == (rotation, 16)
 
 
 def test_shares_of_bytes_that_there_are_not() -> None:
