@@ -28,7 +28,7 @@ Bits = Annotated[int, partial(one_of, allowed=BITS)]
 Dtype = Annotated[str, partial(one_of, allowed=("auto", *DTYPES))]
 LARGEST_GROUP = 1024
 NEWEST = 16
-"""Tokens of which caches with a budget in bytes keep the packing errors, too: queries look at what is near most of all."""
+"""Tokens of which caches with a budget in bytes keep the packing errors, too: queries look at what is near most."""
 FEW = (4, 3)
 """Bits of its keys and values, unless asked for, where heads allow that: values bear more rounding than keys do."""
 POLICY_FIELDS = frozenset(item.name for item in dataclasses.fields(OffloadPolicy))

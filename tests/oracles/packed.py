@@ -51,7 +51,7 @@ def rounding(
 ) -> type[EvictionOracle]:
     """`oracle` with a cache of `bits`. Prompts attend to exact keys; what stays of them is rounded. A new token is
     rounded before any query sees it, its own included. What rounding costs one of the `newest` is rounded, too, and
-    added. scaled: keys by channel before all. centred: less their mean before that, and the first token is as the newest.
+    added. scaled: keys by channel before all. centred: less their mean before that; the first token is as the newest.
     """
     if bits == 16:
         return oracle
