@@ -7,6 +7,7 @@ itself as it goes; lengths of answers from `max_tokens`, a sample, or the answer
 from __future__ import annotations
 
 import time
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -196,6 +197,15 @@ class Meter:
             self.seconds += now - self._then
         self._then, self._waiting = now, 0
 
+    def pause(self, seconds: float) -> None:
+        """So many seconds went by that are no part of a request's."""
+        self._begun += seconds if self._begun else 0.0
+
+    @property
+    def elapsed(self) -> float | None:
+        """Seconds since the first token was told of, without pauses; None before."""
+        return time.monotonic() - self._begun if self._begun else None
+
     def pass_over(self, tokens: int) -> None:
         """A sequence has ended, so many tokens before it had to."""
         self._passed_over += tokens
@@ -238,6 +248,11 @@ class Forecast:
     answers: Lengths = field(default_factory=Lengths)
     _done: int = 0
     _new: int = 0
+    _expected: int = 0
+    _seen: array[float] = field(default_factory=lambda: array("d"))
+    """The prompt tokens of each sequence that was ever expected, and those that it may generate."""
+    _read: tuple[int, float] = 0, 0.0
+    """Requests that a job has read, and the seconds that it took."""
     _told: list[tuple[float, Percentiles]] = field(default_factory=list)
     """Of the whole job, after so many seconds."""
 
@@ -251,15 +266,22 @@ class Forecast:
 
     def expect(self, line: int, rows: Iterable[Row | ToCome]) -> None:
         self.rows[line] = list(rows)
+        self._expected += 1
+        for row in self.rows[line]:
+            self._seen.extend((row.prompt_tokens, row.max_new_tokens))
+
+    def read(self, requests: int, seconds: float) -> None:
+        """So many requests are read in all; for so long some of these were."""
+        self._read = requests, self._read[1] + seconds
+        self.meter.pause(seconds)
 
     def end(self, row: Row | ToCome, left: int) -> None:
         """A sequence is finished, so many tokens before it had to be."""
         self.meter.pass_over(left)
         self.answers.add(len(row.token_ids), row.max_new_tokens)
-        self._new += len(row.token_ids)
 
     def finish(self, line: int) -> None:
-        self.rows.pop(line, None)
+        self._new += sum(len(row.token_ids) for row in self.rows.pop(line, ()))
         self._done += 1
 
     def left(self, elapsed: float) -> Percentiles | None:
@@ -273,7 +295,9 @@ class Forecast:
         left = max(0, self.requests - self._done)
         if not left:
             return Percentiles(0.0, 0.0, 0.0)
-        pace = replace(pace, first=pace.first if not self._done else 0.0)
+        read, took = self._read
+        still = max(0, self.requests - read) * took / max(1, read)
+        pace = replace(pace, first=still if self._done else pace.first)
         seconds = self._draws(pace, self.lengths + self.answers if known else Lengths(), left)[0]
         share = elapsed / max(1e-9, elapsed + float(np.median(seconds)))
         spread = _LEFT_OVER + (pace.spread - _LEFT_OVER) * (1 - share)
@@ -325,9 +349,12 @@ class Forecast:
         return pace and replace(pace, first=0.0, spread=OF_PLAN)
 
     def _paced(self, elapsed: float) -> Pace | None:
-        measured = self.meter.pace(self._done) if self._done >= min(LEAST, self.requests / 4) else None
-        if measured is None and self.pace is None and self._done >= LEAST:  # nobody tells of steps
-            measured = Pace(0.0, 0.0, elapsed / max(1, self._new))
+        # Many may finish in one step: those that are not written yet count, too.
+        ready = self._done + sum(all(row.finished for row in rows) for rows in self.rows.values() if rows)
+        measured = self.meter.pace(ready) if self._done >= min(LEAST, self.requests / 4) else None
+        if measured is None and self.pace is None and self._done >= LEAST:  # too few steps
+            new = self._new + sum(len(row.token_ids) for rows in self.rows.values() for row in rows)
+            measured = Pace(0.0, 0.0, (self.meter.elapsed or elapsed) / max(1, new))
         if measured is None:
             return self.pace
         if self.pace is None:
@@ -342,16 +369,19 @@ class Forecast:
     def _draws(self, pace: Pace, lengths: Lengths, requests: int) -> tuple[Array, Array]:
         """(draws,): seconds, by a pace that is right, and new tokens, of `requests` that are not finished."""
         random = np.random.default_rng(0)
-        known = [row for rows in self.rows.values() for row in rows if not row.finished] or [ToCome(1, 1)]
-        numbers = ((row.prompt_tokens, row.max_new_tokens, len(row.token_ids)) for row in known)
-        every = np.array(list(numbers), dtype=np.float64)
-        count = len(known) * requests / max(1, len(self.rows))
+        known = [row for rows in self.rows.values() for row in rows if not row.finished]
+        numbers = [(row.prompt_tokens, row.max_new_tokens, len(row.token_ids)) for row in known]
+        every = np.array(numbers, dtype=np.float64).reshape(-1, 3)
         running, waiting = every[every[:, 2] > 0], every[every[:, 2] == 0]
-        count = max(len(waiting), count - len(running))
-        prompts = count * float(waiting[:, 0].mean()) if len(waiting) else 0.0
-        looked_at = max(_MOST_ROWS, 4 * self.slots)
-        some = random.choice(waiting, looked_at, replace=False) if len(waiting) > looked_at else waiting
-        some = some[np.lexsort((-some[:, 0], -some[:, 1]))]  # as they are run
+        # Those that are not read yet are like all that were: of a window that was read the shortest wait longest.
+        seen = np.array([*self._seen] or [1, 1]).reshape(-1, 2)
+        unread = max(0, requests - len(self.rows)) * len(seen) / max(1, self._expected)
+        count = len(waiting) + unread
+        prompts = waiting[:, 0].sum() + unread * seen[:, 0].mean()
+        looked_at = min(int(np.ceil(count)), max(_MOST_ROWS, 4 * self.slots))
+        of_unread = round(looked_at * unread / max(1, count))
+        some = np.concatenate([_spread(waiting[:, :2], looked_at - of_unread), _spread(seen, of_unread)])
+        some = np.pad(some[np.lexsort((-some[:, 0], -some[:, 1]))], ((0, 0), (0, 1)))  # as they are run
         rows, more = np.concatenate([running, some]), count / max(1, len(some))
         left = lengths.drawn(rows[:, 2], rows[:, 1], random) - rows[:, 2]
         first, rest = left[:, : len(running)], left[:, len(running) :]
@@ -359,6 +389,11 @@ class Forecast:
         steps = block_steps(first, rest, self.slots, more)
         seconds = pace.first + pace.request * requests + pace.prompt * prompts + pace.step * steps + pace.token * tokens
         return seconds, tokens
+
+
+def _spread(rows: Array, count: int) -> Array:
+    """`count` of `rows` (n, 2), evenly spread over these."""
+    return rows[np.arange(count) * len(rows) // max(1, count)]
 
 
 def seconds_text(told: Percentiles) -> str:

@@ -127,13 +127,16 @@ class Job:
 
     def run(self) -> Summary:
         """All that is left to do. PlanError where not even the shortest request fits."""
-        started, checked = time.monotonic(), False
+        started = begun = time.monotonic()
         for window in self._windows():
-            if not checked:
+            if begun == started:
                 self.engine.plan(Workload(1, 1, 1))
-                checked = True
+            if self.forecast is not None:
+                read = self.summary.ok + self.summary.failed + len(window)
+                self.forecast.read(read, time.monotonic() - begun)
             self._run(window)
-            self.summary.seconds = time.monotonic() - started
+            begun = time.monotonic()
+            self.summary.seconds = begun - started
         self.results.sync()
         self.summary.seconds = time.monotonic() - started
         return self.summary

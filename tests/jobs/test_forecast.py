@@ -59,18 +59,18 @@ def drawn(random: np.random.Generator, count: int, most: int) -> list[Running]:
 
 
 def made_up(job: Forecast, requests: list[Running], clock: Clock, told: Callable[[], None], true: Pace = TRUE) -> float:
-    """Runs requests in a block of SLOTS rows, at the true pace, which others join once a quarter is free. Seconds.
+    """Runs requests in a block of the job's slots, at the true pace, which others join once a quarter is free. Seconds.
 
     Progress is told as the engine does: a sequence that is finished counts all that it might have had.
     """
     begun, waiting, rows = clock.now, list(enumerate(requests)), list[tuple[int, Running]]()
-    prompts = over = 0
+    prompts, over, slots = 0, 0, job.slots
     meter, in_all = job.meter, sum(row.max_new_tokens for row in requests)
     for line, row in waiting:
         job.expect(line, [row])
     while waiting or rows:
         meter("generating", over + sum(len(row.token_ids) for _, row in rows), in_all)
-        for _ in range(SLOTS - len(rows) if 4 * len(rows) <= 3 * SLOTS else 0):
+        for _ in range(slots - len(rows) if 4 * len(rows) <= 3 * slots else 0):
             if waiting:
                 rows.append(waiting.pop(0))
                 prompts += rows[-1][1].prompt_tokens
@@ -129,6 +129,39 @@ def test_ranges_hold_and_narrow(monkeypatch: pytest.MonkeyPatch, known: str) -> 
     assert at_half >= 4
     # A plan without a sample takes answers to be as long as they may.
     assert inside >= (4 if known != "plan" else 0)
+
+
+def test_requests_that_are_not_read_yet_are_like_all_that_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window's longest run first: at its end only short ones are known that wait. And it takes time to read one."""
+    clock, random = Clock(), np.random.default_rng(7)
+    monkeypatch.setattr(module, "time", clock)
+    job, begun, told = Forecast(400, SLOTS), clock.now, list[tuple[float, Percentiles | None]]()
+
+    def tell() -> None:
+        told.append((clock.now - begun, job.left(clock.now - begun)))
+
+    for window in range(1, 5):
+        most = sorted((int(each) for each in random.integers(1, 41, 100)), reverse=True)
+        clock.now += 100 * 0.02
+        job.read(100 * window, 100 * 0.02)
+        made_up(job, [Running(20, each, each) for each in most], clock, tell)
+    took = clock.now - begun
+    for elapsed, left in told[40:360]:
+        assert left is not None
+        assert elapsed + left.middle == pytest.approx(took, rel=0.1)
+
+
+def test_a_block_that_ends_at_once_after_few_steps_is_no_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first twenty of its answers are told while the others are finished, too."""
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    for length in (3, 9):
+        job, begun = Forecast(2048, 256), clock.now
+        clock.now += 60  # weights are loaded
+        requests = [Running(20, length, length) for _ in range(job.requests)]
+        made_up(job, requests, clock, lambda job=job, begun=begun: job.note(clock.now - begun))  # type: ignore[misc]
+        assert job.first is not None
+        assert job.first.middle == pytest.approx(clock.now - begun, rel=0.2)
 
 
 def test_the_pace_is_found_out_from_steps(monkeypatch: pytest.MonkeyPatch) -> None:
