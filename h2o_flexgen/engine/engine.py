@@ -197,9 +197,10 @@ class Engine(Closing):
     def run(self, rows: list[Sequence]) -> Iterator[tuple[Sequence, RequestOutput]]:
         """Runs the sequences of one or more requests from `read`; yields each with its result as soon as it is
         finished. Sequences of `late` take the places of finished ones meanwhile, and their results go there."""
-        late = self.late
+        late, given = self.late, [rows]
+        del rows  # as in the call below
         try:
-            for row in self._run(rows, late):
+            for row in self._run(given.pop(), late):
                 output = self._output(row)
                 if late is None or not late.finished(row, output):
                     yield row, output

@@ -349,7 +349,7 @@ class Forecast:
         return pace and replace(pace, first=0.0, spread=OF_PLAN)
 
     def _paced(self, elapsed: float) -> Pace | None:
-        # Many may finish in one step: those that are not written yet count, too.
+        # Requests that finish in one step are written one after another: all of them count.
         ready = self._done + sum(all(row.finished for row in rows) for rows in self.rows.values() if rows)
         measured = self.meter.pace(ready) if self._done >= min(LEAST, self.requests / 4) else None
         if measured is None and self.pace is None and self._done >= LEAST:  # too few steps
@@ -373,7 +373,7 @@ class Forecast:
         numbers = [(row.prompt_tokens, row.max_new_tokens, len(row.token_ids)) for row in known]
         every = np.array(numbers, dtype=np.float64).reshape(-1, 3)
         running, waiting = every[every[:, 2] > 0], every[every[:, 2] == 0]
-        # Those that are not read yet are like all that were: of a window that was read the shortest wait longest.
+        # Requests that are not read yet are like all that were: of a window the shortest wait longest.
         seen = np.array([*self._seen] or [1, 1]).reshape(-1, 2)
         unread = max(0, requests - len(self.rows)) * len(seen) / max(1, self._expected)
         count = len(waiting) + unread

@@ -55,6 +55,9 @@ class OpenRequest:
     rows: list[list[Row]]
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.sequences = sum(map(len, self.rows))
+
     @property
     def waiting(self) -> list[Row]:
         return [row for each in self.rows for row in each if row.row_id not in self.outputs]
@@ -176,15 +179,14 @@ class Job:
 
     def _run(self, window: Sequence[OpenRequest]) -> None:
         """Answers all of `window`. Requests that do not fit into memory together are tried in halves."""
-        waiting = [(row, task) for task in window for row in task.waiting]
-        owners = {row.row_id: task for row, task in waiting}
+        owners = {row.row_id: task for task in window for row in task.waiting}
         try:
-            for row, output in self.engine.run([row for row, _ in waiting]):
+            for row, output in self.engine.run([row for task in window for row in task.waiting]):
                 task = owners.pop(row.row_id)
                 task.outputs[row.row_id] = output
                 if self.forecast is not None:
                     self.forecast.end(row, row.remaining)
-                if not task.waiting:
+                if len(task.outputs) == task.sequences:
                     self._finish(task)
         except PlanError as error:
             left = sorted({id(task): task for task in owners.values()}.values(), key=lambda task: task.tokens)
@@ -205,6 +207,7 @@ class Job:
         self.summary.prompt_tokens += sum(len(each[0].prompt_ids) for each in outputs if each)
         self.summary.generated_tokens += sum(len(output.token_ids) for each in outputs for output in each)
         self._write(task.record, answer, bad)
+        task.rows, task.outputs = [], {}  # log-probabilities of a whole window are gigabytes
 
     def _refuse(self, record: Record, why: Refused) -> None:
         self._write(record, self.format.refusal(record, why), True)

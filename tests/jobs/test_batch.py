@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from transformers.generation.logits_process import SequenceBiasLogitsProcessor
 
 from h2o_flexgen import LLM, EvictionConfig, Prompt, SamplingParams
-from h2o_flexgen.engine.requests.sequence import Fault, RequestOutput
+from h2o_flexgen.cli.progress import JobProgress
+from h2o_flexgen.engine.requests.sequence import Fault, RequestOutput, Sequence
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.jobs.requests import Refused
 from h2o_flexgen.jobs.source import Source
@@ -251,6 +255,27 @@ def test_each_request_may_have_a_schema_of_its_own(tmp_path: Path, model: Path, 
         if schema is not None:
             assert choice["finish_reason"] == "stop"
             jsonschema.validate(json.loads(choice["text"]), schema)
+
+
+def test_answers_that_are_written_are_forgotten(
+    tmp_path: Path, model: Path, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probabilities of all answers of a window would be gigabytes; so would a bias as long as the vocabulary for
+    each of its requests."""
+    alive = list[Counter[type]]()
+
+    def finished(self: JobProgress, now: int, failed: int) -> None:
+        if now == 40:
+            alive.append(Counter(type(each) for each in gc.get_objects()))
+
+    monkeypatch.setattr(JobProgress, "finished", finished)
+    bodies = [{"prompt": "abc", "logprobs": 2, "max_tokens": 2, "logit_bias": {i: 1}} for i in range(48)]
+    file = write(tmp_path / "in.jsonl", *(request(f"r{i}", body) for i, body in enumerate(bodies)))
+    assert batch("-i", file, "-o", tmp_path / "out.jsonl", "--model", model, "--gpu-batch-size", 4).code == 0
+    (counts,) = alive
+    assert counts[Sequence] <= 16, "eight wait"
+    assert counts[RequestOutput] <= 8
+    assert counts[SequenceBiasLogitsProcessor] <= 8
 
 
 @pytest.mark.parametrize(

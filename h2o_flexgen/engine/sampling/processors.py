@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -36,8 +37,8 @@ class LogitsStep(NamedTuple):
     apply: Processor
 
 
-Made = dict[tuple[Any, ...], LogitsStep]
-"""Processors that depend on settings alone, which serve many rows: some hold a bias as large as the vocabulary."""
+Made = WeakValueDictionary[tuple[Any, ...], Any]
+"""Processors that rows with equal settings share, as long as one runs: some hold a bias as large as the vocabulary."""
 
 
 def make(name: str, *args: Any, **options: Any) -> LogitsStep:
@@ -223,13 +224,14 @@ def _corrections(row: Sequence, context: list[int], made: Made, device: torch.de
     params, given = row.params, len(context)
     eos = sorted(token for token in row.eos if token >= 0)
 
-    def shared(name: str, *args: Any, **options: Any) -> LogitsStep:
-        key = name, params, row.eos, device
-        return made.get(key) or made.setdefault(key, make(name, *args, **options))
+    def shared(name: str, settings: Any, *args: Any, **options: Any) -> LogitsStep:
+        key = name, settings, row.eos, device
+        made[key] = apply = made.get(key) or make(name, *args, **options).apply
+        return LogitsStep(name, apply)
 
     if params.sequence_bias:
         bias = {word: float(value) for word, value in params.sequence_bias}
-        yield shared("SequenceBiasLogitsProcessor", sequence_bias=bias)
+        yield shared("SequenceBiasLogitsProcessor", params.sequence_bias, sequence_bias=bias)
     prompt = torch.tensor([context], device=device)
     if params.encoder_repetition_penalty != 1.0:
         penalty = float(params.encoder_repetition_penalty)
@@ -245,7 +247,7 @@ def _corrections(row: Sequence, context: list[int], made: Made, device: torch.de
         yield make("EncoderNoRepeatNGramLogitsProcessor", params.encoder_no_repeat_ngram_size, prompt)
     # An eos alone is no bad word: it is what ends the sequence.
     if bad := [list(word) for word in params.bad_words_ids if word not in {(token,) for token in eos}]:
-        yield shared("NoBadWordsLogitsProcessor", bad)
+        yield shared("NoBadWordsLogitsProcessor", params.bad_words_ids, bad)
     if params.min_new_tokens and eos:
         until = given + params.min_new_tokens
         yield LogitsStep("MinNewTokensLengthLogitsProcessor", partial(forbid, torch.tensor(eos, device=device), until))
@@ -262,7 +264,8 @@ def _corrections(row: Sequence, context: list[int], made: Made, device: torch.de
     if params.exponential_decay_length_penalty is not None and eos:
         yield make("ExponentialDecayLengthPenalty", params.exponential_decay_length_penalty, eos, given)
     if params.suppress_tokens:
-        yield shared("SuppressTokensLogitsProcessor", params.suppress_tokens, device=str(device))
+        barred = params.suppress_tokens
+        yield shared("SuppressTokensLogitsProcessor", barred, barred, device=str(device))
     if params.begin_suppress_tokens:
         begin = given + (given == 1 and params.forced_bos_token_id is not None)
         yield make("SuppressTokensAtBeginLogitsProcessor", params.begin_suppress_tokens, begin, device=str(device))

@@ -30,7 +30,7 @@ class Sampler:
 
     def __init__(self, decode: Decode | None = None) -> None:
         self._decode = decode
-        self._made: Made = {}
+        self._made = Made()
         self._groups: dict[Usual, Group] = {}
         self._started: float | None = None
 
