@@ -51,8 +51,7 @@ class GpuBatch:
         self._host_numbers = torch.empty(0)
         self._next: list[int] = []  # position of each row's next token
         self._planned: list[int] = []
-        self._angles: dict[tuple[int, torch.dtype], Angles] = {}
-        self._growths: dict[tuple[int, torch.dtype], Tensor | None] = {}
+        self._angles: dict[tuple[int, torch.dtype], tuple[Angles, Tensor | None]] = {}
         self._numbers = torch.empty(0)
         self._positions = self._lengths = self._totals = self._numbers
         self.go_on()
@@ -160,24 +159,17 @@ class GpuBatch:
     def forget_angles(self) -> None:
         """Drops angles of another step, or of a failed recording."""
         self._angles.clear()
-        self._growths.clear()
 
-    def angles(self, rotary: Rotary, dtype: torch.dtype) -> Angles:
-        """The angles of `rotary` for this step's tokens, made once per step; with rolling positions those of the
-        prompts only."""
+    def angles(self, rotary: Rotary, dtype: torch.dtype) -> tuple[Angles, Tensor | None]:
+        """The angles of `rotary` for this step's tokens, with rolling positions those of the prompts only, and the
+        factors of its queries, see `Rotary.growth`; made once per step."""
         key = (id(rotary), dtype)
         if key not in self._angles:
             first = self.decoding if self.rolling else 0
             lengths = self._totals if rotary.spec.recomputed else self._lengths
-            self._angles[key] = rotary.angles(self._positions[first:], lengths[first:], dtype)
+            angles = rotary.angles(self._positions[first:], lengths[first:], dtype)
+            self._angles[key] = angles, rotary.growth(self._positions, dtype)
         return self._angles[key]
-
-    def growth(self, rotary: Rotary, dtype: torch.dtype) -> Tensor | None:
-        """Factors for this step's queries, see `Rotary.growth`; made once per step."""
-        key = (id(rotary), dtype)
-        if key not in self._growths:
-            self._growths[key] = rotary.growth(self._positions, dtype)
-        return self._growths[key]
 
     def rows_at(self) -> Iterator[tuple[slice, list[Sequence]]]:
         """Spans of `hidden`, and the rows whose tokens they hold."""

@@ -434,14 +434,14 @@ class Executor:
             )
         of_rows = of_prompts = table = growth = None
         if rotary is not None:
-            growth = gpu_batch.growth(rotary, dtype)
+            angles, growth = gpu_batch.angles(rotary, dtype)
             if not self._rolling:
-                of_rows = angles = gpu_batch.angles(rotary, dtype)
+                of_rows = angles
                 if prompts is not None:
                     of_rows, of_prompts = Angles(*(x[:rows] for x in angles)), Angles(*(x[rows:] for x in angles))
             else:
                 table = None if cache.rows is None else self._table(rotary, cache.rows.device, dtype)
-                of_prompts = None if prompts is None else gpu_batch.angles(rotary, dtype)
+                of_prompts = None if prompts is None else angles
         again = self._sources[layer] != layer
         return TickAttention(logits, cache.rows, prompts, of_rows, of_prompts, table, growth, again=again)
 
@@ -467,8 +467,7 @@ def _passes(decoder: Decoder) -> Passes | None:
     from h2o_flexgen.engine.execution.passes import Passes, RowPasses
     from h2o_flexgen.models.hf.decoder import ModuleDecoder
 
-    if not isinstance(decoder, ModuleDecoder):
-        raise TypeError(f"{decoder.spec.name} is computed by transformers' modules")
+    assert isinstance(decoder, ModuleDecoder), "transformers' modules have a decoder of their own"
     return RowPasses(decoder) if decoder.spec.alone else Passes(decoder)
 
 

@@ -30,22 +30,20 @@ class BufferCycle:
     def __init__(self, tiers: Sequence[Tier], nbytes: int, count: int, what: str) -> None:
         self.nbytes = nbytes
         with ExitStack() as stack:
-            self._sets = deque(
-                [stack.enter_context(tier.allocate(nbytes, what, Pin.FIRST)).tensor for tier in tiers]
-                for _ in range(count)
-            )
-            self._busy = deque[Ticket | None]([None] * count)
+            self._sets = deque[tuple[list[Tensor], Ticket | None]]()
+            for _ in range(count):
+                buffers = [stack.enter_context(tier.allocate(nbytes, what, Pin.FIRST)).tensor for tier in tiers]
+                self._sets.append((buffers, None))
             self._resources = stack.pop_all()
 
     def take(self) -> tuple[list[Tensor], Ticket | None]:
         """The next set, and the transfer that must end before it is written to."""
         self._sets.rotate(-1)
-        self._busy.rotate(-1)
-        return self._sets[-1], self._busy[-1]
+        return self._sets[-1]
 
     def until(self, ticket: Ticket) -> None:
         """The set taken last is in use until `ticket` is done."""
-        self._busy[-1] = ticket
+        self._sets[-1] = self._sets[-1][0], ticket
 
     def close(self) -> None:
         self._sets.clear()
