@@ -6,6 +6,7 @@ serves, and one warning says so.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import stat
@@ -34,6 +35,15 @@ def cached(*parts: str) -> Path:
     if can_write(home) or (parts and os.path.exists(usual)):
         return usual
     return _temporary(str(home)).joinpath(*parts)
+
+
+def locked(fd: int, *, wait: bool = False) -> bool:
+    """Whether this process has the lock of an open file now; False where another one has it and there is no `wait`."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
 
 
 def can_write(folder: Path) -> bool:

@@ -1,10 +1,9 @@
-"""Files by descriptors that grow at their ends, are locked, and are known to be on the disk. OSError as the system
-raises it; `storage_failure` makes one message of it."""
+"""Files by descriptors that grow at their ends, and are known to be on the disk. OSError as the system raises it;
+`storage_failure` makes one message of it."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,15 +12,6 @@ from pathlib import Path
 from h2o_flexgen.errors import StorageError
 
 CHUNK = 1 << 20
-
-
-def locked(fd: int) -> bool:
-    """Whether this process has the lock of a file now; False where another one has it."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 class AppendedFile:

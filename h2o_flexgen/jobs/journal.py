@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from h2o_flexgen.errors import H2OFlexGenError, LockedError, StorageError, UsageError, required
-from h2o_flexgen.folders import Closing, sync_folder
-from h2o_flexgen.jobs.files import AppendedFile, locked, storage_failure
+from h2o_flexgen.folders import Closing, locked, sync_folder
+from h2o_flexgen.jobs.files import AppendedFile, storage_failure
 
 VERSION = 1
 SYNC_EVERY = 5.0

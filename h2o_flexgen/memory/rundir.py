@@ -8,7 +8,6 @@ Layout, all names our own:
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -24,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from h2o_flexgen.errors import StorageError, UsageError, storage_error
-from h2o_flexgen.folders import Closing
+from h2o_flexgen.folders import Closing, locked
 from h2o_flexgen.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -136,7 +135,7 @@ class OffloadDir(Closing):
         os.mkdir(self._run_name, 0o700, dir_fd=self._fd)
         self._run_fd = os.open(self._run_name, _OPEN_DIR, dir_fd=self._fd)
         self._lock_fd = os.open("lock", _OPEN_LOCK | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._run_fd)
-        _flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB, str(self.run_path))
+        _flock(self._lock_fd, str(self.run_path))
         _sign(self._lock_fd)
 
     def _remove_stale_runs(self) -> None:
@@ -221,7 +220,7 @@ def _left_by(folder: int) -> str | None:
     except OSError:
         return None
     try:
-        return _holder(fd) if _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, "run folder") else None
+        return _holder(fd) if _flock(fd, "run folder") else None
     finally:
         os.close(fd)
 
@@ -260,26 +259,23 @@ def _locked(folder: int, name: str, what: str) -> Iterator[None]:
     except OSError as error:
         raise storage_error(f"cannot open the lock of the {what}", error) from error
     try:
-        if not _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, what):
+        if not _flock(fd, what):
             time.sleep(_INSTANT)
-            if not _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, what):
+            if not _flock(fd, what):
                 log.warning("waiting for the %s, held by %s", what, _holder(fd))
-                _flock(fd, fcntl.LOCK_EX, what)
+                _flock(fd, what, wait=True)
         _sign(fd)
         yield
     finally:
         os.close(fd)
 
 
-def _flock(fd: int, operation: int, what: str) -> bool:
-    """True with the lock, False where another process has it (LOCK_NB); StorageError where there are no locks."""
+def _flock(fd: int, what: str, *, wait: bool = False) -> bool:
+    """As `locked`; StorageError where there are no locks."""
     try:
-        fcntl.flock(fd, operation)
-    except BlockingIOError:
-        return False
+        return locked(fd, wait=wait)
     except OSError as error:
         raise storage_error(f"the file system cannot lock the {what}", error) from error
-    return True
 
 
 def _sign(fd: int) -> None:

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.errors import LockedError, StorageError
-from h2o_flexgen.folders import synced_file
-from h2o_flexgen.jobs.files import locked, storage_failure
+from h2o_flexgen.folders import locked, synced_file
+from h2o_flexgen.jobs.files import storage_failure
 from h2o_flexgen.jobs.openai import CHAT, COMPLETIONS
 from h2o_flexgen.jobs.requests import Refused
 from h2o_flexgen.jobs.source import BadLine, Source, load_json
