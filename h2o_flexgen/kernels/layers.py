@@ -1,6 +1,6 @@
 """Products, norms, gates and rotations of a decoder layer, in C for bfloat16 on a CPU, else by torch on any device.
 
-And the largest logits, by numpy on a CPU.
+And the likeliest tokens, of all or among those that a grammar allows, in C on a CPU: torch takes several passes.
 """
 
 from __future__ import annotations
@@ -282,14 +282,27 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """`torch.max(logits, -1)` of logits (n, vocab): the largest of each row and where it is first, (n,) each.
+def takes_scores(scores: Tensor) -> bool:
+    """Whether the kernel takes the rows of `scores` (n, vocab)."""
+    host = scores.device.type == "cpu" and scores.dtype is torch.float32
+    return host and scores.stride(-1) == 1 and library() is not None
 
-    On a CPU by numpy, which takes a tenth of torch's time.
+
+def likeliest(scores: Tensor, allowed: Tensor) -> int:
+    """The first of the largest `scores` (vocab,) of tokens that are allowed; -1 where there is none above -inf.
+
+    allowed: int32, contiguous; bit i % 32 of number i // 32 is of token i. No score is NaN.
     """
-    if not logits.is_cpu or logits.dtype is not torch.float32:
+    return int(function("likeliest", "PPq", "q")(scores.data_ptr(), allowed.data_ptr(), scores.shape[0]))
+
+
+def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """`torch.max(logits, -1)` of logits (n, vocab): the largest of each row and where it is first, (n,) each."""
+    if not takes_scores(logits) or not logits.numel():
         best, tokens = torch.max(logits, dim=-1)
         return best, tokens
-    tokens = torch.empty(len(logits), dtype=torch.int64)
-    logits.numpy().argmax(-1, out=tokens.numpy())
-    return logits.gather(1, tokens.unsqueeze(1)).squeeze(1), tokens
+    rows, vocab = logits.shape
+    best, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+    places = best.data_ptr(), tokens.data_ptr(), torch.get_num_threads()
+    function("largest", "PqqqPPi")(logits.data_ptr(), rows, vocab, logits.stride(0), *places)
+    return best, tokens

@@ -15,7 +15,7 @@ from h2o_flexgen.engine.requests.grammars import Guide
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.requests.tokenizer import Decode, find_stop
 from h2o_flexgen.engine.sampling.processors import Chooser, Group, Made, Usual, guided, pick, sent
-from h2o_flexgen.kernels.layers import largest
+from h2o_flexgen.kernels.layers import largest, likeliest, takes_scores
 
 _CHUNK = 1 << 20  # log-probabilities that are alive at once
 
@@ -178,6 +178,8 @@ def _usable(row: Sequence, best: float) -> bool:
 
 def _allowed(rows: SequenceOf[Sequence], barred: list[int], logits: Tensor) -> list[int]:
     """The likeliest tokens that the grammars of these rows allow, negative if there is none."""
+    if takes_scores(logits):
+        return [likeliest(logits[r], rows[r].guide.mask) for r in barred]
     allowed = guided([rows[r] for r in barred], _rows_of(logits, barred))
     return lists([pick(allowed, None)])[0]
 

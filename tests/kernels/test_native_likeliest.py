@@ -1,30 +1,24 @@
-"""The largest logits, and the likeliest allowed token against looking at one after the other."""
+"""The likeliest allowed token in C, against looking at one after the other."""
 
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from h2o_flexgen.engine.sampling.processors import guided, pick
-from h2o_flexgen.kernels.layers import largest
+from h2o_flexgen.kernels.layers import largest, likeliest, takes_scores
+from h2o_flexgen.kernels.native import library
 from tests.seeds import torch_generator
+
+pytestmark = pytest.mark.skipif(library() is None, reason="there are no native kernels here")
 
 
 def bits_of(allowed: list[bool]) -> torch.Tensor:
     """As xgrammar has them; bits of tokens that are not there are set."""
     padded = np.array([*allowed, *[True] * (-len(allowed) % 32)], dtype=np.bool_)
     return torch.from_numpy(np.packbits(padded, bitorder="little").view(np.int32).copy())
-
-
-def likeliest(scores: torch.Tensor, allowed: torch.Tensor) -> int:
-    """As a greedy row with a grammar takes it; -1: none is allowed."""
-    row: Any = SimpleNamespace(guide=SimpleNamespace(mask=allowed.unsqueeze(0)))
-    return int(pick(guided([row], scores.unsqueeze(0)), None))
 
 
 def slowly(scores: list[float], allowed: list[bool]) -> int:
@@ -56,7 +50,9 @@ def test_what_is_minus_infinity_is_no_token(size: int) -> None:
 
 def test_rows_of_a_larger_tensor() -> None:
     logits = torch.randn(3, 1000, generator=torch_generator(1))[:, :777]
-    assert torch.equal(largest(logits)[1], logits.argmax(-1))
+    assert takes_scores(logits)
+    assert not takes_scores(logits.bfloat16())
+    assert not takes_scores(logits.T)
     for row in logits:
         assert likeliest(row, bits_of([True] * 777)) == int(row.argmax())
 
