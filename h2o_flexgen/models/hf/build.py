@@ -120,10 +120,10 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 class Absent:
-    """Stands for a tensor while its unit is not computed: any use of it fails."""
+    """Stands for a tensor while its unit is not computed: any use of it fails, but a model may ask for its device."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name, self.device = name, device
 
 
 class Packed:

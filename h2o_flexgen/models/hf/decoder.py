@@ -146,6 +146,7 @@ class ModuleDecoder(Decoder):
     def __init__(self, spec: ModuleSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(spec)
         self._modules_of: ModuleSpec = spec
+        self._device = device
         model = build(spec.config, spec.name, dtype, alone=bool(spec.alone))
         if not spec.alone:
             take_recurrences(model)
@@ -179,7 +180,7 @@ class ModuleDecoder(Decoder):
         for path, module in modules.items():
             for key, each in module._parameters.items():
                 if torch.is_tensor(each):  # of what was not called
-                    module._parameters[key] = Absent(f"{path}.{key}")
+                    module._parameters[key] = Absent(f"{path}.{key}", device)
             for key, buffer in module._buffers.items():
                 if torch.is_tensor(buffer):
                     module._buffers[key] = buffer.to(device)
@@ -212,7 +213,7 @@ class ModuleDecoder(Decoder):
         path, _, key = parameter.rpartition(".")
         module = modules[path]
         where: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
-        where[key] = Absent(parameter)
+        where[key] = Absent(parameter, self._device)
         if self._exact is not None and self._exact.search(parameter):
             if tensor.piece:
                 raise ModelError(f"{parameter} is of several tensors, and kept in float32", "needed one of its own")
@@ -256,7 +257,7 @@ class _Bound:
 
     def __init__(self, unit: int, places: Places, joints: list[Joint]) -> None:
         self._key, self._joints = f"given in unit {unit}", joints
-        self._own = [(where, key, Absent(names[0])) for where, key, names, copied, _ in places if not copied]
+        self._own = [(where, key, where[key]) for where, key, _, copied, _ in places if not copied]
         self._copied = [(where, key, names) for where, key, names, copied, _ in places if copied]
         self._names = [(names, slow) for _, _, names, copied, slow in places if not copied]
         self.weights: dict[str, Any] = {}

@@ -175,6 +175,7 @@ _PACKED = {
         "falcon_mamba",
         "gptj",
         "granitemoehybrid",
+        "idefics3",
         "jamba",
         "kimi_linear",
         "lara_mini",
