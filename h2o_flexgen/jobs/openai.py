@@ -183,18 +183,16 @@ class OpenAIFormat:
             raise Refused("best_of other than n is not supported", "unsupported_field", param="best_of")
         echo, logprobs = fields.switch("echo"), fields.get("logprobs")
         logprobs = None if logprobs is None or logprobs is False else fields.whole("logprobs", 0, 0, 5)
-        asked = BatchRequest(prompts, SamplingParams(), body={"n": n, "echo": echo, "logprobs": logprobs})
-        if fields.get("max_tokens") == 0 and echo:
-            asked.scores = True
-            asked.params = SamplingParams(logprobs=logprobs or 0)
+        scores = fields.get("max_tokens") == 0 and echo
+        if scores:
+            params = SamplingParams(logprobs=logprobs or 0)
         elif echo and logprobs is not None:
             raise Refused("echo with logprobs is served with max_tokens 0 only", "unsupported_field", param="echo")
         else:
-            asked.fits = self._free(fields, "max_tokens")
-            asked.params = self._params(
-                record, fields, logprobs, fields.whole("max_tokens", self._most(COMPLETIONS), 1)
-            )
-        return asked
+            most = fields.whole("max_tokens", self._most(COMPLETIONS), 1)
+            params = self._params(record, fields, logprobs, most)
+        fits = not scores and self._free(fields, "max_tokens")
+        return BatchRequest(prompts, params, scores, fits, {"n": n, "echo": echo, "logprobs": logprobs})
 
     def _chat(self, record: Record, fields: _Body) -> BatchRequest:
         speech = self._speaker.asked(fields.body, _messages(fields.get("messages")))
