@@ -377,13 +377,13 @@ def _require_same(begun: Mapping[str, Any], job: dict[str, Any], path: Path) -> 
 def _regular(path: Path, flag: str) -> Path:
     """Where `path` leads, which is a regular file, or nothing yet. UsageError for anything else."""
     real = Path(os.path.realpath(path))
+    if str(path) == "-" or (path.exists() and not path.is_file()):  # a pipe's real path is no place
+        raise UsageError(f"{flag} {path} is not a file", "needed one on a disk, which a job can go on with")
     if not real.parent.is_dir():
         needed = "needed a file that can be written"
         raise UsageError(f"{flag} {path}: the folder {real.parent} is not there", needed, "make the folder first")
     if not os.access(real if real.exists() else real.parent, os.W_OK):
         raise UsageError(f"{flag} {path}: permission denied", "needed a file that can be written")
-    if str(path) == "-" or (real.exists() and not real.is_file()):
-        raise UsageError(f"{flag} {path} is not a file", "needed one on a disk, which a job can go on with")
     return real
 
 

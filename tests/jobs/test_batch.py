@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import gzip
 import json
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -203,9 +204,14 @@ def test_files_of_requests_are_never_written_over(tmp_path: Path, model: Path, b
         assert (ran.code, "is the file of requests" in ran.err) == (2, True), ran.err
     assert file.read_bytes() == before
     assert not (tmp_path / "out").exists()
-    for path, words in (("-", "--output - is not a file"), ("x" * 300, "File name too long")):
+    reads, writes = os.pipe()
+    pipe = f"/dev/fd/{writes}"
+    for path in ("-", pipe, "x" * 300):
+        words = "File name too long" if path[0] == "x" else f"--output {path} is not a file"
         ran = batch("-i", file, "-o", path, "--model", model)
         assert (ran.code, words in ran.err) == (2, True), ran.err
+    os.close(reads)
+    os.close(writes)
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.jsonl.gz", "in.txt"])
