@@ -25,10 +25,15 @@ typedef uint32_t m32;
 
 #define F2(x, y) ((f512){x, y})
 #define I2(x, y) ((i512){x, y})
-#define BOTH_F(name, op) \
-    INLINE f512 name(f512 x, f512 y) { return F2(op(x.a, y.a), op(x.b, y.b)); }
-#define BOTH_I(name, op) \
-    INLINE i512 name(i512 x, i512 y) { return I2(op(x.a, y.a), op(x.b, y.b)); }
+/* An operation on both halves of one vector, of two or of three; its result is like the first one. */
+#define EACH(op, x) ({ __auto_type x_ = (x); (__typeof__(x_)){op(x_.a), op(x_.b)}; })
+#define EACH2(op, x, y) \
+    ({ __auto_type x_ = (x); __auto_type y_ = (y); (__typeof__(x_)){op(x_.a, y_.a), op(x_.b, y_.b)}; })
+#define EACH3(op, x, y, z) \
+    ({ __auto_type x_ = (x); __auto_type y_ = (y); __auto_type z_ = (z); \
+       (__typeof__(x_)){op(x_.a, y_.a, z_.a), op(x_.b, y_.b, z_.b)}; })
+/* The numbers of half a vector, made twice as wide. */
+#define WIDER(op, x) ({ const __m256i x_ = (x); I2(op(_mm256_castsi256_si128(x_)), op(_mm256_extracti128_si256(x_, 1))); })
 
 /* ---- between kinds */
 INLINE __m256 as_f(__m256i x) { return _mm256_castsi256_ps(x); }
@@ -77,9 +82,8 @@ INLINE __m128i load_quarter(const void *at, size_t bytes) {
     memcpy(&x, at, bytes);
     return x;
 }
-INLINE void store_some(void *at, const void *from, size_t bytes, size_t whole) {
-    memcpy(at, from, bytes == whole ? whole : bytes);
-}
+#define STORE(at, bytes, x) \
+    ({ __auto_type x_ = (x); const size_t n_ = (bytes); memcpy(at, &x_, n_ == sizeof x_ ? sizeof x_ : n_); })
 #define _mm512_loadu_ps v_loadu
 #define _mm512_load_ps v_loadu
 #define _mm512_storeu_ps v_storeu
@@ -94,19 +98,16 @@ INLINE void store_some(void *at, const void *from, size_t bytes, size_t whole) {
 #define _mm512_maskz_loadu_epi8(mask, at) load_some(at, first_bytes(mask, 1))
 #define _mm512_maskz_loadu_epi16(mask, at) load_some(at, first_bytes((m32)(mask), 2))
 #define _mm256_maskz_loadu_epi16(mask, at) load_half(at, first_bytes((m16)(mask), 2))
-#define _mm512_mask_storeu_ps(at, mask, x) v_store_some(at, first_bytes((m16)(mask), 4), v_as_i(x))
-#define _mm512_mask_storeu_epi16(at, mask, x) v_store_some(at, first_bytes((m32)(mask), 2), x)
-#define _mm256_mask_storeu_epi16(at, mask, x) half_store_some(at, first_bytes((m16)(mask), 2), x)
-INLINE void v_store_some(void *at, size_t bytes, i512 x) { store_some(at, &x, bytes, 64); }
-INLINE void half_store_some(void *at, size_t bytes, __m256i x) { store_some(at, &x, bytes, 32); }
+#define _mm512_mask_storeu_ps(at, mask, x) STORE(at, first_bytes((m16)(mask), 4), x)
+#define _mm512_mask_storeu_epi16(at, mask, x) STORE(at, first_bytes((m32)(mask), 2), x)
+#define _mm256_mask_storeu_epi16(at, mask, x) STORE(at, first_bytes((m16)(mask), 2), x)
 
 /* ---- constants */
-INLINE f512 v_set1(float x) { return F2(_mm256_set1_ps(x), _mm256_set1_ps(x)); }
-INLINE i512 v_set1_i(int x) { return I2(_mm256_set1_epi32(x), _mm256_set1_epi32(x)); }
-#define _mm512_set1_ps v_set1
-#define _mm512_set1_epi32 v_set1_i
-#define _mm512_setzero_ps() v_set1(0)
-#define _mm512_setzero_si512() v_set1_i(0)
+#define TWICE(type, half) ({ __auto_type x_ = (half); (type){x_, x_}; })
+#define _mm512_set1_ps(x) TWICE(f512, _mm256_set1_ps(x))
+#define _mm512_set1_epi32(x) TWICE(i512, _mm256_set1_epi32(x))
+#define _mm512_setzero_ps() _mm512_set1_ps(0)
+#define _mm512_setzero_si512() _mm512_set1_epi32(0)
 #undef _mm512_setr_epi32
 #undef _mm512_set_epi32
 #define _mm512_setr_epi32(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p) \
@@ -119,22 +120,18 @@ INLINE i512 v_set1_i(int x) { return I2(_mm256_set1_epi32(x), _mm256_set1_epi32(
 #define _mm512_castps_si512 v_as_i
 #define _mm512_castps_pd(x) (x)
 #define _mm512_castpd_ps(x) (x)
-BOTH_F(_v_add, _mm256_add_ps) BOTH_F(_v_sub, _mm256_sub_ps) BOTH_F(_v_mul, _mm256_mul_ps) BOTH_F(_v_div, _mm256_div_ps)
-BOTH_F(_v_max, _mm256_max_ps) BOTH_F(_v_min, _mm256_min_ps)
-BOTH_I(_v_addi, _mm256_add_epi32) BOTH_I(_v_and, _mm256_and_si256) BOTH_I(_v_or, _mm256_or_si256)
-BOTH_I(_v_subi, _mm256_sub_epi32) BOTH_I(_v_maxi, _mm256_max_epi32)
-#define _mm512_add_ps _v_add
-#define _mm512_sub_ps _v_sub
-#define _mm512_mul_ps _v_mul
-#define _mm512_div_ps _v_div
-#define _mm512_max_ps _v_max
-#define _mm512_min_ps _v_min
-#define _mm512_sqrt_ps(x) F2(_mm256_sqrt_ps((x).a), _mm256_sqrt_ps((x).b))
-#define _mm512_add_epi32 _v_addi
-#define _mm512_sub_epi32 _v_subi
-#define _mm512_max_epi32 _v_maxi
-#define _mm512_and_si512 _v_and
-#define _mm512_or_si512 _v_or
+#define _mm512_add_ps(x, y) EACH2(_mm256_add_ps, x, y)
+#define _mm512_sub_ps(x, y) EACH2(_mm256_sub_ps, x, y)
+#define _mm512_mul_ps(x, y) EACH2(_mm256_mul_ps, x, y)
+#define _mm512_div_ps(x, y) EACH2(_mm256_div_ps, x, y)
+#define _mm512_max_ps(x, y) EACH2(_mm256_max_ps, x, y)
+#define _mm512_min_ps(x, y) EACH2(_mm256_min_ps, x, y)
+#define _mm512_sqrt_ps(x) EACH(_mm256_sqrt_ps, x)
+#define _mm512_add_epi32(x, y) EACH2(_mm256_add_epi32, x, y)
+#define _mm512_sub_epi32(x, y) EACH2(_mm256_sub_epi32, x, y)
+#define _mm512_max_epi32(x, y) EACH2(_mm256_max_epi32, x, y)
+#define _mm512_and_si512(x, y) EACH2(_mm256_and_si256, x, y)
+#define _mm512_or_si512(x, y) EACH2(_mm256_or_si256, x, y)
 #define _mm512_srli_epi32(x, n) I2(_mm256_srli_epi32((x).a, n), _mm256_srli_epi32((x).b, n))
 #define _mm512_cvttps_epi32(x) I2(_mm256_cvttps_epi32((x).a), _mm256_cvttps_epi32((x).b))
 INLINE __m256i low_words(__m512i x) {
@@ -146,24 +143,16 @@ INLINE __m256i low_words(__m512i x) {
 #define _mm512_cvtepi32_ps(x) F2(_mm256_cvtepi32_ps((x).a), _mm256_cvtepi32_ps((x).b))
 #define _mm512_srai_epi32(x, n) I2(_mm256_srai_epi32((x).a, n), _mm256_srai_epi32((x).b, n))
 #define _mm512_slli_epi32(x, n) I2(_mm256_slli_epi32((x).a, n), _mm256_slli_epi32((x).b, n))
-INLINE f512 v_fmadd(f512 x, f512 y, f512 z) {
-    return F2(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b));
-}
-INLINE f512 v_fnmadd(f512 x, f512 y, f512 z) {
-    return F2(_mm256_fnmadd_ps(x.a, y.a, z.a), _mm256_fnmadd_ps(x.b, y.b, z.b));
-}
-#define _mm512_fmadd_ps v_fmadd
-#define _mm512_fnmadd_ps v_fnmadd
-#define _mm512_maskz_sub_ps(mask, x, y) v_as_f(_v_and(wide16(mask), v_as_i(_v_sub(x, y))))
+#define _mm512_fmadd_ps(x, y, z) EACH3(_mm256_fmadd_ps, x, y, z)
+#define _mm512_fnmadd_ps(x, y, z) EACH3(_mm256_fnmadd_ps, x, y, z)
+#define _mm512_maskz_sub_ps(mask, x, y) v_as_f(_mm512_and_si512(wide16(mask), v_as_i(_mm512_sub_ps(x, y))))
 INLINE __m256 round8(__m256 x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-INLINE f512 v_round(f512 x) { return F2(round8(x.a), round8(x.b)); }
 INLINE __m256 fraction8(__m256 x) { /* 0 of infinity */
     __m256 finite = _mm256_max_ps(_mm256_set1_ps(-0x1p24f), x);
     return _mm256_sub_ps(finite, _mm256_floor_ps(finite));
 }
-INLINE f512 v_fraction(f512 x) { return F2(fraction8(x.a), fraction8(x.b)); }
-#define _mm512_roundscale_ps(x, how) v_round(x) /* `how` is 8 everywhere: to the nearest whole number */
-#define _mm512_reduce_ps(x, how) v_fraction(x)  /* of x <= 0, towards minus infinity everywhere */
+#define _mm512_roundscale_ps(x, how) EACH(round8, x) /* `how` is 8 everywhere: to the nearest whole number */
+#define _mm512_reduce_ps(x, how) EACH(fraction8, x)  /* of x <= 0, towards minus infinity everywhere */
 /* x 2^floor(n) for -252 <= n < 127, in two steps that a power of two can be. Smaller n: 0; NaN stays. */
 INLINE __m256 scaled8(__m256 x, __m256 n) {
     n = _mm256_max_ps(_mm256_set1_ps(-252.0f), _mm256_floor_ps(n));
@@ -172,8 +161,7 @@ INLINE __m256 scaled8(__m256 x, __m256 n) {
     __m256i two = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), bias), 23);
     return _mm256_mul_ps(_mm256_mul_ps(x, as_f(one)), as_f(two));
 }
-INLINE f512 v_scalef(f512 x, f512 n) { return F2(scaled8(x.a, n.a), scaled8(x.b, n.b)); }
-#define _mm512_scalef_ps v_scalef
+#define _mm512_scalef_ps(x, n) EACH2(scaled8, x, n)
 
 /* ---- bfloat16 */
 INLINE __m256 even8(__m256i x) { return as_f(_mm256_slli_epi32(x, 16)); }
@@ -181,7 +169,6 @@ INLINE __m256 odd8(__m256i x) { return as_f(_mm256_and_si256(x, _mm256_set1_epi3
 INLINE __m256 dot8(__m256 sum, __m256i x, __m256i y) {
     return _mm256_fmadd_ps(even8(x), even8(y), _mm256_fmadd_ps(odd8(x), odd8(y), sum));
 }
-INLINE f512 v_dot(f512 sum, i512 x, i512 y) { return F2(dot8(sum.a, x.a, y.a), dot8(sum.b, x.b, y.b)); }
 INLINE __m256i rounded8(__m256 x) { /* to nearest even, in the low halves; NaN stays NaN */
     __m256i bits = as_i(x), high = _mm256_srli_epi32(bits, 16);
     __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
@@ -192,44 +179,29 @@ INLINE __m256i rounded8(__m256 x) { /* to nearest even, in the low halves; NaN s
 INLINE __m256i v_rounded(f512 x) {
     return _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded8(x.a), rounded8(x.b)), 0xD8);
 }
-INLINE i512 v_widened(__m256i x) {
-    return I2(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(x)), _mm256_cvtepu16_epi32(_mm256_extracti128_si256(x, 1)));
-}
-#define _mm512_dpbf16_ps v_dot
+#define _mm512_dpbf16_ps(sum, x, y) EACH3(dot8, sum, x, y)
 #define _mm512_cvtneps_pbh v_rounded
-#define _mm512_cvtepu16_epi32 v_widened
-INLINE i512 v_signed_16(__m256i x) {
-    return I2(_mm256_cvtepi16_epi32(_mm256_castsi256_si128(x)), _mm256_cvtepi16_epi32(_mm256_extracti128_si256(x, 1)));
-}
-#define _mm512_cvtepi16_epi32 v_signed_16
+#define _mm512_cvtepu16_epi32(x) WIDER(_mm256_cvtepu16_epi32, x)
+#define _mm512_cvtepi16_epi32(x) WIDER(_mm256_cvtepi16_epi32, x)
 #define _mm512_cvtne2ps_pbh(y, x) I2(v_rounded(x), v_rounded(y))
 
 /* ---- choices and comparisons */
-INLINE i512 v_blend(i512 no, m16 mask, i512 yes) {
-    i512 m = wide16(mask);
-    return I2(_mm256_blendv_epi8(no.a, yes.a, m.a), _mm256_blendv_epi8(no.b, yes.b, m.b));
-}
-#define _mm512_mask_mov_epi32(no, mask, yes) v_blend(no, mask, yes)
-#define _mm512_mask_mov_ps(no, mask, yes) v_as_f(v_blend(v_as_i(no), mask, v_as_i(yes)))
+#define _mm512_mask_mov_epi32(no, mask, yes) EACH3(_mm256_blendv_epi8, no, yes, wide16(mask))
+#define _mm512_mask_mov_ps(no, mask, yes) v_as_f(_mm512_mask_mov_epi32(v_as_i(no), mask, v_as_i(yes)))
 #define _mm512_mask_blend_epi16(mask, no, yes) I2((no).a, (yes).b) /* the mask is 0xFFFF0000 everywhere */
-#define _mm512_mask_blend_ps(mask, no, yes) v_as_f(v_blend(v_as_i(no), mask, v_as_i(yes)))
-INLINE m16 v_gt(i512 x, i512 y) { return bits16(I2(_mm256_cmpgt_epi32(x.a, y.a), _mm256_cmpgt_epi32(x.b, y.b))); }
-INLINE m16 v_eq(i512 x, i512 y) { return bits16(I2(_mm256_cmpeq_epi32(x.a, y.a), _mm256_cmpeq_epi32(x.b, y.b))); }
-#define _mm512_cmpgt_epi32_mask v_gt
-#define _mm512_cmpeq_epi32_mask v_eq
-#define _mm512_cmplt_epi32_mask(x, y) v_gt(y, x)
-#define _mm512_cmple_epi32_mask(x, y) ((m16)~v_gt(x, y))
-#define _mm512_mask_cmpge_epi32_mask(mask, x, y) ((m16)((mask) & ~v_gt(y, x)))
+#define _mm512_mask_blend_ps(mask, no, yes) _mm512_mask_mov_ps(no, mask, yes)
+#define _mm512_cmpgt_epi32_mask(x, y) bits16(EACH2(_mm256_cmpgt_epi32, x, y))
+#define _mm512_cmpeq_epi32_mask(x, y) bits16(EACH2(_mm256_cmpeq_epi32, x, y))
+#define _mm512_cmplt_epi32_mask(x, y) _mm512_cmpgt_epi32_mask(y, x)
+#define _mm512_cmple_epi32_mask(x, y) ((m16)~_mm512_cmpgt_epi32_mask(x, y))
+#define _mm512_mask_cmpge_epi32_mask(mask, x, y) ((m16)((mask) & ~_mm512_cmpgt_epi32_mask(y, x)))
 
 /* ---- bytes, and whole numbers from and to them */
-BOTH_I(_v_xor, _mm256_xor_si256) BOTH_I(_v_shuffle8, _mm256_shuffle_epi8)
-INLINE i512 v_set1_8(char x) { return I2(_mm256_set1_epi8(x), _mm256_set1_epi8(x)); }
-INLINE i512 v_four_lanes(__m128i x) { return I2(_mm256_broadcastsi128_si256(x), _mm256_broadcastsi128_si256(x)); }
 INLINE __m128i upper_8(__m128i x) { return _mm_unpackhi_epi64(x, x); }
-#define _mm512_xor_si512 _v_xor
-#define _mm512_shuffle_epi8 _v_shuffle8
-#define _mm512_set1_epi8 v_set1_8
-#define _mm512_broadcast_i32x4 v_four_lanes
+#define _mm512_xor_si512(x, y) EACH2(_mm256_xor_si256, x, y)
+#define _mm512_shuffle_epi8(x, y) EACH2(_mm256_shuffle_epi8, x, y)
+#define _mm512_set1_epi8(x) TWICE(i512, _mm256_set1_epi8(x))
+#define _mm512_broadcast_i32x4(x) TWICE(i512, _mm256_broadcastsi128_si256(x))
 #define _mm512_srli_epi16(x, n) I2(_mm256_srli_epi16((x).a, n), _mm256_srli_epi16((x).b, n))
 #define _mm512_cvtps_epi32(x) I2(_mm256_cvtps_epi32((x).a), _mm256_cvtps_epi32((x).b))
 INLINE i512 v_unsigned_8(__m128i x) { return I2(_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(upper_8(x))); }
@@ -277,23 +249,18 @@ INLINE int v_extreme(m16 mask, i512 x, int sign) { /* the least, or with sign -1
 #define _mm512_mask_reduce_max_epi32(mask, x) v_extreme(mask, x, -1)
 
 /* ---- orders. Within lanes of 128 bits AVX2 has the same; between lanes only what is used */
-BOTH_F(_v_unpacklo, _mm256_unpacklo_ps) BOTH_F(_v_unpackhi, _mm256_unpackhi_ps)
-BOTH_I(_v_unpacklo_i, _mm256_unpacklo_epi32) BOTH_I(_v_unpackhi_i, _mm256_unpackhi_epi32)
-BOTH_I(_v_unpacklo_q, _mm256_unpacklo_epi64) BOTH_I(_v_unpackhi_q, _mm256_unpackhi_epi64)
-BOTH_I(_v_unpacklo_8, _mm256_unpacklo_epi8) BOTH_I(_v_unpackhi_8, _mm256_unpackhi_epi8)
-BOTH_I(_v_unpacklo_16, _mm256_unpacklo_epi16) BOTH_I(_v_unpackhi_16, _mm256_unpackhi_epi16)
-#define _mm512_unpacklo_epi8 _v_unpacklo_8
-#define _mm512_unpackhi_epi8 _v_unpackhi_8
-#define _mm512_unpacklo_epi16 _v_unpacklo_16
-#define _mm512_unpackhi_epi16 _v_unpackhi_16
-#define _mm512_unpacklo_ps _v_unpacklo
-#define _mm512_unpackhi_ps _v_unpackhi
-#define _mm512_unpacklo_pd(x, y) v_as_f(_v_unpacklo_q(v_as_i(x), v_as_i(y)))
-#define _mm512_unpackhi_pd(x, y) v_as_f(_v_unpackhi_q(v_as_i(x), v_as_i(y)))
-#define _mm512_unpacklo_epi32 _v_unpacklo_i
-#define _mm512_unpackhi_epi32 _v_unpackhi_i
-#define _mm512_unpacklo_epi64 _v_unpacklo_q
-#define _mm512_unpackhi_epi64 _v_unpackhi_q
+#define _mm512_unpacklo_epi8(x, y) EACH2(_mm256_unpacklo_epi8, x, y)
+#define _mm512_unpackhi_epi8(x, y) EACH2(_mm256_unpackhi_epi8, x, y)
+#define _mm512_unpacklo_epi16(x, y) EACH2(_mm256_unpacklo_epi16, x, y)
+#define _mm512_unpackhi_epi16(x, y) EACH2(_mm256_unpackhi_epi16, x, y)
+#define _mm512_unpacklo_ps(x, y) EACH2(_mm256_unpacklo_ps, x, y)
+#define _mm512_unpackhi_ps(x, y) EACH2(_mm256_unpackhi_ps, x, y)
+#define _mm512_unpacklo_pd(x, y) v_as_f(_mm512_unpacklo_epi64(v_as_i(x), v_as_i(y)))
+#define _mm512_unpackhi_pd(x, y) v_as_f(_mm512_unpackhi_epi64(v_as_i(x), v_as_i(y)))
+#define _mm512_unpacklo_epi32(x, y) EACH2(_mm256_unpacklo_epi32, x, y)
+#define _mm512_unpackhi_epi32(x, y) EACH2(_mm256_unpackhi_epi32, x, y)
+#define _mm512_unpacklo_epi64(x, y) EACH2(_mm256_unpacklo_epi64, x, y)
+#define _mm512_unpackhi_epi64(x, y) EACH2(_mm256_unpackhi_epi64, x, y)
 #define _mm512_shuffle_ps(x, y, how) F2(_mm256_shuffle_ps((x).a, (y).a, how), _mm256_shuffle_ps((x).b, (y).b, how))
 INLINE __m128i lane(i512 x, int i) {
     __m256i half = i & 2 ? x.b : x.a;
@@ -413,9 +380,7 @@ INLINE __m256i dot_two(__m256i sum, __m256i w, __m256i x, __m256i w2, __m256i x2
     const __m256i both = _mm256_add_epi16(_mm256_maddubs_epi16(w, x), _mm256_maddubs_epi16(w2, x2));
     return _mm256_add_epi32(sum, _mm256_madd_epi16(both, _mm256_set1_epi16(1)));
 }
-INLINE i512 dot_bytes_512(i512 sum, i512 w, i512 x) {
-    return I2(dot_signed(sum.a, w.a, x.a), dot_signed(sum.b, w.b, x.b));
-}
+#define dot_bytes_512(sum, w, x) EACH3(dot_signed, sum, w, x)
 INLINE i512 dot_nibbles_512(i512 sum, i512 w, i512 x, i512 w2, i512 x2, const int with_sign) {
     if (with_sign && !BY_FOURS) return dot_bytes_512(dot_bytes_512(sum, w, x), w2, x2);
     return I2(dot_two(sum.a, w.a, x.a, w2.a, x2.a), dot_two(sum.b, w.b, x.b, w2.b, x2.b));
