@@ -52,14 +52,6 @@ INLINE void tile(const Exact *e, const float *x, const float *w, int64_t pitch, 
         UNROLL for (int o = 0; o < TILE_OUTS; o++) sums[r * 2 * OUTS + o] += folded[r * TILE_OUTS + o];
 }
 
-typedef void Tile(const Exact *, const float *, const float *, int64_t, int64_t, float *);
-#define TILES(ROWS) \
-    static void tile_of_##ROWS(const Exact *e, const float *x, const float *w, int64_t pitch, int64_t depth, float *sums) { \
-        tile(e, x, w, pitch, depth, sums, ROWS); \
-    }
-TILES(1) TILES(2) TILES(3) TILES(4)
-static Tile *const tiles[TILE_ROWS] = {tile_of_1, tile_of_2, tile_of_3, tile_of_4};
-
 /* Numbers from one expanded row to the next, and of sums (rows, 2 OUTS). */
 static int64_t pitch_of(const Exact *e) { return up(e->p->ins, LANES) + APART; }
 static int64_t sums_of(const Exact *e) { return least(ROWS, e->p->rows) * 2 * OUTS; }
@@ -83,8 +75,8 @@ static void some_outs(void *task, int64_t out, int64_t end, void *memory) {
                 for (long row = 0, height; row < rows; row += height) {
                     height = least(TILE_ROWS, rows - row);
                     for (long o = part; o < least(part + PART, outs); o += TILE_OUTS)
-                        tiles[height - 1](e, e->x + (from + row) * e->p->x_stride + in, room + o * pitch + in, pitch,
-                                          least(DEPTH, e->p->ins - in), sums + row * 2 * OUTS + o);
+                        KNOWN(N, height, tile(e, e->x + (from + row) * e->p->x_stride + in, room + o * pitch + in, pitch,
+                                              least(DEPTH, e->p->ins - in), sums + row * 2 * OUTS + o, N))
                 }
         finish(e->p, sums, 2 * OUTS, from, rows, out, outs);
     }

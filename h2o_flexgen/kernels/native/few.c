@@ -172,21 +172,6 @@ INLINE void sum_outputs(const Few *f, int64_t first, int64_t last, Room room, co
     }
 }
 
-#define OUTPUTS(ROWS) \
-    static void outputs_##ROWS(const Few *f, int64_t first, int64_t last, Room room) { \
-        const int64_t levels = f->all->p.packed->levels; \
-        if (levels == UINT4) \
-            sum_outputs(f, first, last, room, 1, 0, ROWS); \
-        else if (has_signed_levels(f->all->p.packed)) \
-            sum_outputs(f, first, last, room, 1, 2, ROWS); \
-        else if (levels <= IQ2) \
-            sum_outputs(f, first, last, room, 1, 1, ROWS); \
-        else \
-            sum_outputs(f, first, last, room, 0, 0, ROWS); \
-    }
-OUTPUTS(1) OUTPUTS(2) OUTPUTS(3) OUTPUTS(4)
-static void (*const outputs[FEW_ROWS])(const Few *, int64_t, int64_t, Room) = {outputs_1, outputs_2, outputs_3, outputs_4};
-
 static void some_outputs(void *task, int64_t first, int64_t last, void *memory) {
     const Few *f = task;
     const Product *p = &f->all->p;
@@ -194,7 +179,10 @@ static void some_outputs(void *task, int64_t first, int64_t last, void *memory) 
     float *held = memory;
     const Room room = {held, held + numbers, held + 2 * numbers, held + 2 * numbers + by};
     memset(held, 0, (size_t)(2 * numbers) * sizeof *held);
-    outputs[p->rows - 1](f, first, last, room);
+    if (!has_nibbles(p->packed)) KNOWN(N, p->rows, sum_outputs(f, first, last, room, 0, 0, N))
+    else if (p->packed->levels == UINT4) KNOWN(N, p->rows, sum_outputs(f, first, last, room, 1, 0, N))
+    else if (has_signed_levels(p->packed)) KNOWN(N, p->rows, sum_outputs(f, first, last, room, 1, 2, N))
+    else KNOWN(N, p->rows, sum_outputs(f, first, last, room, 1, 1, N))
     finish(p, room.sums, PIECE, 0, p->rows, first, last - first);
 }
 

@@ -51,18 +51,6 @@ INLINE void tile(const int first, const int vectors, const term *a, int64_t lda,
         UNROLL for (int j = 0; j < vectors; j++) _mm512_store_ps(sums + i * COLS + j * LANES, acc[i][j]);
 }
 
-#define TILES(N) \
-    static void tile_##N(int first, const term *a, int64_t lda, const term *b, int64_t ins, float *sums) { \
-        if (first) \
-            tile(1, N, a, lda, b, ins, sums); \
-        else \
-            tile(0, N, a, lda, b, ins, sums); \
-    }
-typedef void Tile(int, const term *, int64_t, const term *, int64_t, float *);
-TILES(1)
-TILES(2) TILES(3) TILES(4)
-static Tile *const tiles[] = {tile_1, tile_2, tile_3, tile_4};
-
 /* Weights in memory that will be read later, asked for some lines at a time; empty for packed weights. */
 typedef struct {
     const char *at, *end;
@@ -104,9 +92,12 @@ static void block(Rows a, int64_t rows, const term *packed, int64_t cols, int64_
         for (int64_t r = 0, lda; r < rows; r += TILE) {
             const term *some = terms_of((Rows){a.at + r * a.stride + in, a.stride}, rows - r, depth, room, &lda);
             ask(next);
-            for (int64_t v = 0; v < vectors; v += VECTORS)
-                tiles[least(VECTORS, vectors - v) - 1](in == 0, some, lda, packed + in * COLS + v * TERMS * LANES, depth,
-                                                       sums + r * COLS + v * LANES);
+            for (int64_t v = 0; v < vectors; v += VECTORS) {
+                const term *panel = packed + in * COLS + v * TERMS * LANES;
+                float *to = sums + r * COLS + v * LANES;
+                if (in) KNOWN(N, least(VECTORS, vectors - v), tile(0, N, some, lda, panel, depth, to))
+                else KNOWN(N, least(VECTORS, vectors - v), tile(1, N, some, lda, panel, depth, to))
+            }
         }
     }
 }

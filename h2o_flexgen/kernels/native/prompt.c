@@ -216,16 +216,9 @@ static void logits(const Prompt *p, const Worker *w, const Block *b) {
         n = least(VECTORS, (b->to - key) / LANES);
         int before = key + n * LANES <= p->before + b->first + 1; /* so every key comes before every query */
         int edge = !before || (p->window && key < p->before + b->stop - p->window);
-        for (int64_t row = 0; row < b->rows; row += TILE) switch (2 * n + edge) {
-                case 2: logits_tile(1, 0, p, w, b, row, key); break;
-                case 3: logits_tile(1, 1, p, w, b, row, key); break;
-                case 4: logits_tile(2, 0, p, w, b, row, key); break;
-                case 5: logits_tile(2, 1, p, w, b, row, key); break;
-                case 6: logits_tile(3, 0, p, w, b, row, key); break;
-                case 7: logits_tile(3, 1, p, w, b, row, key); break;
-                case 8: logits_tile(4, 0, p, w, b, row, key); break;
-                default: logits_tile(4, 1, p, w, b, row, key);
-            }
+        for (int64_t row = 0; row < b->rows; row += TILE)
+            if (edge) KNOWN(N, n, logits_tile(N, 1, p, w, b, row, key))
+            else KNOWN(N, n, logits_tile(N, 0, p, w, b, row, key))
     }
 }
 
@@ -260,15 +253,8 @@ static void mix(const Prompt *p, const Worker *w, const Block *b, int64_t room) 
         for (int64_t dim = 0, n; dim < d; dim += n * LANES) {
             n = slice(d, dim);
             const term *values = w->v + dim * room + key * n * LANES;
-            for (int64_t i = 0; i < b->rows; i += TILE) {
-                float *o = w->o + i * d + dim;
-                switch (n) {
-                    case 1: mix_tile(1, o, d, w->p + i * CHUNK, values, keys); break;
-                    case 2: mix_tile(2, o, d, w->p + i * CHUNK, values, keys); break;
-                    case 3: mix_tile(3, o, d, w->p + i * CHUNK, values, keys); break;
-                    default: mix_tile(4, o, d, w->p + i * CHUNK, values, keys);
-                }
-            }
+            for (int64_t i = 0; i < b->rows; i += TILE)
+                KNOWN(N, n, mix_tile(N, w->o + i * d + dim, d, w->p + i * CHUNK, values, keys))
         }
     }
 }

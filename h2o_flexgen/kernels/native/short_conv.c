@@ -100,22 +100,13 @@ INLINE void piece(const Conv *c, const int wide, const int taps, int64_t row, in
     else step(c, wide, taps, c->held, row, first, end);
 }
 
-#define PIECES(taps) \
-    static void wide_##taps(const Conv *c, int64_t row, int64_t start, int64_t first) { \
-        piece(c, 1, taps, row, start, first); \
-    } \
-    static void half_##taps(const Conv *c, int64_t row, int64_t start, int64_t first) { \
-        piece(c, 0, taps, row, start, first); \
-    }
-PIECES(2) PIECES(3) PIECES(4)
-static void (*const of_taps[3][2])(const Conv *, int64_t, int64_t, int64_t) = {
-    {half_2, wide_2}, {half_3, wide_3}, {half_4, wide_4}};
-
 static void one_piece(void *task, int64_t i, int64_t end, void *room) {
     const Conv *c = task;
     const int64_t across = up(c->channels, SOME) / SOME, along = up(c->tokens, TOKENS) / TOKENS;
     (void)end, (void)room;
-    of_taps[c->taps - 2][!c->bf16](c, i / across / along, i / across % along * TOKENS, i % across * SOME);
+    const int64_t row = i / across / along, start = i / across % along * TOKENS, first = i % across * SOME;
+    if (c->bf16) KNOWN(N, c->taps, piece(c, 0, N, row, start, first))
+    else KNOWN(N, c->taps, piece(c, 1, N, row, start, first))
 }
 
 /* One token of every row after its state, or prompts from their beginning. taps: 2 to 4. */

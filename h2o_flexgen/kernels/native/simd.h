@@ -25,6 +25,14 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 32")
 #define LANES 16 /* float32 numbers of a vector */
+/* Does what follows with N, a count of 1 to 4, known to the compiler. */
+#define KNOWN(N, count, ...) \
+    switch (count) { \
+    case 1: { enum { N = 1 }; __VA_ARGS__; break; } \
+    case 2: { enum { N = 2 }; __VA_ARGS__; break; } \
+    case 3: { enum { N = 3 }; __VA_ARGS__; break; } \
+    default: { enum { N = 4 }; __VA_ARGS__; } \
+    }
 
 typedef uint16_t bf16;
 
