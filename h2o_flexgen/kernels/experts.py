@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from h2o_flexgen.kernels.halves import take_products
 from h2o_flexgen.kernels.layers import NATIVE_GATES
 from h2o_flexgen.kernels.native import function, library, structure
-from h2o_flexgen.kernels.packed import PackedWeight, give
 from h2o_flexgen.kernels.triton_available import serves
 
 if TYPE_CHECKING:
@@ -24,15 +24,12 @@ PLACE = "native"
 """Where the weights of an expert keep what `expert_place` made of them."""
 
 
-class ExpertPlace(structure("matrices.h", "Expert")):  # type: ignore[misc]
+class ExpertPlace(structure("matrices.h", "Half")):  # type: ignore[misc]
     @classmethod
     def of(cls, w: Mapping[str, Any]) -> ExpertPlace | None:
         """An expert's weights, which must outlive it, as the kernel's argument; None where it cannot take them."""
-        place, held = cls(), list[PackedWeight]()
-        parts = {"wide": "gate_up"} if "gate_up.weight" in w else {"up": "up", "gate": "gate"}
-        place.held = held
-        fits = all(give(getattr(place, name), w, part, held) for name, part in {**parts, "down": "down"}.items())
-        return place if fits else None
+        place, parts = cls(), ["gate_up"] if "gate_up.weight" in w else ["up", "gate"]
+        return place if take_products(place, w, parts, "down") else None
 
 
 def expert_place(w: Mapping[str, Any]) -> ExpertPlace | TritonExpert | None:

@@ -6,7 +6,7 @@ A decode step of few sequences through a small model takes longer to call its ke
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +47,13 @@ class Form(NamedTuple):
         return _GATES.get(self.activation) if self.gated else _RELU if self.activation == "relu" else None
 
 
+def take_products(half: ctypes.Structure, w: Mapping[str, Any], parts: Sequence[str], last: str) -> bool:
+    """Whether the kernels take these matrices of weights that outlive `half`, which then has them."""
+    half.held = held = list[PackedWeight]()
+    names = dict(zip(("first", "second", "third"), parts, strict=False), last=last)
+    return all(give(getattr(half, name), w, part, held) for name, part in names.items())
+
+
 class HalfPlace(structure("matrices.h", "Half")):  # type: ignore[misc]
     @classmethod
     def of(cls, w: Mapping[str, Any], form: Form) -> HalfPlace | None:
@@ -57,11 +64,9 @@ class HalfPlace(structure("matrices.h", "Half")):  # type: ignore[misc]
         parts = [joint] if f"{joint}.weight" in w else [*apart]
         if library() is None or gate is None or not all(f"{part}.weight" in w for part in (*parts, last)):
             return None
-        place, held = cls(gate=gate), list[PackedWeight]()
-        place.held = held
-        names = dict(zip(("first", "second", "third"), parts, strict=False), last=last)
-        fits = all(give(getattr(place, name), w, part, held) for name, part in names.items())
-        place.made = sum(getattr(place, name).outs for name in names if name != "last")
+        place = cls(gate=gate)
+        fits = take_products(place, w, parts, last)
+        place.made = place.first.outs + place.second.outs + place.third.outs
         return place if fits and place._take_norms(w, form) else None
 
     def _take_norms(self, w: Mapping[str, Any], form: Form) -> bool:

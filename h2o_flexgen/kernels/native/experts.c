@@ -19,7 +19,7 @@ typedef struct {
     const int64_t *tokens;      /* of all chosen experts, one after the other, */
     const float *shares;        /* and what their results are multiplied by */
     const int64_t *starts;      /* count + 1: where each expert's begin */
-    const Expert *const *which; /* count */
+    const Half *const *which;   /* count */
     int64_t count, hidden, ffn, most, tanh_gelu, interleaved, threads;
     double limit;
 } Task;
@@ -74,25 +74,19 @@ static Room room_in(const Task *t, int64_t rows, bf16 *memory) {
 }
 
 /* results (rows, hidden): the outputs of one expert for `rows` tokens from place `first` on. */
-static int compute(const Task *t, const Expert *e, int64_t first, int64_t rows, Room room, float *results,
+static int compute(const Task *t, const Half *e, int64_t first, int64_t rows, Room room, float *results,
                    int threads) {
     const long hidden = t->hidden, ffn = t->ffn, both = 2 * ffn;
     const bf16 *x = rows == 1 ? t->x + t->tokens[first] * hidden : room.gathered;
     bf16 *middle = room.middle;
     if (rows > 1) move_rows((Moved){t, t->tokens + first, NULL, room.gathered, rows, first}, threads);
-    int failed = 0;
-    if (e->wide.outs) {
-        failed |= multiply(x, hidden, &e->wide, middle, both, rows, 0, 0, 0, threads);
-    } else {
-        failed |= multiply(x, hidden, &e->up, middle, both, rows, 0, 0, 0, threads);
-        failed |= multiply(x, hidden, &e->gate, middle + ffn, both, rows, 0, 0, 0, threads);
-    }
+    const int failed = half_products(e, x, hidden, NULL, middle, rows, threads);
     if (t->interleaved)
         clamped_gate(middle, rows, ffn, both, t->limit, threads);
     else
         gate_up(middle + ffn, middle, rows, ffn, both, both, (int)t->tanh_gelu, threads);
     const bf16 *gated = t->interleaved ? middle : middle + ffn;
-    return failed | multiply(gated, both, &e->down, results, hidden, rows, 1, 0, 0, threads);
+    return failed | multiply(gated, both, &e->last, results, hidden, rows, 1, 0, 0, threads);
 }
 
 /* State of threads that each compute whole experts, of many. Then each thread adds up some columns of the results of

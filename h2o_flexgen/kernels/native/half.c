@@ -5,14 +5,11 @@
 
 #include "matrices.h"
 
-static int64_t pitch(const Half *h) { return h->first.outs + h->second.outs + h->third.outs; }
-
 static void normed(const Norm *by, const bf16 *x, long stride, bf16 *y, long rows, int threads) {
     norm(x, by->weight, by->bias, y, rows, by->n, stride, by->eps, by->offset, by->kind == RMS_NORM, threads);
 }
 
-/* out (rows, pitch) = the products, side by side, of hidden (rows, ins), whose rows are `stride` apart; room (rows, ins). */
-static int forward(const Half *h, const bf16 *hidden, long stride, bf16 *room, bf16 *out, long rows, int threads) {
+int half_products(const Half *h, const bf16 *hidden, long stride, bf16 *room, bf16 *out, long rows, int threads) {
     const Matrix *const each[] = {&h->first, &h->second, &h->third};
     if (h->before.kind != NO_NORM) {
         normed(&h->before, hidden, stride, room, rows, threads);
@@ -20,7 +17,7 @@ static int forward(const Half *h, const bf16 *hidden, long stride, bf16 *room, b
     }
     int failed = 0;
     for (int i = 0; i < 3 && each[i]->outs; out += each[i++]->outs)
-        failed |= multiply(hidden, stride, each[i], out, pitch(h), rows, 0, h->gate == RELU, 0, threads);
+        failed |= multiply(hidden, stride, each[i], out, half_width(h), rows, 0, h->gate == RELU, 0, threads);
     return failed;
 }
 
@@ -55,14 +52,14 @@ static bf16 *memory_for(const Half *h, long rows, int64_t more) {
     return aligned_alloc(64, (size_t)up(rows * (wide + more) * (int64_t)sizeof(bf16), 64));
 }
 
-/* These return 0, or 1 where memory is short. The first: out (rows, pitch); cosines and sines (rows, 2 turned), `angle`
+/* These return 0, or 1 where memory is short. The first: out (rows, half_width); cosines and sines (rows, 2 turned), `angle`
    elements from row to row, or NULL. */
 int half_forward(const Half *h, const bf16 *hidden, long stride, bf16 *out, const bf16 *cos, const bf16 *sin, long angle,
                  long turned, long rows, int threads) {
     bf16 *room = memory_for(h, rows, 0);
-    const int failed = !room || forward(h, hidden, stride, room, out, rows, threads);
+    const int failed = !room || half_products(h, hidden, stride, room, out, rows, threads);
     for (long row = 0; row < rows && !failed; row++)
-        settle_heads(h, out + row * pitch(h), cos ? cos + row * angle : NULL, cos ? sin + row * angle : NULL, turned);
+        settle_heads(h, out + row * half_width(h), cos ? cos + row * angle : NULL, cos ? sin + row * angle : NULL, turned);
     free(room);
     return failed;
 }
@@ -75,11 +72,11 @@ int half_back(const Half *h, const bf16 *x, long x_stride, bf16 *hidden, long st
 }
 
 int half_whole(const Half *h, bf16 *hidden, long stride, long rows, int threads) {
-    const int64_t wide = pitch(h);
+    const int64_t wide = half_width(h);
     bf16 *room = memory_for(h, rows, wide), *made = room, *gated = room;
     if (!room) return 1;
     made = room + rows * most(h->first.ins, h->last.outs), gated = made;
-    int failed = forward(h, hidden, stride, room, made, rows, threads);
+    int failed = half_products(h, hidden, stride, room, made, rows, threads);
     if (h->gate != RELU) {
         gated = made + h->last.ins;
         gate_up(gated, made, rows, h->last.ins, wide, wide, h->gate == TANH_GELU, threads);
