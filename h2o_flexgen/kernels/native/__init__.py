@@ -28,6 +28,7 @@ from h2o_flexgen.kernels.native.tiers import LIBRARIES, best_tier, cpu_flags, ma
 log = logging.getLogger(__name__)
 
 _building = Lock()
+_compiler = cache(find_compiler)
 _LETTERS: dict[str, Any] = {
     "P": ctypes.c_void_p,
     "q": ctypes.c_int64,
@@ -130,7 +131,7 @@ def _target() -> Path:
     assert compiler is not None, "`why_not` says so before"
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
     texts = [path.read_text(encoding="utf-8") for path in (*sources(), *sorted(FOLDER.glob("*.h")))]
-    facts = [*texts, version.stdout, *_flags(), *sorted(cpu_flags())]
+    facts = [*texts, version.stdout, *FLAGS, *machine_flags(), *sorted(cpu_flags())]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:20]
     return cached("native", f"kernels-{digest}.so")
 
@@ -142,17 +143,8 @@ def _compiled() -> Path | None:
     target = _target()
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        build(compiler, _flags(), target)
+        build(compiler, (*FLAGS, *machine_flags()), target)
     return target
-
-
-@cache
-def _compiler() -> str | None:
-    return find_compiler()
-
-
-def _flags() -> tuple[str, ...]:
-    return (*FLAGS, *machine_flags())
 
 
 def _reason(error: Exception) -> str:

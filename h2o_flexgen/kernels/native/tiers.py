@@ -22,29 +22,25 @@ _V4 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 
 
 class InstructionSets(NamedTuple):
-    """Instruction sets: a name, what people call them, and what Linux must say that the processor has."""
+    """Instruction sets: a name, what people call them, what Linux must say that the processor has, and how the names
+    of those begin that the tier does without."""
 
     name: str
     title: str
     needs: frozenset[str]
+    beyond: tuple[str, ...]
 
 
 TIERS = (
-    InstructionSets("avx512", "AVX-512 with VNNI and bfloat16", _V3 | _V4 | {"avx512_vnni", "avx512_bf16"}),
-    InstructionSets("avx512vnni", "AVX-512 with VNNI", _V3 | _V4 | {"avx512_vnni"}),
-    InstructionSets("avx512bw", "AVX-512", _V3 | _V4),
-    InstructionSets("avxvnni", "AVX2 with VNNI", _V3 | {"avx_vnni"}),
-    InstructionSets("avx2", "AVX2", _V3),
+    InstructionSets(
+        "avx512", "AVX-512 with VNNI and bfloat16", _V3 | _V4 | {"avx512_vnni", "avx512_bf16"}, beyond=("amx",)
+    ),
+    InstructionSets("avx512vnni", "AVX-512 with VNNI", _V3 | _V4 | {"avx512_vnni"}, beyond=("amx", "avx512_bf16")),
+    InstructionSets("avx512bw", "AVX-512", _V3 | _V4, beyond=("amx", "avx512_", "avx_vnni")),
+    InstructionSets("avxvnni", "AVX2 with VNNI", _V3 | {"avx_vnni"}, beyond=("amx", "avx512")),
+    InstructionSets("avx2", "AVX2", _V3, beyond=("amx", "avx512", "avx_vnni")),
 )
 """From the best on."""
-_BEYOND = {
-    "avx512": ("amx",),
-    "avx512vnni": ("amx", "avx512_bf16"),
-    "avx512bw": ("amx", "avx512_", "avx_vnni"),
-    "avxvnni": ("amx", "avx512"),
-    "avx2": ("amx", "avx512", "avx_vnni"),
-}
-"""How the names of instructions begin that a tier does without."""
 LIBRARIES = FOLDER / SHIPPED
 """Where `setup.py` puts them: kernels-avx2.so and so on."""
 
@@ -71,7 +67,7 @@ def cpu_flags() -> frozenset[str]:
     there, tier = of_the_processor(), wanted()
     if tier is None:
         return there
-    return frozenset(flag for flag in there if not flag.startswith(_BEYOND[tier.name])) | tier.needs
+    return frozenset(flag for flag in there if not flag.startswith(tier.beyond)) | tier.needs
 
 
 def torch_widens() -> bool:
