@@ -18,14 +18,15 @@ from functools import partial
 
 from h2o_flexgen.config.model.arch import ExpertSpec, RotarySpec
 from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.errors import required
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.llama_like import IGNORED, LlamaLike, by_layer, switched
 from h2o_flexgen.models.mistral import NUMBERED
-from h2o_flexgen.models.mixture import EXPERTS, either, mixture_names, names_beside_dense, read_experts
+from h2o_flexgen.models.mixture import EXPERTS, mixture_names, read_experts
 from h2o_flexgen.models.rope_fields import read_rotary
 from h2o_flexgen.models.stored import Names, Stored, pairs_apart
 
-_SHARED = {**EXPERTS, **{f"mlp.{part}": f"mlp.shared_experts.{part}_proj" for part in ("up", "gate", "down")}}
+_SHARED = {**EXPERTS, **{f"mlp.shared.{part}": f"mlp.shared_experts.{part}_proj" for part in ("up", "gate", "down")}}
 """The parts of a layer where all tokens go through an MLP besides."""
 _CHOICE = {"mlp.choice": "mlp.e_score_correction_bias"}
 _PREDICTING = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
@@ -71,7 +72,8 @@ def _in_groups(
     return made
 
 
-_GROUPED_NAMES = partial(names_beside_dense, parts={**_SHARED, "mlp.choice": "mlp.gate.e_score_correction_bias"})
+def _grouped_names(spec: ModelSpec) -> Names:
+    return mixture_names(spec, {**_SHARED, "mlp.choice": "mlp.gate.e_score_correction_bias"})
 
 
 def _dots1(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -119,19 +121,15 @@ def _ernie(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 
 def _ernie_names(spec: ModelSpec) -> Names:
-    names = names_beside_dense(spec, {**_SHARED, "mlp.choice": _ERNIE_CHOICES[0]})
-    count = 0 if spec.arch.experts is None else spec.arch.experts.count
-    for name in (name for name in names if name.endswith(".mlp.choice")):
-        layer = name.split(".")[1]
-        places = (f"{prefix}layers.{layer}.{choice}" for choice in _ERNIE_CHOICES for prefix in ("model.", ""))
-        names[name] = tuple(Stored(place, rows=count, shape=(1, count)) for place in places)
-    return pairs_apart(spec, names)
+    count = required(spec.arch.experts, "the model has no experts").count
+    choices = tuple(Stored(choice, rows=count, shape=(1, count)) for choice in _ERNIE_CHOICES)
+    return pairs_apart(spec, mixture_names(spec, {**_SHARED, "mlp.choice": choices}))
 
 
 _HUNYUAN_OLD = {
     "mlp.router": "mlp.router.gate",
     "mlp.choice": "mlp.expert_bias",
-    **{f"mlp.{part}": f"mlp.shared_mlp.{part}_proj" for part in ("up", "gate", "down")},
+    **{f"mlp.shared.{part}": f"mlp.shared_mlp.{part}_proj" for part in ("up", "gate", "down")},
 }
 
 
@@ -159,7 +157,7 @@ def _hunyuan(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 def _hunyuan_names(spec: ModelSpec) -> Names:
     new = {**_SHARED, **_CHOICE}
-    return either(names_beside_dense(spec, {**new, **_HUNYUAN_OLD}), names_beside_dense(spec, new))
+    return mixture_names(spec, {**new, **_HUNYUAN_OLD}, new)
 
 
 def _minimax_rotary(read: ConfigReader, head_dim: int, positions: int) -> RotarySpec:
@@ -176,11 +174,11 @@ def _minimax(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 def _minimax_names(spec: ModelSpec) -> Names:
     old = {**EXPERTS, **NUMBERED, "mlp.choice": "block_sparse_moe.e_score_correction_bias"}
-    return either(mixture_names(spec, old), mixture_names(spec, {**EXPERTS, **_CHOICE}))
+    return mixture_names(spec, old, {**EXPERTS, **_CHOICE})
 
 
 FAMILIES = (
-    LlamaLike("dots1", experts=True, switches={"qk_norm": True}, more=_dots1, checkpoint_names=_GROUPED_NAMES),
+    LlamaLike("dots1", experts=True, switches={"qk_norm": True}, more=_dots1, checkpoint_names=_grouped_names),
     LlamaLike(
         "ernie4_5_moe",
         experts=True,
@@ -196,7 +194,7 @@ FAMILIES = (
         rotary=partial(read_rotary, share=0.5),
         switches={"output_bias": False},
         more=_glm,
-        checkpoint_names=_GROUPED_NAMES,
+        checkpoint_names=_grouped_names,
     ),
     LlamaLike(
         "hy_v3",

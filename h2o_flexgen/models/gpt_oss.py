@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.errors import required
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.llama_like import PARTS, LlamaLike, all_but_every, plain_names, switched
 from h2o_flexgen.models.mixture import SLOPE, read_experts
@@ -34,23 +35,15 @@ def _more(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 
 def _names(spec: ModelSpec) -> Names:
-    names = plain_names(spec, {**PARTS, "mlp.router": "mlp.router", "attn.sinks": "self_attn.sinks"})
-    experts = spec.arch.experts
-    if experts is None:
-        return names
-    count, hidden = experts.count, spec.hidden_size
-    sizes = {"gate_up": (hidden, 2 * experts.ffn_size), "down": (experts.ffn_size, hidden)}
-    for name in (name for name in names if ".experts." in name):
-        _, layer, _, _, number, part, suffix = name.split(".")
-        ins, outs = sizes[part]
-        ending, rows, shape = ("", ins, (count, ins, outs)) if suffix == "weight" else ("_bias", outs, (count, outs))
-        span = ((int(number) * rows, (int(number) + 1) * rows),)
-        stored = f"layers.{layer}.mlp.experts.{part}_proj{ending}"
-        names[name] = tuple(
-            Stored(prefix + stored, span, count * rows, shape, transposed=suffix == "weight")
-            for prefix in ("model.", "")
-        )
-    return names
+    experts = required(spec.arch.experts, "the model has no experts")
+    count, hidden, ffn = experts.count, spec.hidden_size, experts.ffn_size
+    parts: dict[str, str | Stored] = {"mlp.router": "mlp.router", "attn.sinks": "self_attn.sinks"}
+    for part, ins, outs in (("gate_up", hidden, 2 * ffn), ("down", ffn, hidden)):
+        name = f"mlp.experts.{part}_proj"
+        weight = Stored(name, ((0, ins),), count * ins, (count, ins, outs), transposed=True)
+        bias = Stored(f"{name}_bias", ((0, outs),), count * outs, (count, outs))
+        parts |= {f"mlp.experts.{part}.weight": weight, f"mlp.experts.{part}.bias": bias}
+    return plain_names(spec, {**PARTS, **parts})
 
 
 FAMILIES = (

@@ -17,10 +17,10 @@ from functools import partial
 
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.llama_like import LlamaLike, by_layer, switched
-from h2o_flexgen.models.mixture import EXPERTS, either, mixture_names, read_experts
+from h2o_flexgen.models.llama_like import PARTS, LlamaLike, by_layer, plain_names, switched
+from h2o_flexgen.models.mixture import in_one, read_experts
 from h2o_flexgen.models.rope_fields import read_rotary
-from h2o_flexgen.models.stored import Names
+from h2o_flexgen.models.stored import Names, either
 
 
 def _positions(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -42,8 +42,6 @@ def _turned(read: ConfigReader, layers: int) -> list[bool]:
 
 
 _MOE = "block_sparse_moe"
-_OLD = {"gate_up": f"{_MOE}.input_linear.weight", "down": f"{_MOE}.output_linear.weight"}
-_NEW = {"gate_up": f"{_MOE}.experts.gate_up_proj", "down": f"{_MOE}.experts.down_proj"}
 
 
 def _multiplied(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -62,10 +60,10 @@ def _mixture(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 
 def _names(spec: ModelSpec) -> Names:
-    parts = {part: name for part, name in EXPERTS.items() if ".experts." not in part}
-    old = mixture_names(spec, {**parts, "mlp.router": f"{_MOE}.router.layer"}, _OLD)
-    new = mixture_names(spec, {**parts, "mlp.router": f"{_MOE}.router"}, _NEW)
-    return either(old, new)
+    old = in_one(spec, f"{_MOE}.input_linear.weight", f"{_MOE}.output_linear.weight")
+    new = in_one(spec, f"{_MOE}.experts.gate_up_proj", f"{_MOE}.experts.down_proj")
+    routers = f"{_MOE}.router.layer", f"{_MOE}.router"
+    return plain_names(spec, {**PARTS, "mlp.router": routers, **either(old, new)})
 
 
 FAMILIES = (

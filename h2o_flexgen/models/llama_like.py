@@ -15,7 +15,7 @@ from h2o_flexgen.config.model.arch import ArchSpec, RotarySpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ACTIVATIONS, ConfigReader
 from h2o_flexgen.models.rope_fields import context, read_rotary
-from h2o_flexgen.models.stored import Names, named
+from h2o_flexgen.models.stored import Names, Parts, named
 
 IGNORED: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
 """Regular expressions, to be searched for, of tensors that may be in a checkpoint and are not weights."""
@@ -86,7 +86,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """
 
 
-def plain_names(spec: ModelSpec, parts: Mapping[str, str] = PARTS) -> Names:
+def plain_names(spec: ModelSpec, parts: Parts = PARTS) -> Names:
     """For every canonical tensor the names it may have in a checkpoint, the usual one first; `parts` of a layer."""
     return named(spec, ("model.", ""), _OUTER, parts)
 

@@ -17,7 +17,7 @@ from h2o_flexgen.config.model.arch import RotarySpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.llama_like import LlamaLike, everywhere, switched
-from h2o_flexgen.models.mixture import EXPERTS, either, mixture_names, read_experts
+from h2o_flexgen.models.mixture import EXPERTS, mixture_names, read_experts
 from h2o_flexgen.models.rope_fields import read_rotary, rope_section
 from h2o_flexgen.models.stored import Names
 
@@ -32,9 +32,9 @@ _YARN: dict[str, Any] = {
 }
 NUMBERED = {
     "mlp.router": "block_sparse_moe.gate",
-    "mlp.experts.gate": "block_sparse_moe.experts.{}.w1",
-    "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
-    "mlp.experts.up": "block_sparse_moe.experts.{}.w3",
+    "mlp.experts.gate.weight": "block_sparse_moe.experts.{}.w1.weight",
+    "mlp.experts.down.weight": "block_sparse_moe.experts.{}.w2.weight",
+    "mlp.experts.up.weight": "block_sparse_moe.experts.{}.w3.weight",
 }
 """The parts of a layer with experts in Mixtral's own files."""
 
@@ -58,7 +58,7 @@ def _mixture(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 
 def _names(spec: ModelSpec) -> Names:
-    return either(mixture_names(spec, {**EXPERTS, **NUMBERED}), mixture_names(spec))
+    return mixture_names(spec, {**EXPERTS, **NUMBERED}, EXPERTS)
 
 
 FAMILIES = (

@@ -29,21 +29,13 @@ from h2o_flexgen.models.llama_like import (
     unrotated_where_seen,
 )
 from h2o_flexgen.models.rope_fields import read_rotary
-from h2o_flexgen.models.stored import Names, fused, named, one_after_another, pairs_apart
+from h2o_flexgen.models.stored import Names, Stored, named, one_after_another, pairs_apart
 
-_GATE_UP = dict.fromkeys(("mlp.gate", "mlp.up"), "mlp.gate_up_proj")
-_GLM_PARTS = {
-    **PARTS,
-    "attn.post_norm": "post_self_attn_layernorm",
-    "mlp.post_norm": "post_mlp_layernorm",
-    **_GATE_UP,
-}
-_PHI_PARTS = {**PARTS, **dict.fromkeys(("attn.q", "attn.k", "attn.v"), "self_attn.qkv_proj"), **_GATE_UP}
+_GLM_NORMS = {"attn.post_norm": "post_self_attn_layernorm", "mlp.post_norm": "post_mlp_layernorm"}
 _PHI_ROPES = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
 """Early files call LongRoPE su or yarn."""
 _NEOX_PARTS = {
     "attn.norm": "input_layernorm",
-    **dict.fromkeys(("attn.q", "attn.k", "attn.v"), "attention.query_key_value"),
     "attn.o": "attention.dense",
     "mlp.norm": "post_attention_layernorm",
     "mlp.up": "mlp.dense_h_to_4h",
@@ -63,9 +55,8 @@ def _cohere(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return unrotated_where_seen(spec, read, read.whole_or_null("sliding_window", 4096))
 
 
-def _glm_names(spec: ModelSpec) -> Names:
-    sizes = {"mlp.gate": spec.ffn_size, "mlp.up": spec.ffn_size}
-    return pairs_apart(spec, one_after_another(plain_names(spec, _GLM_PARTS), sizes))
+def _gate_up(spec: ModelSpec) -> dict[str, Stored]:
+    return one_after_another("mlp.gate_up_proj", dict.fromkeys(("mlp.gate", "mlp.up"), spec.ffn_size))
 
 
 def _phi_rotary(read: ConfigReader, head_dim: int, positions: int) -> RotarySpec:
@@ -76,9 +67,9 @@ def _phi_rotary(read: ConfigReader, head_dim: int, positions: int) -> RotarySpec
 
 
 def _phi_names(spec: ModelSpec) -> Names:
-    query, kv, ffn = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.ffn_size
-    sizes = {"attn.q": query, "attn.k": kv, "attn.v": kv, "mlp.gate": ffn, "mlp.up": ffn}
-    return one_after_another(plain_names(spec, _PHI_PARTS), sizes)
+    query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    qkv = one_after_another("self_attn.qkv_proj", {"attn.q": query, "attn.k": kv, "attn.v": kv})
+    return plain_names(spec, {**PARTS, **qkv, **_gate_up(spec)})
 
 
 def _neox_rotary(read: ConfigReader, head_dim: int, positions: int) -> RotarySpec:
@@ -95,14 +86,11 @@ def _neox(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 def _neox_names(spec: ModelSpec) -> Names:
     """q, k and v lie in one tensor: the rows of each head are its q, then its k, then its v."""
-    names = named(spec, ("gpt_neox.", ""), _NEOX_OUTER, _NEOX_PARTS, ("embed_out.weight", "lm_head.weight"))
-    dim, heads = spec.head_dim, range(spec.num_heads)
-    for name, places in names.items():
-        part = name.split(".")[-2]
-        if part in ("q", "k", "v"):
-            starts = ((3 * head + "qkv".index(part)) * dim for head in heads)
-            names[name] = fused(places, ((start, start + dim) for start in starts), 3 * dim * len(heads))
-    return names
+    dim, rows, parts = spec.head_dim, 3 * spec.num_heads * spec.head_dim, dict[str, str | Stored](_NEOX_PARTS)
+    for place, part in enumerate(("attn.q", "attn.k", "attn.v")):
+        spans = tuple((start, start + dim) for start in range(place * dim, rows, 3 * dim))
+        parts[part] = Stored("attention.query_key_value", spans, rows)
+    return named(spec, ("gpt_neox.", ""), _NEOX_OUTER, parts, ("embed_out.weight", "lm_head.weight"))
 
 
 FAMILIES = (
@@ -117,7 +105,7 @@ FAMILIES = (
         filled=lambda read: read.filled(eos_token_id=[151329, 151336, 151338]),
         rotary=partial(read_rotary, share=0.5),
         switches={"post_norms": True, "output_bias": False},
-        checkpoint_names=_glm_names,
+        checkpoint_names=lambda spec: pairs_apart(spec, plain_names(spec, {**PARTS, **_GLM_NORMS, **_gate_up(spec)})),
     ),
     LlamaLike(
         "phi3",

@@ -11,16 +11,15 @@ qwen3_moe  Qwen3-30B-A3B and 235B-A22B: the same with 128 experts, eight for eac
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from h2o_flexgen.config.model.arch import ExpertSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.llama_like import LlamaLike, by_layer, everywhere, switched
-from h2o_flexgen.models.mixture import EXPERTS, mixture_names, names_beside_dense, read_experts
+from h2o_flexgen.models.mixture import EXPERTS, mixture_names, read_experts
 
-_SHARED = {f"mlp.{part}": f"mlp.shared_expert.{part}_proj" for part in ("up", "gate", "down")}
+_SHARED = {f"mlp.shared.{part}": f"mlp.shared_expert.{part}_proj" for part in ("up", "gate", "down")}
 _SHARED["mlp.shared_gate"] = "mlp.shared_expert_gate"
 
 
@@ -63,7 +62,7 @@ FAMILIES = (
         "qwen2_moe",
         experts=True,
         more=_second_mixture,
-        checkpoint_names=partial(names_beside_dense, parts={**EXPERTS, **_SHARED}),
+        checkpoint_names=lambda spec: mixture_names(spec, {**EXPERTS, **_SHARED}),
     ),
     LlamaLike(
         "qwen3_moe",

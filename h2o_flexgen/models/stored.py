@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 from h2o_flexgen.config.model.spec import ModelSpec
 
@@ -31,28 +32,13 @@ Names = dict[str, tuple[str | Stored, ...]]
 """For every canonical tensor where a checkpoint may keep it, the usual place first; a str is a whole tensor."""
 
 
-def fused(names: Iterable[str | Stored], spans: Iterable[tuple[int, int]], rows: int) -> tuple[Stored, ...]:
-    """The same rows of a fused tensor under each of the names it may have."""
-    kept = tuple(spans)
-    return tuple(Stored(str(name), kept, rows) for name in names)
-
-
-def one_after_another(names: Names, sizes: Mapping[str, int]) -> Names:
-    """`names` where the parts of a layer that have `sizes` in rows ("mlp.gate") lie in one tensor, in this order.
-
-    Parts of one half of a layer have the same name.
-    """
-    starts, ends = dict[str, int](), dict[str, int]()
-    for part, rows in sizes.items():
-        half = part.split(".")[0]
-        starts[part] = ends.get(half, 0)
-        ends[half] = starts[part] + rows
-    found = dict(names)
-    for name, places in names.items():
-        part = ".".join(name.split(".")[2:4])
-        if part in sizes:
-            found[name] = fused(places, [(starts[part], starts[part] + sizes[part])], ends[part.split(".")[0]])
-    return found
+def one_after_another(name: str, sizes: Mapping[str, int]) -> dict[str, Stored]:
+    """The parts of a layer that lie in its module `name`, one after another, by their `sizes` in rows ("mlp.gate")."""
+    ends = list(accumulate(sizes.values()))
+    return {
+        part: Stored(name, ((end - rows, end),), ends[-1])
+        for (part, rows), end in zip(sizes.items(), ends, strict=True)
+    }
 
 
 def pairs_apart(spec: ModelSpec, names: Names) -> Names:
@@ -75,38 +61,60 @@ def pairs_apart(spec: ModelSpec, names: Names) -> Names:
         if part[:2] not in (["attn", "q"], ["attn", "k"]) or int(layer) in spec.arch.unrotated:
             continue
         heads = spec.num_heads if part[1] == "q" else spec.num_kv_heads
-        found[name] = fused(places, spans[part[1]], heads * dim)
+        found[name] = tuple(Stored(str(place), spans[part[1]], heads * dim) for place in places)
     return found
+
+
+Parts = Mapping[str, str | Stored | tuple[str | Stored, ...]]
+"""Where the parts of a layer are in it, such as "self_attn.q_proj" for "attn.q", or the rows of such a module: the
+usual place first of several. A key with "weight" or another ending is of that tensor alone, whose place is given in
+full, and one with "mlp.shared" of the MLP of all tokens in layers with experts. {} stands for an expert's number; rows
+of a tensor that is all experts' are those of the first."""
 
 
 def named(
     spec: ModelSpec,
     prefixes: tuple[str, ...],
     outer: Mapping[str, str],
-    parts: Mapping[str, str],
+    parts: Parts,
     head: tuple[str, ...] = ("lm_head.weight",),
 ) -> Names:
     """For every canonical tensor the names that it may have in a checkpoint, all behind each of `prefixes`.
 
     outer   the names outside of the layers, by the canonical ones
-    parts   what the parts of a layer are called, such as "self_attn.q_proj" for "attn.q"; {} stands for an expert's
-            number. Experts that are not there have no name of their own
     head    the names of an untied output head, without a prefix
     """
 
-    def inner(canonical: str) -> str:
+    def places(canonical: str) -> tuple[str | Stored, ...]:
+        if canonical == "head.vocab":
+            return head
         if canonical in outer:
-            return outer[canonical]
-        _, layer, half, *part, suffix = canonical.split(".")
-        if not part:  # a tensor of its own, of no module
-            return f"layers.{layer}.{parts[f'{half}.{suffix}']}"
-        if part[0] == "experts":
-            return f"layers.{layer}.{parts[f'{half}.experts.{part[2]}'].format(part[1])}.{suffix}"
-        return f"layers.{layer}.{parts[f'{half}.{part[0]}']}.{suffix}"
+            return tuple(prefix + outer[canonical] for prefix in prefixes)
+        _, layer, *words = canonical.split(".")
+        expert = int(words.pop(2)) if words[1] == "experts" else 0
+        if f"{words[0]}.shared.{words[1]}" in parts and spec.arch.experts_of(int(layer)) is not None:
+            words.insert(1, "shared")
+        whole, module = ".".join(words), ".".join(words[:-1])
+        ways, ending = (parts[whole], "") if whole in parts else (parts[module], f".{words[-1]}")
+        layers = [f"{prefix}layers.{layer}." for prefix in prefixes]
+        return tuple(_within(layer, way, expert, ending) for way in _each(ways) for layer in layers)
 
-    def names(canonical: str) -> tuple[str | Stored, ...]:
-        if ".experts." in canonical and "mlp.experts.down" not in parts:
-            return ()
-        return head if canonical == "head.vocab" else tuple(prefix + inner(canonical) for prefix in prefixes)
+    return {tensor.name: places(tensor.name) for group in spec.weight_groups for tensor in group.tensors}
 
-    return {tensor.name: names(tensor.name) for group in spec.weight_groups for tensor in group.tensors}
+
+def either(*tables: Parts) -> Parts:
+    """The parts of a layer by any of these tables, which have the same ones."""
+    ways = {part: [way for table in tables for way in _each(table[part])] for part in tables[0]}
+    return {part: tuple(dict.fromkeys(each)) for part, each in ways.items()}
+
+
+def _each(ways: str | Stored | tuple[str | Stored, ...]) -> tuple[str | Stored, ...]:
+    return ways if isinstance(ways, tuple) else (ways,)
+
+
+def _within(layer: str, way: str | Stored, expert: int, ending: str) -> str | Stored:
+    if isinstance(way, str):
+        return layer + way.format(expert) + ending
+    before = expert * way.shape[1] if expert else 0
+    spans = None if way.spans is None else tuple((start + before, stop + before) for start, stop in way.spans)
+    return Stored(layer + way.name + ending, spans, way.rows, way.shape, way.transposed)
