@@ -102,16 +102,11 @@ class Decoder:
     def __init__(self, spec: ModelSpec, product: Callable[..., Tensor] = linear) -> None:
         """product: the matrix product, called like `linear`."""
         arch = spec.arch
-        self.spec, self._linear = spec, product
+        self.spec, self._arch, self._linear = spec, arch, product
         self.scale = spec.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale
-        self._activation, self._relu = arch.activation, arch.activation == "relu"
-        self._eps, self._offset = arch.norm_eps, arch.norm_offset
+        self.soft_cap = arch.attention_cap
         self._after_attn, self._after_mlp = self._halves(arch)
-        self._clip = arch.clip_qkv
-        self._joint, self._residual_scale, self._logit_scale = arch.qk_norm_joint, arch.residual_scale, arch.logit_scale
-        self._logit_cap, self.soft_cap = arch.logit_cap, arch.attention_cap
         self._feed_forward = self._gated if arch.gated_mlp else self._plain
-        self._mixture = arch.experts
         self._gate = Gate(arch.activation, arch.experts.clamp if arch.experts else None)
         self._head_name = "embed.tokens" if arch.tied_head else "head.vocab"
         self._embed_steps, self._head_steps = self._outer_steps(spec)
@@ -159,11 +154,11 @@ class Decoder:
         else:
             apart = (self._linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in "qkv")
             q, k, v = (t.view(len(x), count, d) for t, count in zip(apart, heads, strict=True))
-        if self.spec.arch.qk_norm:
+        if self._arch.qk_norm:
             q, k = self._norm_heads(w, q, k)
-        if self._clip is not None:
+        if (clip := self._arch.clip_qkv) is not None:
             for each in (q, k, v):
-                each.clamp_(-self._clip, self._clip)
+                each.clamp_(-clip, clip)
         return (q, k, v) if angles is None else (*rotate_both(q, k, angles), v)
 
     def output(self, w: Weights, hidden: Tensor, mixed: Tensor) -> None:
@@ -187,7 +182,7 @@ class Decoder:
 
     def route(self, w: Weights, hidden: Tensor) -> Routed:
         """The MLP half of a layer with experts up to the choice, of hidden (T, hidden_width), which stays as it is."""
-        x, mixture = self._before(w, hidden), required(self._mixture, "the model has no experts")
+        x, mixture = self._before(w, hidden), required(self._arch.experts, "the model has no experts")
         logits = self._linear(x, w["router.weight"], w.get("router.bias"), wide=True)
         experts, shares = choose(logits, mixture, w.get("choice"))
         if not mixture.shared_size:
@@ -205,17 +200,17 @@ class Decoder:
 
     def add_mixture(self, hidden: Tensor, out: Tensor) -> None:
         """Ends the MLP half of a layer with experts: adds what they made to hidden (T, hidden_width), in place."""
-        hidden.add_(out, alpha=self._residual_scale)
+        hidden.add_(out, alpha=self._arch.residual_scale)
 
     def head(self, w: Weights, hidden: Tensor) -> Tensor:
         """Logits (T, vocab_size) in float32 of hidden (T, hidden_width)."""
         for step in self._head_steps:
             hidden = step(w, hidden)
         logits = self._linear(hidden, w[self._head_name], w.get("head.vocab_bias"), wide=True)
-        if self._logit_scale != 1:
-            logits.mul_(self._logit_scale)
-        if self._logit_cap is not None:
-            logits.div_(self._logit_cap).tanh_().mul_(self._logit_cap)
+        if self._arch.logit_scale != 1:
+            logits.mul_(self._arch.logit_scale)
+        if (cap := self._arch.logit_cap) is not None:
+            logits.div_(cap).tanh_().mul_(cap)
         return logits
 
     # ---- choices made at construction
@@ -274,18 +269,18 @@ class Decoder:
     # ---- norms
 
     def _norm(self, w: Weights, name: str, x: Tensor) -> Tensor:
-        if self.spec.arch.norm == "layernorm":
-            return layer_norm(x, w.get(f"{name}.weight"), w.get(f"{name}.bias"), self._eps)
+        if self._arch.norm == "layernorm":
+            return layer_norm(x, w.get(f"{name}.weight"), w.get(f"{name}.bias"), self._arch.norm_eps)
         return self._rms_norm(w, name, x)
 
     def _rms_norm(self, w: Weights, name: str, x: Tensor) -> Tensor:
-        return rms_norm(x, w.get(f"{name}.weight"), self._eps, self._offset)
+        return rms_norm(x, w.get(f"{name}.weight"), self._arch.norm_eps, self._arch.norm_offset)
 
     def _norm_heads(self, w: Weights, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        if self._joint:
+        if self._arch.qk_norm_joint:
             q, k = ((t.flatten(1).unsqueeze(1)) for t in (q, k))
         normed = self._rms_norm(w, "q_norm", q), self._rms_norm(w, "k_norm", k)
-        if not self._joint:
+        if not self._arch.qk_norm_joint:
             return normed
         return normed[0].view(len(q), -1, self.spec.head_dim), normed[1].view(len(k), -1, self.spec.head_dim)
 
@@ -293,14 +288,14 @@ class Decoder:
 
     def _before(self, w: Weights, hidden: Tensor) -> Tensor:
         """The input of a half, given hidden: (T, H)."""
-        x = hidden.chunk(2, dim=-1)[0] if self.spec.arch.parallel else hidden
-        return self._norm(w, "norm", x) if self.spec.arch.pre_norm else x
+        x = hidden.chunk(2, dim=-1)[0] if self._arch.parallel else hidden
+        return self._norm(w, "norm", x) if self._arch.pre_norm else x
 
     def _add(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
         inner(hidden)
 
     def _scale_and_add(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
-        hidden.add_(inner(None), alpha=self._residual_scale)
+        hidden.add_(inner(None), alpha=self._arch.residual_scale)
 
     def _post_norm(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
         hidden.copy_(self._norm(w, "norm", inner(None).add_(hidden)))
@@ -318,8 +313,9 @@ class Decoder:
     # ---- what the MLP half computes: x (T, H) -> (T, H), see Inner
 
     def _plain(self, w: Weights, x: Tensor, onto: Tensor | None) -> Tensor:
-        up = self._linear(x, w["up.weight"], w.get("up.bias"), relu=self._relu)
-        up = up if self._relu else ACTIVATIONS[self._activation](up)
+        relu = self._arch.activation == "relu"
+        up = self._linear(x, w["up.weight"], w.get("up.bias"), relu=relu)
+        up = up if relu else ACTIVATIONS[self._arch.activation](up)
         return self._linear(up, w["down.weight"], w.get("down.bias"), onto=onto)
 
     def _expert(self, w: Weights, x: Tensor) -> Tensor:
@@ -335,7 +331,7 @@ class Decoder:
             up, gate = self._linear(x, w["gate_up.weight"], w.get("gate_up.bias")).chunk(2, dim=-1)
         else:
             up, gate = (self._linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in ("up", "gate"))
-        return self._linear(gated(gate, up, self._activation), w["down.weight"], w.get("down.bias"), onto=onto)
+        return self._linear(gated(gate, up, self._arch.activation), w["down.weight"], w.get("down.bias"), onto=onto)
 
 
 def choose(logits: Tensor, mixture: ExpertSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -228,36 +228,39 @@ def _norm(module: nn.Module, size: int) -> Norm | None:
     x = torch.randn(1, _TOKENS, size, generator=generator) * torch.tensor([[1e-3], [0.1], [1.0], [30.0]])
     x[0, 1:] += 0.5
     weight, bias = (torch.randn(size, generator=generator) for _ in range(2))
-    for eps in {each for key, each in vars(module).items() if "eps" in key and isinstance(each, float)}:
+    for eps in epsilons(module):
         ways = (partial(_rms, eps, 0.0), partial(_rms, eps, _EXACTLY), partial(_rms, eps, 1.0), partial(_layer, eps))
-        for norm in ways:
-            dtypes = torch.float32, torch.bfloat16
-            if all(_same(module, norm, x.to(each), weight.to(each), bias.to(each)) for each in dtypes):
-                return norm
+        if (norm := first_same(module, ways, {"weight": weight, "bias": bias}, x)) is not None:
+            return norm
     return None
 
 
-def _same(module: nn.Module, norm: Norm, x: Tensor, weight: Tensor, bias: Tensor) -> bool:
-    given = {"weight": weight, "bias": bias}
-    made = tried(module, given, lambda: (module(x), norm(module, module.forward, x)))
-    if made is None or not torch.is_tensor(made[0]) or made[0].shape != x.shape or made[0].dtype is not x.dtype:
-        return False
-    theirs, ours = made
-    if x.dtype is torch.float32:
-        return torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
-    return rounds_alike(ours, theirs)
+def epsilons(module: nn.Module) -> set[float]:
+    return {each for key, each in vars(module).items() if "eps" in key and isinstance(each, float)}
 
 
-def tried(module: nn.Module, given: Mapping[str, Tensor], compute: Callable[[], Any]) -> Any:
-    """The result of `compute` while a module has the `given` tensors for its parameters of these names; None where it
-    raises: the module is of another kind then."""
+def first_same(module: nn.Module, norms: Iterable[Norm], given: Mapping[str, Tensor], *x: Tensor) -> Norm | None:
+    """The first of `norms` that makes of `x` what a module does that has the `given` parameters, in float32 and in
+    bfloat16; None where none does, or the module is of another kind."""
     before = dict(module._parameters)
-    module._parameters |= {key: given[key] for key, each in before.items() if each is not None}  # type: ignore[misc]
+
+    def same(norm: Norm, dtype: torch.dtype) -> bool:
+        own: dict[str, Any] = {key: given[key].to(dtype) for key, each in before.items() if each is not None}
+        module._parameters |= own
+        some = [each.to(dtype) for each in x]
+        try:
+            theirs, ours = module(*some), norm(module, module.forward, *some)
+        except Exception:  # it is of another kind then
+            return False
+        if not torch.is_tensor(theirs) or theirs.shape != x[0].shape or theirs.dtype is not ours.dtype:
+            return False
+        if dtype is torch.bfloat16:
+            return rounds_alike(ours, theirs)
+        return torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
     try:
         with torch.inference_mode():
-            return compute()
-    except Exception:
-        return None
+            return next((each for each in norms if same(each, torch.float32) and same(each, torch.bfloat16)), None)
     finally:
         module._parameters.update(before)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from h2o_flexgen.kernels import states
 from h2o_flexgen.kernels.native import library
-from h2o_flexgen.models.hf.fused import Norm, among, rounds_alike, take_norms, tried
+from h2o_flexgen.models.hf.fused import Norm, among, epsilons, first_same, take_norms
 
 Original = Callable[..., Any]
 
@@ -202,31 +202,13 @@ def _look(module: nn.Module, size: int) -> Norm | None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_TOKENS, size, generator=generator) * torch.tensor([[1e-3], [0.1], [1.0], [3.0], [10.0], [30.0]])
     gate, weight = torch.randn(_TOKENS, size, generator=generator) * 3, torch.randn(size, generator=generator)
-    wide = _theirs(module, x, gate, weight)
-    if wide is None:
-        return None
-    narrow = _theirs(module, x.bfloat16(), gate.bfloat16(), weight.bfloat16())
-    for norm in _candidates(module, size):
-        if not torch.allclose(norm(x, gate, weight), wide, rtol=1e-4, atol=1e-5):
-            continue
-        ours = norm(x.bfloat16(), gate.bfloat16(), weight.bfloat16())
-        if narrow is not None and narrow.dtype is ours.dtype and rounds_alike(ours, narrow):
-            return partial(_normed, norm)
-    return None
+    return first_same(module, _candidates(module, size), {"weight": weight}, x, gate)
 
 
-def _candidates(module: nn.Module, size: int) -> Iterator[states.GatedNorm]:
-    given = vars(module)
-    groups = [each for key, each in given.items() if "group" in key and isinstance(each, int) and each > 0]
+def _candidates(module: nn.Module, size: int) -> Iterator[Norm]:
+    groups = [each for key, each in vars(module).items() if "group" in key and isinstance(each, int) and each > 0]
     fitting = [each for each in groups if size % each == 0]
     sizes = {size, *fitting, *(size // each for each in fitting)}
-    epsilons = [each for key, each in given.items() if "eps" in key and isinstance(each, float)]
-    for eps, of_group in product(epsilons, sorted(sizes)):
+    for eps, of_group in product(epsilons(module), sorted(sizes)):
         for gate_first, sigmoid, rounds in product((False, True), repeat=3):
-            yield states.GatedNorm(eps, of_group, gate_first, sigmoid, rounds)
-
-
-def _theirs(module: nn.Module, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor | None:
-    """The module's output for these; None where the call fails, or the output is not as large as `x`."""
-    made = tried(module, {"weight": weight}, lambda: type(module).forward(module, x, gate))
-    return made if torch.is_tensor(made) and made.shape == x.shape else None
+            yield partial(_normed, states.GatedNorm(eps, of_group, gate_first, sigmoid, rounds))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeGuard
 
 from transformers import PreTrainedModel
@@ -39,32 +39,33 @@ def checkpoint_names(spec: ModuleSpec) -> Names:
     """For every canonical tensor the names that it may have: as it is saved today, as the modules call it, and both
     without the name of the model inside. ModelError where tensors are joined or split while they are loaded."""
     model, renamings, converters = _transforms(spec)
-    prefix = f"{model.base_model_prefix}."
     found: Names = {}
     for each in spec.tensors.values():
         if each.expert is not None:
-            found[each.name] = _of_expert(spec, each, model, renamings, converters)
+            found[each.name] = _of_expert(each, model, renamings, converters)
             continue
-        called = (each.piece,) if each.piece else dict.fromkeys((each.parameter, *each.also, *each.tied))
-        both = [name for one in called for name in (*_saved(one, renamings), one)]
+        called = (each.piece,) if each.piece else (each.parameter, *each.also, *each.tied)
+        names = _spelled(called, model, renamings)
         if each.piece:
-            whole, span = (*_saved(each.parameter, renamings), each.parameter), (each.start, each.start + each.shape[0])
-            all_of = (Stored(name, (span,), each.rows) for one in whole for name in (one, one.removeprefix(prefix)))
-            own = (name for one in both for name in (one, one.removeprefix(prefix)))
-            found[each.name] = tuple(dict.fromkeys([*own, *all_of]))
-            continue
-        if not each.transposed and (rows_of := _whole(spec, each, converters)) is not None:
+            whole, span = _spelled([each.parameter], model, renamings), (each.start, each.start + each.shape[0])
+            found[each.name] = (*names, *(Stored(name, (span,), each.rows) for name in whole))
+        elif not each.transposed and (rows_of := _whole(spec, each, converters)) is not None:
             (source, span, rows) = rows_of
-            parts = [source, source.removeprefix(prefix), *_saved(source, renamings)]
-            found[each.name] = (*both, *(Stored(name, (span,), rows) for name in dict.fromkeys(parts)))
-            continue
-        names = dict.fromkeys([*both, *(name.removeprefix(prefix) for name in both)])
-        names |= dict.fromkeys(each for name in both for each in _inside(name))
-        columns = each.shape[1] if each.transposed else 0
-        shape = tuple(reversed(each.shape)) if each.transposed else ()
-        stored = [Stored(name, ((0, columns),), columns, shape, True) if each.transposed else name for name in names]
-        found[each.name] = tuple(stored)
+            all_of = _spelled([source], model, renamings)
+            found[each.name] = (*names, *(Stored(name, (span,), rows) for name in all_of))
+        else:
+            names |= dict.fromkeys(inner for name in names for inner in _inside(name))
+            columns = each.shape[1] if each.transposed else 0
+            turned = (Stored(name, ((0, columns),), columns, each.shape[::-1], True) for name in names)
+            found[each.name] = tuple(turned if each.transposed else names)
     return found
+
+
+def _spelled(names: Iterable[str], model: PreTrainedModel, renamings: list[WeightRenaming]) -> dict[str, None]:
+    """The names that tensors may have which modules call `names`: as they are saved, as modules call them, and both
+    without the name of the model inside."""
+    both = [name for one in dict.fromkeys(names) for name in (*_saved(one, renamings), one)]
+    return dict.fromkeys([*both, *(name.removeprefix(f"{model.base_model_prefix}.") for name in both)])
 
 
 def pieces(model: PreTrainedModel) -> dict[str, tuple[tuple[str, int], ...]]:
@@ -162,29 +163,21 @@ def _whole(
 
 
 def _of_expert(
-    spec: ModuleSpec,
-    each: ModuleTensor,
-    model: PreTrainedModel,
-    renamings: list[WeightRenaming],
-    converters: list[WeightConverter],
+    each: ModuleTensor, model: PreTrainedModel, renamings: list[WeightRenaming], converters: list[WeightConverter]
 ) -> tuple[Stored, ...]:
     """An expert's matrix: of its own, as on the hub, or rows of one tensor for all experts."""
-    expert = required(each.expert, "the tensor is of no expert")
-    prefix, names = f"{model.base_model_prefix}.", dict[str, None]()
+    expert, names = required(each.expert, "the tensor is of no expert"), dict[str, None]()
     for converter in converters:
         target = _plain(converter._original_target_patterns[0])
         if each.parameter.endswith(target) and [type(op) for op in converter.operations] in _MERGED:
             sources = [_plain(source) for source in converter._original_source_patterns]
             source = sources[0 if each.start == 0 else 1] if len(sources) > 1 else sources[0]
             names[each.parameter.removesuffix(target) + source.replace("*", str(expert)).rstrip("$")] = None
-    both = [name for name in names for name in (*_saved(name, renamings), name)]
-    own = [Stored(short) for name in both for short in (name, name.removeprefix(prefix))]
     first, shape = expert * each.rows + each.start, tuple(model.get_parameter(each.parameter).shape)
     span = ((first, first + (each.rows if each.transposed else each.shape[0])),)
-    joined = [each.parameter, each.parameter.removeprefix(prefix), *_saved(each.parameter, renamings)]
-    joined.extend(_inside(each.parameter))
+    joined = [*_spelled([each.parameter], model, renamings), *_inside(each.parameter)]
     all_of = (Stored(name, span, _rows_in_all(each, shape), shape, each.transposed) for name in joined)
-    return tuple(dict.fromkeys([*own, *all_of]))
+    return tuple(dict.fromkeys([*map(Stored, _spelled(names, model, renamings)), *all_of]))
 
 
 def _rows_in_all(each: ModuleTensor, shape: Sequence[int]) -> int:
