@@ -37,8 +37,7 @@ def measure(folder: str) -> Outcome:
     ).eval()
     load_s = time.perf_counter() - started
     places = Counter(str(place) for place in getattr(model, "hf_device_map", {"": "cpu"}).values())
-    detail = {"attention": model.config._attn_implementation, "modules_by_place": dict(places)}
-    return timed(model, work, load_s, {"accelerate": accelerate.__version__}, detail)
+    return timed(model, work, load_s, {"accelerate": accelerate.__version__}, modules_by_place=dict(places))
 
 
 def _device_map(work: AdapterWork, checkpoint: str) -> Any:
@@ -47,19 +46,14 @@ def _device_map(work: AdapterWork, checkpoint: str) -> Any:
     with accelerate.init_empty_weights():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, work.dtype))
     model.tie_weights()
-    limits: dict[int | str, int] = {"cpu": _room(work, config)}
+    working = _working(work, config)
+    room = 1 << 62 if work.cpu_mem is None else max(1, work.cpu_mem - PROCESS_BYTES - working)
+    limits: dict[int | str, int] = {"cpu": room}
     if use_cuda(work):
         free, _ = torch.cuda.mem_get_info()
-        limits = {0: max(0, (work.gpu_mem or free) - _working(work, config)), "cpu": work.cpu_mem or limits["cpu"]}
+        limits = {0: max(0, (work.gpu_mem or free) - working), "cpu": work.cpu_mem or room}
     kept_whole = list(model._no_split_modules)
     return accelerate.infer_auto_device_map(model, limits, no_split_module_classes=kept_whole, dtype=model.dtype)
-
-
-def _room(work: AdapterWork, config: Any) -> int:
-    """Bytes of host memory for weights: the bytes allowed, less the process, the KV cache and the work on it."""
-    if work.cpu_mem is None:
-        return 1 << 62
-    return max(1, work.cpu_mem - PROCESS_BYTES - _working(work, config))
 
 
 def _working(work: AdapterWork, config: Any) -> int:

@@ -25,7 +25,7 @@ def measure(folder: str) -> Outcome:
     started = time.perf_counter()
     model = _opened(work, folder).model
     load_s = time.perf_counter() - started
-    return timed(model, work, load_s, {"airllm": version("airllm")}, {"attention": model.config._attn_implementation})
+    return timed(model, work, load_s, {"airllm": version("airllm")})
 
 
 def prepare(folder: str) -> None:

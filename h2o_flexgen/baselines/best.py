@@ -63,8 +63,10 @@ def search(
         memory = {run["batch"]: run["peak_rss_bytes"] for run in found.tried if "peak_rss_bytes" in run}
         found.stopped = _forbidden(size, memory, deadline, capped)
         if not found.stopped:
-            found.tried.append(_try(runner, name, size))
-            say(f"{name}, batch {size}: {_said(found.tried[-1])}")
+            tried = _try(runner, name, size)
+            found.tried.append(tried)
+            speed = f"{tried['gen_throughput']:.4g} tokens/s, projected from a short run"
+            say(f"{name}, batch {size}: " + (f"failed, {tried['failed']}" if "failed" in tried else speed))
         keep()
         size = None if found.stopped else _next(found, settings.batch_sizes)
     return found
@@ -133,12 +135,6 @@ def _forbidden(size: int, memory: dict[int, int], deadline: float, capped: bool)
     expected = memory[largest] + slope * (size - largest)
     free = psutil.virtual_memory().available
     return f"batch {size} could take all memory" if expected > _FREE_SHARE * free else ""
-
-
-def _said(tried: dict[str, Any]) -> str:
-    if "failed" in tried:
-        return f"failed, {tried['failed']}"
-    return f"{tried['gen_throughput']:.4g} tokens/s, projected from a short run"
 
 
 @dataclass

@@ -28,7 +28,9 @@ def prepare(folder: str) -> None:
 
 def measure(folder: str) -> Outcome:
     os.environ.update(_ONE)
-    os.environ["MASTER_PORT"] = str(_free_port())
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(taken.getsockname()[1])
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
     if AdapterWork.read(Path(folder)).device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -50,8 +52,7 @@ def measure(folder: str) -> Outcome:
     engine.module.eval()
     load_s = time.perf_counter() - started
     offload = settings["zero_optimization"]["offload_param"]["device"]
-    detail = {"offload_param": offload, "attention": model.config._attn_implementation}
-    outcome = timed(engine.module, work, load_s, {"deepspeed": deepspeed.__version__}, detail)
+    outcome = timed(engine.module, work, load_s, {"deepspeed": deepspeed.__version__}, offload_param=offload)
     del keep
     return outcome
 
@@ -61,7 +62,12 @@ def _settings(work: AdapterWork, checkpoint: str) -> dict[str, Any]:
     nbytes = sum(file.stat().st_size for file in Path(checkpoint).glob("*.safetensors"))
     offload: dict[str, Any] = {"device": "cpu"}
     if work.cpu_mem is not None and nbytes > _ROOM * work.cpu_mem:
-        _check_disk()
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        if not AsyncIOBuilder().is_compatible(verbose=False):
+            raise CannotRun(
+                "a model of this size needs DeepSpeed's disk offload, and that needs libaio: not installed here"
+            )
         offload = {"device": "nvme", "nvme_path": work.scratch, "buffer_count": 5, "buffer_size": 1 << 28}
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -70,21 +76,6 @@ def _settings(work: AdapterWork, checkpoint: str) -> dict[str, Any]:
         "fp16": {"enabled": work.dtype == "float16"},
         "zero_optimization": {"stage": 3, "offload_param": offload},
     }
-
-
-def _check_disk() -> None:
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if not AsyncIOBuilder().is_compatible(verbose=False):
-        raise CannotRun(
-            "a model of this size needs DeepSpeed's disk offload, and that needs libaio: not installed here"
-        )
-
-
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 if __name__ == "__main__":

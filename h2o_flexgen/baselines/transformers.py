@@ -103,9 +103,10 @@ def model_in_memory(work: AdapterWork, folder: str, attention: str | None = None
 
 
 def timed(
-    model: Any, work: AdapterWork, load_s: float, versions: dict[str, str], detail: dict[str, Any], static: bool = False
+    model: Any, work: AdapterWork, load_s: float, versions: dict[str, str], *, static: bool = False, **detail: Any
 ) -> Outcome:
     """A warm-up, then `model.generate` on all prompts at once, with its default cache or with a static one."""
+    detail |= {"attention": model.config._attn_implementation, "threads": torch.get_num_threads()}
     # Taking eos away is cheaper than suppressing it at every step, and gives a fixed length too.
     model.generation_config.eos_token_id = None
     # Not model.device, which is "meta" where all weights are offloaded.
@@ -117,7 +118,7 @@ def timed(
     tokens = generate(model, prompts, work.gen_len, cache, timer)
     del room
     facts = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(prompts.device), **cache}
-    return timer.outcome(tokens, load_s, versions, {**facts, "threads": torch.get_num_threads(), **detail})
+    return timer.outcome(tokens, load_s, versions, {**facts, **detail})
 
 
 def kv_token_bytes(config: Any, dtype: str) -> int:
@@ -215,8 +216,7 @@ def measure(folder: str) -> Outcome:
     started = time.perf_counter()
     model = model_in_memory(work, folder)
     load_s = time.perf_counter() - started
-    detail = {"attention": model.config._attn_implementation}
-    return timed(model, work, load_s, {}, detail, static=work.options.get("static", False))
+    return timed(model, work, load_s, {}, static=work.options.get("static", False))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,11 @@ class Chapter:
 
 
 def render(title: str, sections: Sequence[Chapter]) -> str:
-    shown, figures = _named(sections)
+    shown = [figure for section in sections for part in section.parts for figure in part.figures]
+    figures = dict[str, Any]()
+    for number, figure in enumerate(shown, 1):
+        name = f"figure-{number}"  # as the template calls it, which counts them too
+        figures[name] = {"name": name, "kind": figure.kind, "height": figure.height, **figure.data}
     texts = {name: asset(name) for name in ("page.css", "page.js", "echarts.min.js")}
     scripts = " ".join(hashed(texts[name]) for name in ("echarts.min.js", "page.js"))
     plain = {"style": texts["page.css"], "charts": texts["echarts.min.js"], "script": texts["page.js"]}
@@ -85,7 +89,7 @@ def render(title: str, sections: Sequence[Chapter]) -> str:
         "page.html",
         {**plain, "data": _as_data(figures)},
         title=title,
-        sections=shown,
+        sections=sections,
         hashes={"scripts": scripts, "style": hashed(texts["page.css"])},
         version=package_version(),
         made=utc_now(),
@@ -102,31 +106,6 @@ def filled(template: str, plain: Mapping[str, str], **texts: Any) -> str:
     )
     trusted = {name: jinja2.utils.markupsafe.Markup(text) for name, text in plain.items()}
     return environment.get_template(template).render(**trusted, **texts)
-
-
-def _named(sections: Sequence[Chapter]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The sections as the template takes them, and the data of their figures by name."""
-    figures: dict[str, Any] = {}
-
-    def entries(part: Passage) -> Iterator[dict[str, Any]]:
-        for figure in part.figures:
-            name = f"figure-{len(figures) + 1}"
-            figures[name] = {"name": name, "kind": figure.kind, "height": figure.height, **figure.data}
-            yield {"name": name, "kind": figure.kind, "title": figure.title, "label": figure.label, "wide": figure.wide}
-
-    shown = [
-        {
-            "name": section.name,
-            "title": section.title,
-            "texts": section.texts,
-            "parts": [
-                {"title": part.title, "texts": part.texts, "figures": list(entries(part)), "tables": part.tables}
-                for part in section.parts
-            ],
-        }
-        for section in sections
-    ]
-    return shown, figures
 
 
 def asset(name: str) -> str:
