@@ -128,7 +128,6 @@ def new_model(recipe: StreamRecipe, vocab: int) -> LlamaForCausalLM:
         initializer_range=0.04,
         tie_word_embeddings=True,
         rms_norm_eps=1e-5,
-        use_cache=True,
         bos_token_id=BOS,
         eos_token_id=BOS,
         pad_token_id=PAD,

@@ -115,10 +115,6 @@ def _random(size: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch
     return torch.randn(size, dtype=torch.float32, device=DEVICE).to(dtype)
 
 
-def _unwritten(size: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(size, dtype=dtype, device=DEVICE)
-
-
 def decode_cache(shape: Shape, packed: bool, scored: bool, made: Callable[..., torch.Tensor] = _random) -> Any:
     """A TritonAttend whose rows have one slot left, and q, k and v of a step; `made` makes tensors of a size."""
     from h2o_flexgen.kernels import triton_quant
@@ -132,7 +128,7 @@ def decode_cache(shape: Shape, packed: bool, scored: bool, made: Callable[..., t
     if scored:
         free = torch.arange(tasks, device=DEVICE) * slots + slots - 1
         pos = torch.arange(slots, dtype=torch.int32, device=DEVICE).repeat(batch, kv_heads, 1)
-        ranking = (made(size[:3], torch.float32).abs(), pos, free)
+        ranking = (made(size[:3], dtype=torch.float32).abs(), pos, free)
     kernel = TritonAttend([rule] * batch, size, DEVICE, ranking=ranking, adds=scored)
     k, v = made(size), made(size)
     if packed:
@@ -167,10 +163,11 @@ def compile_decode(section: Section) -> None:
     from h2o_flexgen.kernels.triton_tune import compiling
 
     began = time.monotonic()
+    unwritten = partial(torch.empty, dtype=torch.bfloat16, device=DEVICE)
     with compiling(COMPILING * section.left()) as jobs:
         for name, shape, packed, scored in decode_kinds(section):
             if section.wanted(name):
-                kernel, qkv = decode_cache(shape, packed, scored, _unwritten)
+                kernel, qkv = decode_cache(shape, packed, scored, unwritten)
                 kernel.compile(0, qkv, shape.dim**-0.5)
     say(f"kernels: {time.monotonic() - began:.0f} s of compiling" + ", which was not enough for all" * jobs.late)
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from h2o_flexgen.config.checks import Checked, Count, Natural, among, known_keys, one_of, shown, whole
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.flags import between_commas, option, with_commas
+from h2o_flexgen.config.flags import between_commas, option
 from h2o_flexgen.config.model.packing import CacheBits, CacheRotation
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import DTYPES
@@ -62,10 +62,6 @@ def _cache_bits(text: str) -> CacheBits:
     return bits[0] if len(bits) == 1 else bits  # type: ignore[return-value]
 
 
-def _shown_bits(bits: CacheBits) -> str:
-    return with_commas(bits) if isinstance(bits, tuple) else str(bits)
-
-
 PREFIX_MEM, PREFIX_DISK = 1 << 30, 16 << 30
 """Caps of a store of prefixes where none are given."""
 
@@ -112,7 +108,6 @@ class EngineConfig(Checked):
         help="bits of cached keys and values: 16, 8 or 4; 8,4: keys in 8, values in 4, which may have 3",
         metavar="N",
         parse=_cache_bits,
-        show=_shown_bits,
     )
     cache_rotation: CacheRotation | None = option(
         None,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from operator import attrgetter
 from typing import Literal
 
 from h2o_flexgen.config import budget as budgets
@@ -396,12 +397,9 @@ def _place(value: object, needed: str) -> int | tuple[int, int]:
 
 def _of_layer(heads: Sequence[Budget], far: Sequence[bool]) -> Budget:
     """The budget of a layer of these heads; heads that look far have the same one, and so have the others."""
-    near = min((each for each, looks in zip(heads, far, strict=True) if not looks), key=_total, default=None)
-    most = min((each for each, looks in zip(heads, far, strict=True) if looks), key=_total, default=None)
+    pairs, total = list(zip(heads, far, strict=True)), attrgetter("total")
+    near = min((each for each, looks in pairs if not looks), key=total, default=None)
+    most = min((each for each, looks in pairs if looks), key=total, default=None)
     if near is None or most is None:
         return near or most or heads[0]
     return budgets.mean_of(near, most, len(heads), sum(far))
-
-
-def _total(budget: Budget) -> int:
-    return budget.total

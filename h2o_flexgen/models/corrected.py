@@ -29,6 +29,7 @@ from h2o_flexgen.models.stored import Names, Stored, pairs_apart
 _SHARED = {**EXPERTS, **{f"mlp.shared.{part}": f"mlp.shared_experts.{part}_proj" for part in ("up", "gate", "down")}}
 """The parts of a layer where all tokens go through an MLP besides."""
 _CHOICE = {"mlp.choice": "mlp.e_score_correction_bias"}
+_GROUPED = {**_SHARED, "mlp.choice": "mlp.gate.e_score_correction_bias"}
 _PREDICTING = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
 """The names that families have for how many layers predict more tokens at once."""
 
@@ -70,10 +71,6 @@ def _in_groups(
         needed = f"at most the {made.active_groups * size} of {made.active_groups} groups"
         raise read.error("num_experts_per_tok", needed)
     return made
-
-
-def _grouped_names(spec: ModelSpec) -> Names:
-    return mixture_names(spec, {**_SHARED, "mlp.choice": "mlp.gate.e_score_correction_bias"})
 
 
 def _dots1(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -123,7 +120,7 @@ def _ernie(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 def _ernie_names(spec: ModelSpec) -> Names:
     count = required(spec.arch.experts, "the model has no experts").count
     choices = tuple(Stored(choice, rows=count, shape=(1, count)) for choice in _ERNIE_CHOICES)
-    return pairs_apart(spec, mixture_names(spec, {**_SHARED, "mlp.choice": choices}))
+    return pairs_apart(spec, mixture_names(spec, ({**_SHARED, "mlp.choice": choices},)))
 
 
 _HUNYUAN_OLD = {
@@ -155,11 +152,6 @@ def _hunyuan(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return _with(spec, read, experts)
 
 
-def _hunyuan_names(spec: ModelSpec) -> Names:
-    new = {**_SHARED, **_CHOICE}
-    return mixture_names(spec, {**new, **_HUNYUAN_OLD}, new)
-
-
 def _minimax_rotary(read: ConfigReader, head_dim: int, positions: int) -> RotarySpec:
     share = read.whole("rotary_dim") / read.whole("head_dim", 128) if "rotary_dim" in read else 1.0
     return read_rotary(read, head_dim, positions, theta=5e6, share=share)
@@ -172,13 +164,15 @@ def _minimax(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return _with(spec, read, read_experts(read, 256, 8, spec.ffn_size, router="each", choice_bias=True))
 
 
-def _minimax_names(spec: ModelSpec) -> Names:
-    old = {**EXPERTS, **NUMBERED, "mlp.choice": "block_sparse_moe.e_score_correction_bias"}
-    return mixture_names(spec, old, {**EXPERTS, **_CHOICE})
-
-
+_MINIMAX_OLD = {**EXPERTS, **NUMBERED, "mlp.choice": "block_sparse_moe.e_score_correction_bias"}
 FAMILIES = (
-    LlamaLike("dots1", experts=True, switches={"qk_norm": True}, more=_dots1, checkpoint_names=_grouped_names),
+    LlamaLike(
+        "dots1",
+        experts=True,
+        switches={"qk_norm": True},
+        more=_dots1,
+        checkpoint_names=partial(mixture_names, tables=(_GROUPED,)),
+    ),
     LlamaLike(
         "ernie4_5_moe",
         experts=True,
@@ -194,7 +188,7 @@ FAMILIES = (
         rotary=partial(read_rotary, share=0.5),
         switches={"output_bias": False},
         more=_glm,
-        checkpoint_names=_grouped_names,
+        checkpoint_names=partial(mixture_names, tables=(_GROUPED,)),
     ),
     LlamaLike(
         "hy_v3",
@@ -202,7 +196,7 @@ FAMILIES = (
         rotary=partial(read_rotary, theta=11158840.0),
         switches={"qk_norm": True},
         more=_hunyuan,
-        checkpoint_names=_hunyuan_names,
+        checkpoint_names=partial(mixture_names, tables=({**_SHARED, **_HUNYUAN_OLD}, {**_SHARED, **_CHOICE})),
     ),
     LlamaLike(
         "minimax_m2",
@@ -210,6 +204,6 @@ FAMILIES = (
         rotary=_minimax_rotary,
         switches={"qk_norm": True, "qk_norm_joint": True},
         more=_minimax,
-        checkpoint_names=_minimax_names,
+        checkpoint_names=partial(mixture_names, tables=(_MINIMAX_OLD, {**EXPERTS, **_CHOICE})),
     ),
 )

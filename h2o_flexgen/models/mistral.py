@@ -19,7 +19,6 @@ from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.llama_like import LlamaLike, everywhere, switched
 from h2o_flexgen.models.mixture import EXPERTS, mixture_names, read_experts
 from h2o_flexgen.models.rope_fields import read_rotary, rope_section
-from h2o_flexgen.models.stored import Names
 
 _YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -53,16 +52,14 @@ def _growing(read: ConfigReader, head_dim: int, positions: int) -> RotarySpec:
     return replace(spec, growth=fields.number("llama_4_scaling_beta"), grows_every=trained)
 
 
-def _mixture(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    return switched(_windowed(spec, read), experts=read_experts(read, 8, 2, spec.ffn_size))
-
-
-def _names(spec: ModelSpec) -> Names:
-    return mixture_names(spec, {**EXPERTS, **NUMBERED}, EXPERTS)
-
-
 FAMILIES = (
     LlamaLike("mistral", more=partial(_windowed, usual=4096)),
     LlamaLike("ministral3", rotary=_growing, more=_windowed),
-    LlamaLike("mixtral", experts=True, rotary=partial(read_rotary, theta=1e6), more=_mixture, checkpoint_names=_names),
+    LlamaLike(
+        "mixtral",
+        experts=True,
+        rotary=partial(read_rotary, theta=1e6),
+        more=lambda spec, read: switched(_windowed(spec, read), experts=read_experts(read, 8, 2, spec.ffn_size)),
+        checkpoint_names=partial(mixture_names, tables=({**EXPERTS, **NUMBERED}, EXPERTS)),
+    ),
 )

@@ -41,9 +41,8 @@ def read_experts(read: ConfigReader, count: int, active: int, ffn_size: int, **s
     return made
 
 
-def mixture_names(spec: ModelSpec, *tables: Parts) -> Names:
+def mixture_names(spec: ModelSpec, tables: tuple[Parts, ...] = (EXPERTS,)) -> Names:
     """Where a checkpoint may keep every tensor: by any of `tables`, or experts in transformers' own two of a layer."""
-    tables = tables or (EXPERTS,)
     return plain_names(spec, either(*tables, {**tables[-1], **in_one(spec, *FUSED)}))
 
 

@@ -11,6 +11,7 @@ qwen3_moe  Qwen3-30B-A3B and 235B-A22B: the same with 128 experts, eight for eac
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from h2o_flexgen.config.model.arch import ExpertSpec
@@ -51,10 +52,6 @@ def _second_mixture(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     return by_layer(spec, read, window, windowed)
 
 
-def _third_mixture(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    return everywhere(switched(spec, experts=_experts(spec, read, 128, 8, 768)), read, _window(read))
-
-
 FAMILIES = (
     LlamaLike("qwen2", switches={"qkv_bias": True}, more=_from_layer_on),
     LlamaLike("qwen3", switches={"qk_norm": True}, more=_from_layer_on),
@@ -62,13 +59,15 @@ FAMILIES = (
         "qwen2_moe",
         experts=True,
         more=_second_mixture,
-        checkpoint_names=lambda spec: mixture_names(spec, {**EXPERTS, **_SHARED}),
+        checkpoint_names=partial(mixture_names, tables=({**EXPERTS, **_SHARED},)),
     ),
     LlamaLike(
         "qwen3_moe",
         experts=True,
         switches={"qk_norm": True},
-        more=_third_mixture,
+        more=lambda spec, read: everywhere(
+            switched(spec, experts=_experts(spec, read, 128, 8, 768)), read, _window(read)
+        ),
         checkpoint_names=mixture_names,
     ),
 )

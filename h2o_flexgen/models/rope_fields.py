@@ -98,14 +98,6 @@ def context(rotary: RotarySpec, positions: int) -> int:
     return max(positions, int(rotary.original_positions * rotary.factor)) if rotary.scaling == "yarn" else positions
 
 
-def _plain(fields: ConfigReader, base: RotarySpec, positions: int) -> RotarySpec:
-    return replace(base, original_positions=0)
-
-
-def _linear(fields: ConfigReader, base: RotarySpec, positions: int) -> RotarySpec:
-    return replace(base, scaling="linear", factor=fields.number("factor"), original_positions=0)
-
-
 def _dynamic(fields: ConfigReader, base: RotarySpec, positions: int) -> RotarySpec:
     if base.dim <= 2:
         raise fields.error("rope_type", f"another one: dynamic scaling of {base.dim} dimensions is undefined")
@@ -164,8 +156,10 @@ def _longrope(fields: ConfigReader, base: RotarySpec, positions: int) -> RotaryS
 
 
 KINDS: dict[str, Callable[[ConfigReader, RotarySpec, int], RotarySpec]] = {
-    "default": _plain,
-    "linear": _linear,
+    "default": lambda fields, base, positions: replace(base, original_positions=0),
+    "linear": lambda fields, base, positions: replace(
+        base, scaling="linear", factor=fields.number("factor"), original_positions=0
+    ),
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
