@@ -86,15 +86,13 @@ class ControlGroup:
         if self.version == 2:
             limits = {"memory.max": limit, "memory.swap.max": 0}
         for position, (name, value) in enumerate(limits.items()):
-            if position == 0 or (self.path / name).exists():  # not every kernel counts swap
-                self._write(name, value)
-
-    def _write(self, name: str, value: int) -> None:
-        try:
-            (self.path / name).write_text(str(value), encoding="ascii")
-        except OSError:
-            self.remove()
-            _fail(f"cannot write {value} to {self.path / name}")
+            if position > 0 and not (self.path / name).exists():  # not every kernel counts swap
+                continue
+            try:
+                (self.path / name).write_text(str(value), encoding="ascii")
+            except OSError:
+                self.remove()
+                _fail(f"cannot write {value} to {self.path / name}")
 
     def join(self) -> None:
         (self.path / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")

@@ -38,7 +38,16 @@ def measure(folder: str) -> Outcome:
     with engine_of(work) as llm:
         llm.generate([prompt[:WARMUP_PROMPT] for prompt in work.prompts], max_new_tokens=WARMUP_NEW, ignore_eos=True)
         load_s = llm.last_record.load_s if llm.last_record else 0.0
-        planning = _PlanTimer(llm)
+        planner, planned = llm.planner, list[float]()
+
+        def timed(request: PlanRequest) -> Plan:
+            begun = time.perf_counter()
+            try:
+                return planner(request)
+            finally:
+                planned.append(time.perf_counter() - begun)
+
+        llm.planner = timed
         read, started = disk_bytes(), time.perf_counter()
         outputs = llm.generate(work.prompts, max_new_tokens=work.gen_len, ignore_eos=True)
         total_s, read = time.perf_counter() - started, disk_bytes() - read
@@ -47,11 +56,11 @@ def measure(folder: str) -> Outcome:
         prefill_s=record.prefill_s,
         decode_s=record.decode_s,
         # A second plan may place the weights anew: that is loading, and planning is no generation either.
-        total_s=total_s - record.load_s - planning.seconds,
+        total_s=total_s - record.load_s - sum(planned),
         load_s=load_s + record.load_s,
         token_ids=[output.token_ids for output in outputs],
         versions={"h2o_flexgen": package_version(), "torch": torch.__version__},
-        detail={**record.to_json(), "plan_s": planning.seconds},
+        detail={**record.to_json(), "plan_s": sum(planned)},
         disk_read_bytes=read,
         bytes_moved=record.bytes_moved,
         shared=record.shared,
@@ -92,21 +101,6 @@ def engine_of(work: AdapterWork) -> Engine:
 def within(cap: int) -> int:
     """Bytes of host memory that the engine is given under a cap on the whole process."""
     return int(cap - max(cap * SPARED, LEAST_SPARED))
-
-
-class _PlanTimer:
-    """The seconds that an engine's planner takes from now on."""
-
-    def __init__(self, llm: Engine) -> None:
-        self.seconds, self._planner = 0.0, llm.planner
-        llm.planner = self._timed
-
-    def _timed(self, request: PlanRequest) -> Plan:
-        started = time.perf_counter()
-        try:
-            return self._planner(request)
-        finally:
-            self.seconds += time.perf_counter() - started
 
 
 if __name__ == "__main__":

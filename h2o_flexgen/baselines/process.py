@@ -137,14 +137,16 @@ def run_command(
             _stop(process, signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM, show)
             raise
         finally:
-            read, peak = read_bytes_of(process.pid), _collect(process)
+            read = read_bytes_of(process.pid)
+            _, status, usage = os.wait4(process.pid, 0)  # of it, and of the children that it waited for
+            process.returncode = os.waitstatus_to_exitcode(status)
             show()
         return Finished(
             exit_code=process.returncode,
             output=_tail(out),
             errors=_tail(err),
             seconds=time.perf_counter() - started,
-            peak_rss_bytes=peak,
+            peak_rss_bytes=usage.ru_maxrss * 1024,
             timed_out=timed_out,
             read_bytes=read,
         )
@@ -204,13 +206,6 @@ def _stop(process: subprocess.Popen[bytes], asked: int, show: Callable[[], None]
             _ended(process, _TIDYING_SECONDS, show)
     finally:
         os.kill(process.pid, signal.SIGKILL)
-
-
-def _collect(process: subprocess.Popen[bytes]) -> int:
-    """The most bytes that it, and the children that it waited for, had resident; waits for its end."""
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    return usage.ru_maxrss * 1024
 
 
 def _shown(file: IO[bytes]) -> Callable[[], None]:

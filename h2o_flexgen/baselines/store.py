@@ -36,10 +36,8 @@ def origin() -> dict[str, Any]:
     return {"version": package_version(), "commit": commit(_ROOT), "host": _host()}
 
 
-@functools.cache
-def _host() -> dict[str, Any]:
-    """Of this process: the memory of a virtual machine may change while it runs, and it is the same machine yet."""
-    return host_facts()
+_host = functools.cache(host_facts)
+"""Of this process: the memory of a virtual machine may change while it runs, and it is the same machine yet."""
 
 
 def commit(root: Path) -> str | None:

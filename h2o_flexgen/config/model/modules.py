@@ -7,12 +7,13 @@ next layer, are halves without either.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 from h2o_flexgen.config.model.packing import groupwise
-from h2o_flexgen.config.model.spec import ModelSpec, Product, ProductCall, UnitSpec
+from h2o_flexgen.config.model.spec import ModelSpec, Product, ProductCall
 from h2o_flexgen.config.model.tensors import LayerHeads, StateSpec, TensorSpec, WeightGroup
 
 
@@ -128,18 +129,12 @@ class ModuleSpec(ModelSpec):
     def states_of(self, layer: int) -> tuple[StateSpec, ...]:
         return self.layers[layer].states
 
-    @cached_property
-    def units(self) -> tuple[UnitSpec, ...]:
-        """Embedding, the halves of the layers, and the output head."""
-        first, last = ("vocab", "vocab") if self.arch.tied_head else ("embed", "head")
-        units = [UnitSpec(0, "embed", "embed", None, first)]
-        for half, name in zip(self.halves, half_names(self.halves), strict=True):
-            if half.layer < self.num_layers:
-                count = 0 if half.products != "router" or self.arch.experts is None else self.arch.experts.count
-                experts = tuple(f"{name}.experts.{number}" for number in range(count))
-                units.append(UnitSpec(len(units), name, half.kind, half.layer, name, experts, half.products))
-        units.append(UnitSpec(len(units), "head", "head", None, last))
-        return tuple(units)
+    def _halves(self) -> Iterator[tuple[str, Literal["attn", "mlp"], int, int, str]]:
+        """The halves of the layers."""
+        for (kind, layer, products), name in zip(self.halves, half_names(self.halves), strict=True):
+            if layer < self.num_layers:
+                count = 0 if products != "router" or self.arch.experts is None else self.arch.experts.count
+                yield name, kind, layer, count, products
 
     def source_of(self, layer: int) -> int:
         """The layer whose cache a layer reads."""

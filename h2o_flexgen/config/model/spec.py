@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -179,17 +179,20 @@ class ModelSpec(Checked):
 
     @cached_property
     def units(self) -> tuple[UnitSpec, ...]:
-        """Embedding, then each layer's attention and MLP half, then the output head."""
+        """Embedding, then the halves of the layers, then the output head."""
         first, last = ("vocab", "vocab") if self.arch.tied_head else ("embed", "head")
         units = [UnitSpec(0, "embed", "embed", None, first)]
+        for name, kind, layer, count, own in self._halves():
+            experts = tuple(f"{name}.experts.{number}" for number in range(count))
+            units.append(UnitSpec(len(units), name, kind, layer, name, experts, own))
+        return (*units, UnitSpec(len(units), "head", "head", None, last))
+
+    def _halves(self) -> Iterator[tuple[str, Literal["attn", "mlp"], int, int, str]]:
+        """Attention and MLP of each layer: name, kind, layer, number of experts, and `own` of UnitSpec."""
         for layer in range(self.num_layers):
-            for kind in ("attn", "mlp"):
-                name = f"layers.{layer}.{kind}"
-                mixture = self.arch.experts_of(layer) if kind == "mlp" else None
-                experts = tuple(f"{name}.experts.{number}" for number in range(mixture.count)) if mixture else ()
-                units.append(UnitSpec(len(units), name, "attn" if kind == "attn" else "mlp", layer, name, experts))
-        units.append(UnitSpec(len(units), "head", "head", None, last))
-        return tuple(units)
+            mixture = self.arch.experts_of(layer)
+            yield f"layers.{layer}.attn", "attn", layer, 0, ""
+            yield f"layers.{layer}.mlp", "mlp", layer, mixture.count if mixture else 0, ""
 
     @cached_property
     def weight_groups(self) -> tuple[WeightGroup, ...]:
