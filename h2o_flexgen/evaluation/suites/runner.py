@@ -19,7 +19,7 @@ from h2o_flexgen.config.reports.quality import SuiteRecord, interval
 from h2o_flexgen.config.reports.record import utc_now
 from h2o_flexgen.errors import StorageError, UsageError, writing
 from h2o_flexgen.evaluation.quality import evicting
-from h2o_flexgen.evaluation.suites.tasks import Figures, Measured, SuiteTask, ceiling, make
+from h2o_flexgen.evaluation.suites.tasks import Measured, SuiteTask, ceiling, make
 from h2o_flexgen.planning.llm import LLM
 
 RECORDS = "records.jsonl"
@@ -147,7 +147,7 @@ def run_suite(
     wanted: list[str] = []
     for model in suite.models:
         cases: dict[str, Measured] = {}
-        full: dict[str, dict[str, Figures]] = {}
+        full: dict[str, dict[str, SuiteRecord]] = {}
         for policy, budget in suite.cells():
             names = [n for n, task in suite.tasks.items() if policy.name != CEILING or task.kind != "agreement"]
             cells = {name: _cell(model, policy, budget, suite.tasks[name], settings) for name in names}
@@ -172,18 +172,12 @@ def run_suite(
                         for record in records:
                             on_record(record)
             if policy.name == FULL:
-                full = {
-                    name: {
-                        found.metric: Figures(found.metric, found.kind, found.values, found.answers)
-                        for found in file.found.get(cell, ())
-                    }
-                    for name, cell in cells.items()
-                }
+                full = {name: {one.metric: one for one in file.found.get(cell, ())} for name, cell in cells.items()}
     return [record for cell in wanted for record in file.found.get(cell, ())]
 
 
 def _measured(
-    cell: Mapping[str, Any], task: Measured, llm: LLM, foresight: Foresight | None, full: Mapping[str, Figures]
+    cell: Mapping[str, Any], task: Measured, llm: LLM, foresight: Foresight | None, full: Mapping[str, SuiteRecord]
 ) -> list[SuiteRecord]:
     """The records of one task; `cell`: their fields that are known beforehand."""
     started = time.perf_counter()

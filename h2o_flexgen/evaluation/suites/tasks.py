@@ -15,7 +15,7 @@ from h2o_flexgen.cache.eviction import EVICTION_POLICIES
 from h2o_flexgen.cache.eviction.ceiling import CEILING, CeilingPolicy, Foresight
 from h2o_flexgen.config.checks import Checked, Count, KeptAsJson
 from h2o_flexgen.config.prompt import Prompt, Span, token_spans
-from h2o_flexgen.config.reports.quality import FigureKind
+from h2o_flexgen.config.reports.quality import FigureKind, SuiteRecord
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.splits import SPLITS, Split
 from h2o_flexgen.engine.requests.chat import offsets_of
@@ -109,8 +109,8 @@ class Measured(NamedTuple):
     def pairs(self) -> list[Window]:
         return [(case.context, case.continuation) for case in self.cases]
 
-    def run(self, llm: LLM, foresight: Foresight | None, full: Mapping[str, Figures]) -> list[Figures]:
-        """The figures under the policy of `llm`; `full`: by metric, of the full cache, empty for that itself."""
+    def run(self, llm: LLM, foresight: Foresight | None, full: Mapping[str, SuiteRecord]) -> list[Figures]:
+        """The figures under the policy of `llm`; `full`: by metric, those of the full cache, empty for that itself."""
         if foresight is not None:
             with foresight.watching([len(rest) - 1 for _, rest in self.pairs]):
                 llm.score([(context + rest[:-1], rest[-1:]) for context, rest in self.pairs])
@@ -158,7 +158,7 @@ class Measured(NamedTuple):
             Figures("right tokens of the answer", "mean", tuple(sum(answer) / len(answer) for _, answer in parts)),
         ]
 
-    def _agreement(self, llm: LLM, full: Mapping[str, Figures]) -> list[Figures]:
+    def _agreement(self, llm: LLM, full: Mapping[str, SuiteRecord]) -> list[Figures]:
         answers = self._generated(llm)
         same = _same(answers, full["agreement"].answers if full else answers)
         first = tuple(float((*each, False).index(False)) for each in same)
