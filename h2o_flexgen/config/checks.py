@@ -201,18 +201,16 @@ class Checked:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for item, check, optional in _checks(type(self)):  # type: ignore[arg-type]
-            value = getattr(self, item.name)
+        for name, label, check, optional in _checks(type(self)):  # type: ignore[arg-type]
+            value = getattr(self, name)
             if not (optional and value is None):
-                label = flags_of(item)[0] if "names" in item.metadata else item.name
-                label = self.CALLED.format(item.name) or label
-                object.__setattr__(self, item.name, check(value, label))
+                object.__setattr__(self, name, check(value, label))
 
 
 @functools.cache
-def _checks(cls: type[Any]) -> list[tuple[dataclasses.Field[Any], Check, bool]]:
-    """The fields of `cls` that are checked, and whether each may be None."""
-    hints, found = typing.get_type_hints(cls, include_extras=True), list[tuple[dataclasses.Field[Any], Check, bool]]()
+def _checks(cls: type[Any]) -> list[tuple[str, str, Check, bool]]:
+    """The fields of `cls` that are checked, how messages call each, and whether it may be None."""
+    hints, found = typing.get_type_hints(cls, include_extras=True), list[tuple[str, str, Check, bool]]()
     for item in dataclasses.fields(cls):
         kind, check = without_none(hints[item.name]), None
         if typing.get_origin(kind) is Annotated:
@@ -222,7 +220,8 @@ def _checks(cls: type[Any]) -> list[tuple[dataclasses.Field[Any], Check, bool]]:
         elif kind is bool:
             check = truth
         if check is not None:
-            found.append((item, check, kind is not hints[item.name]))
+            label = cls.CALLED.format(item.name) or (flags_of(item)[0] if "names" in item.metadata else item.name)
+            found.append((item.name, label, check, kind is not hints[item.name]))
     return found
 
 
