@@ -65,8 +65,10 @@ def search(
         if not found.stopped:
             tried = _try(runner, name, size)
             found.tried.append(tried)
-            speed = f"{tried['gen_throughput']:.4g} tokens/s, projected from a short run"
-            say(f"{name}, batch {size}: " + (f"failed, {tried['failed']}" if "failed" in tried else speed))
+            said = (
+                "failed, {failed}" if "failed" in tried else "{gen_throughput:.4g} tokens/s, projected from a short run"
+            )
+            say(f"{name}, batch {size}: {said.format_map(tried)}")
         keep()
         size = None if found.stopped else _next(found, settings.batch_sizes)
     return found
