@@ -70,7 +70,7 @@ def rounding(
             self.by = channel_scales(asked[-64:], last) if scaled else [1.0] * len(keys[0])
             known = len(keys) if len(self.keys) == len(keys) else self.budget.latest
             self.recent = len(keys) - min(newest, known)
-            self.exact = {p: (self.keys[p], self.values[p]) for p in self.keys}
+            self.exact = dict(enumerate(zip(keys, values, strict=True)))
             self.round([p for p in self.keys if p >= self.recent or (centred and p == 0)], twice=True)
             self.round([p for p in self.keys if p < self.recent])
             return outputs
