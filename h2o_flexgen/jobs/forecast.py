@@ -374,7 +374,7 @@ class Forecast:
         every = np.array(numbers, dtype=np.float64).reshape(-1, 3)
         running, waiting = every[every[:, 2] > 0], every[every[:, 2] == 0]
         # Requests that are not read yet are like all that were: of a window the shortest wait longest.
-        seen = np.array([*self._seen] or [1, 1]).reshape(-1, 2)
+        seen = np.array(self._seen or [1.0, 1.0]).reshape(-1, 2)
         unread = max(0, requests - len(self.rows)) * len(seen) / max(1, self._expected)
         count = len(waiting) + unread
         prompts = waiting[:, 0].sum() + unread * seen[:, 0].mean()
