@@ -20,7 +20,7 @@ from tests.test_style import nodes_of
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "h2o_flexgen"
 
-OPEN_TO_ALL = {"errors", "units", "registry", "huge", "openmp", "cores", "folders"}
+OPEN_TO_ALL = {"errors", "units", "registry", "huge", "openmp", "cores", "folders", "processor"}
 ALLOWED: dict[str, set[str]] = {
     "config": set(),
     "schedule": {"config"},

@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 from h2o_flexgen.config.checks import Checked, KeptAsJson, Natural, Seconds, known_keys, plain
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.processor import processor_name
 
 RATES = ("gen_throughput", "total_token_throughput", "prefill_throughput", "decode_throughput")
 """Keys of a record that are computed from others."""
@@ -45,14 +46,8 @@ def package_version() -> str:
 
 def host_facts() -> dict[str, Any]:
     """The machine of the run, without a host name: CPU model, usable cores, memory in bytes, system, Python."""
-    cpu = platform.processor()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            cpu = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), cpu)
-    except OSError:
-        pass
     return {
-        "cpu": cpu or platform.machine(),
+        "cpu": processor_name(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": platform.platform(),
