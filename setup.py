@@ -41,7 +41,7 @@ class WithKernels(build_py):
         if compiler is None:
             raise SystemExit("no C compiler was found: needed gcc or clang, for the kernels in the wheel")
         folder.mkdir(parents=True, exist_ok=True)
-        for name, flags in building.MACHINES.items():
+        for name, flags in building.of_this_family().items():
             building.build(compiler, (*building.FLAGS, *flags), folder / building.file_of(name), timeout_s=3600)
 
 

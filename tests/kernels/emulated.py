@@ -1,7 +1,7 @@
-"""AVX-512 with VNNI and bfloat16 by simde (Debian's libsimde-dev), for tests on processors without it.
+"""AVX-512 and ARM's NEON by simde (Debian's libsimde-dev), for tests on processors without them.
 
-H2O_TEST_KERNELS=avx512 pytest ..., or avx512vnni or avx512bw (without these), has all kernels made so; programs that
-tests start have their own.
+H2O_TEST_KERNELS=avx512 pytest ..., or avx512vnni, avx512bw (without these), neon, neondot, has all kernels made so;
+programs that tests start have their own.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ import pytest
 from h2o_flexgen.kernels import native
 from h2o_flexgen.kernels.native import building, tiers
 
-HEADER = Path(__file__).parent / "by_simde" / "immintrin.h"
-FLAGS = (*building.MACHINES["avx2"], f"-I{HEADER.parent}")
+HEADERS = Path(__file__).parent / "by_simde"
+FLAGS = (*building.MACHINES["avx2"], f"-I{HEADERS}")
 """In the place of -mavx512f and so on."""
 TIERS = {
     "avx512": FLAGS,
     "avx512vnni": (*FLAGS, "-DWITHOUT_BF16"),
     "avx512bw": (*FLAGS, "-DWITHOUT_BF16", "-DWITHOUT_VNNI"),
+    "neon": (*FLAGS, "-DEMULATED_NEON"),
+    "neondot": (*FLAGS, "-DEMULATED_NEON", "-DWITH_DOT_PRODUCTS"),
 }
 
 
 @cache
 def why_not() -> str | None:
-    """Why a compiler here cannot compile it; None where it can."""
+    """Why a compiler here cannot compile them; None where it can."""
     compiler = building.find_compiler()
     if compiler is None:
         return "no C compiler was found"
@@ -47,8 +49,10 @@ def take_what_is_asked_for() -> None:
         return
     if name not in TIERS or why_not():
         raise pytest.UsageError(f"H2O_TEST_KERNELS is {name!r}, needed {', '.join(TIERS)}: {why_not()}")
-    there, for_good = tiers.of_the_processor() | tiers.TIERS[0].needs, pytest.MonkeyPatch()
-    flags = (*TIERS[name], "-O2", f"-DEMULATION={crc32(HEADER.read_bytes())}")  # which name the library
+    needs = next(tier.needs for tier in tiers.TIERS if tier.name == name)
+    there, for_good = needs if "neon" in name else tiers.of_the_processor() | needs, pytest.MonkeyPatch()
+    texts = b"".join(header.read_bytes() for header in sorted(HEADERS.iterdir()))
+    flags = (*TIERS[name], "-O2", f"-DEMULATION={crc32(texts)}")  # which name the library
     for_good.setattr(tiers, "of_the_processor", lambda: there)
     for_good.setattr(native, "machine_flags", lambda: flags)
     for_good.setattr(native, "build", partial(building.build, timeout_s=3600))

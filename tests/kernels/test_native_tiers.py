@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 COMPILED = getattr(native.library(), "_name", None)
 V3 = "avx2 fma f16c bmi1 bmi2"
 ZEN4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni avx512_bf16"
+GRAVITON = "fp asimd evtstrm aes crc32 atomics fphp asimdhp asimddp"
 
 
 @pytest.fixture
@@ -53,6 +54,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         (ZEN4, "avx512bw", "avx512bw", "-march=x86-64-v4"),
         (V3, None, "avx2", "-march=native"),
         ("sse4_2", None, None, "-march=native"),
+        ("fp asimd crc32", None, "neon", "=native"),
+        (GRAVITON, None, "neondot", "=native"),
+        (GRAVITON, "neon", "neon", "-march=armv8-a"),
+        (GRAVITON, "neondot", "neondot", "-march=armv8.2-a+dotprod"),
     ],
 )
 def test_what_is_computed_with(
@@ -64,7 +69,7 @@ def test_what_is_computed_with(
         asked.setenv(tiers.SWITCH, switch)
     found = tiers.best_tier()
     assert (None if found is None else found.name) == best
-    assert compiled in tiers.machine_flags()
+    assert compiled in " ".join(tiers.machine_flags())
     assert cpu_has_bfloat16() == (best == "avx512")
     assert not has_matrix_unit() or switch is None
     for stored in ("float16", "bfloat16"):

@@ -1,4 +1,4 @@
-"""Products as other processors make them: by AVX2 alone, and emulated by AVX-VNNI and by AVX-512.
+"""Products as other processors make them: by AVX2 alone, and emulated by AVX-VNNI, AVX-512 and ARM's NEON.
 
 Compiled without optimisation, and of the sources alone that products need: seconds. What the kernels here are made of
 is not compiled again. All of the suite runs on another tier by H2O_FLEXGEN_KERNELS.
@@ -32,14 +32,16 @@ TIERS: dict[str, tuple[str, ...]] = {
 CONCERNED = ("whole", "few")
 """Sources in which AVX2's tiers differ; the others that products are made of:"""
 COMMON = ("product", "linear", "gemm", "exact", "weights", "team")
-ALL_THEIR_OWN = [tier for tier in TIERS if tier != "avxvnni"]
+SHARED = {"avxvnni": "avx2", "neondot": "neon"}
+"""Tiers that have the others of another one."""
+ALL_THEIR_OWN = [tier for tier in TIERS if tier not in SHARED]
 OWN = native.library()
 pytestmark = pytest.mark.skipif(OWN is None or building.find_compiler() is None, reason="no kernels or no compiler")
 
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
-    """One for each tier; without simde AVX-512's are missing."""
+    """One for each tier; without simde AVX-512's and NEON's are missing."""
     folder, compiler = tmp_path_factory.mktemp("tiers"), building.find_compiler()
     assert compiler is not None
 
@@ -52,10 +54,9 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL
     own = tiers.best_tier()
     found = {"avx2": OWN} if own is not None and own.name == "avx2" else {}
     made_of = {
-        tier: [(tier, each) for each in CONCERNED]
-        + [(tier if tier in ALL_THEIR_OWN else "avx2", each) for each in COMMON]
+        tier: [(tier, each) for each in CONCERNED] + [(SHARED.get(tier, tier), each) for each in COMMON]
         for tier in TIERS
-        if tier not in found and (not tier.startswith("avx512") or emulated.why_not() is None)
+        if tier not in found and (tier not in emulated.TIERS or emulated.why_not() is None)
     }
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(compiled, {job: None for jobs in made_of.values() for job in jobs}))
@@ -74,7 +75,7 @@ def tier(
 ) -> Iterator[str]:
     """Products are that tier's, and none is left to torch."""
     if request.param not in libraries:
-        pytest.skip(f"AVX-512 cannot be emulated: {emulated.why_not()}")
+        pytest.skip(f"{request.param} cannot be emulated: {emulated.why_not()}")
     monkeypatch.setattr(native, "library", lambda: libraries[request.param])
     monkeypatch.setattr(layers.F, "linear", None)
     monkeypatch.setattr(layers, "MOST_ROWS", 1 << 62)

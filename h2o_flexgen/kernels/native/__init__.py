@@ -1,4 +1,4 @@
-"""Kernels in C for x86-64 CPUs: written for AVX-512 with bfloat16, run on AVX2 as well. How to compile and call them.
+"""Kernels in C, written for AVX-512 with bfloat16, for AVX2 and for ARM's NEON too. How to compile and call them.
 
 The sources of this folder are compiled once per machine and loaded as one library. It lies in the user's cache folder
 under a name made of everything it depends on: the sources, the compiler and the processor. Without a compiler those are
@@ -114,7 +114,7 @@ def why_not() -> str | None:
     if os.environ.get("H2O_FLEXGEN_NATIVE", "1").lower() in ("0", "false", "no", "off"):
         return "H2O_FLEXGEN_NATIVE is 0"
     if platform.system() != "Linux" or best_tier() is None:
-        return "the processor has no AVX2"
+        return "needed Linux, and a processor with AVX2 or 64-bit ARM's NEON"
     if _compiler() is None and shipped() is None:
         return "no C compiler was found"
     return None

@@ -1,6 +1,6 @@
-/* AVX2: vectors of 512 bits are pairs of its own, under the names that AVX-512 has for them (Intel's Intrinsics Guide), as
-   far as the kernels here need them. Only these differ: bfloat16 products keep denormal numbers, and a sum of two products
-   is rounded after each. */
+/* AVX2: vectors of 512 bits are pairs of its own, or of NEON's (neon.h), under the names that AVX-512 has for them (Intel's
+   Intrinsics Guide), as far as the kernels here need them. Only these differ: bfloat16 products keep denormal numbers, and
+   a sum of two products is rounded after each. */
 #ifndef AVX2_H
 #define AVX2_H
 
@@ -350,7 +350,10 @@ INLINE reg reg_terms(i512 pairs, const int part) {
 /* ---- products of bytes: by an instruction of AVX-VNNI's that adds them up by fours. Without it they are
    added up by twos, in 16 bits, where signed codes of 8 bits are too large by nothing, as no sum of two products of 255
    fits. */
-#if defined __AVXVNNI__ || defined EMULATED_VNNI
+#if defined NEON_H
+#define BY_FOURS 1
+enum { BYTE_OFFSET = 0 };
+#elif defined __AVXVNNI__ || defined EMULATED_VNNI
 #define BY_FOURS 1
 enum { BYTE_OFFSET = 128 };
 #else
@@ -360,7 +363,9 @@ enum { BYTE_OFFSET = 0 };
 
 /* sum plus the products of w, unsigned bytes, and x, signed ones, by fours. */
 INLINE __m256i dot_bytes(__m256i sum, __m256i w, __m256i x) {
-#if defined EMULATED_VNNI
+#if defined NEON_H
+    return dot_halves(sum, w, x);
+#elif defined EMULATED_VNNI
     const __m256i even = _mm256_and_si256(w, _mm256_set1_epi16(255)), signs = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8);
     const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
     return _mm256_add_epi32(sum, _mm256_add_epi32(_mm256_madd_epi16(even, signs), odd));

@@ -77,6 +77,7 @@ INLINE __m512i dot_nibbles_512(__m512i sum, __m512i w, __m512i x, __m512i w2, __
 }
 #else
 #define BY_FOURS 0
+enum { BYTE_OFFSET = 0 };
 INLINE __m512i dot_nibbles_512(__m512i sum, __m512i w, __m512i x, __m512i w2, __m512i x2, const int with_sign) {
     const __m512i both = _mm512_add_epi16(_mm512_maddubs_epi16(w, x), _mm512_maddubs_epi16(w2, x2));
     (void)with_sign; /* files of which w has one take AVX2 */

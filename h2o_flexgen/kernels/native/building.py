@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,10 @@ from pathlib import Path
 
 FLAGS = ("-O3", "-fno-math-errno", "-std=c11", "-fPIC", "-pthread", "-Wall", "-Wextra")
 _AVX512 = ("-march=x86-64-v4", "-mavx512vnni")
+IS_ARM = platform.machine() == "aarch64"
 MACHINES = {
+    "neondot": ("-march=armv8.2-a+dotprod",),
+    "neon": ("-march=armv8-a",),
     "avx512": (*_AVX512, "-mavx512bf16"),
     "avx512vnni": _AVX512,
     "avx512bw": ("-march=x86-64-v4",),
@@ -39,6 +43,11 @@ def find_compiler() -> str | None:
 def file_of(machine: str) -> str:
     """The name in a wheel of the library for a kind of processors."""
     return f"kernels-{machine}.so"
+
+
+def of_this_family() -> dict[str, tuple[str, ...]]:
+    """The MACHINES that a compiler here knows: 64-bit ARM's, or Intel's and AMD's."""
+    return {name: flags for name, flags in MACHINES.items() if name.startswith("neon") == IS_ARM}
 
 
 def sources() -> list[Path]:

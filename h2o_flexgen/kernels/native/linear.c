@@ -71,7 +71,7 @@ INLINE void step(reg *sums, const Place *at, long i, __mmask32 mask, const int r
         __asm__ volatile("" : "+r"(from));
         if (!IS_WIDE && rows == 2) { /* both rows stay in registers: compilers would load them for each output */
             reg some[2] = {reg_load(x), reg_load(x + at->x.stride)};
-            __asm__ volatile("" : "+x"(some[0]), "+x"(some[1]));
+            __asm__ volatile("" : HELD(some[0]), HELD(some[1]));
             UNROLL for (int o = 0; o < outs; o++) {
                 const reg w = reg_terms(_mm512_maskz_loadu_epi16(mask, from + o * at->ins), part);
                 UNROLL for (int r = 0; r < 2; r++) sums[r * outs + o] = reg_fma(w, some[r], sums[r * outs + o]);

@@ -288,7 +288,7 @@ INLINE void whole_columns(const uint8_t *lower, const uint8_t *upper, int64_t pi
 
 /* Of bytes the lower or the upper codes; where products bear that, both in place of the upper ones. */
 INLINE __m512i half_of(__m512i bytes, const int upper) {
-    if (upper && BY_FOURS) return bytes;
+    if (upper && BYTE_OFFSET) return bytes;
     return _mm512_and_si512(upper ? _mm512_srli_epi16(bytes, 4) : bytes, _mm512_set1_epi8(15));
 }
 
@@ -356,10 +356,10 @@ INLINE void add_sums(const Order *o, const int digits, Mixture *to) {
                 __m512i sum[MOST_DIGITS];
                 UNROLL for (int d = 0; d < digits; d++) {
                     sum[d] = _mm512_loadu_si512(sums + d * LANES);
-                    if (BY_FOURS && upper) sum[d] = _mm512_sub_epi32(sum[d], _mm512_loadu_si512(sums + (d - digits) * LANES));
+                    if (BYTE_OFFSET && upper) sum[d] = _mm512_sub_epi32(sum[d], _mm512_loadu_si512(sums + (d - digits) * LANES));
                 }
                 const __m256 both = halved(joined_digits(sum, digits));
-                const int place = (BY_FOURS && upper ? -4 : 0) + (o->bits == 8 && upper ? 4 : 0);
+                const int place = (BYTE_OFFSET && upper ? -4 : 0) + (o->bits == 8 && upper ? 4 : 0);
                 const float unit = to->unit[t->group] * (place < 0 ? 0x1p-4f : (float)(1 << place));
                 float four[4], *y = to->y + t->number;
                 _mm_storeu_ps(four, _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1)));

@@ -3,6 +3,7 @@
    compiled for, but by these:
 
    REGISTERS                 of a core. PAIRS: products of pairs of bfloat16 numbers are no slower than float32's
+   HELD(x)                   of an empty statement of assembly: x stays in a register
    reg, REG                  a register of float32 numbers, and how many it holds: reg_load, reg_first (of the first count
                              numbers), reg_set1, reg_fma, reg_halved (8 numbers of the same sum), reg_terms: of pairs of
                              bfloat16 numbers part 0, 1, ..: the first of each pair, REG at a time, then the second ones
@@ -18,7 +19,6 @@
 #if defined OF_BYTES && defined __AVX512BW__ && !defined __AVX512VNNI__
 #pragma GCC target("no-avx512f") /* with whose registers compilers move numbers about: a fifth slower */
 #endif
-#include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -40,6 +40,12 @@ INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
+#if defined __ARM_NEON || defined EMULATED_NEON
+#include "neon.h"
+#else
+#include <immintrin.h>
+#define HELD(x) "+x"(x)
+#endif
 #if defined __AVX512VNNI__ || (defined __AVX512BW__ && !defined OF_BYTES)
 #include "avx512.h"
 #else

@@ -11,7 +11,6 @@
 
 #include "team.h"
 
-#include <immintrin.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
@@ -21,6 +20,8 @@
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
+
+#include "simd.h"
 
 enum {
     CALLS = 16,         /* at a time; more callers do all their work themselves */

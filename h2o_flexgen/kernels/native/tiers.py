@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.kernels.native.building import FOLDER, MACHINES, SHIPPED, file_of
+from h2o_flexgen.kernels.native.building import FOLDER, IS_ARM, MACHINES, SHIPPED, file_of
 
 SWITCH = "H2O_FLEXGEN_KERNELS"
 _EMULATED = "-DEMULATED_VNNI"
@@ -31,7 +31,10 @@ class InstructionSets(NamedTuple):
     beyond: tuple[str, ...]
 
 
+_ARM_BEYOND = ("bf16", "i8mm", "sve")
 TIERS = (
+    InstructionSets("neondot", "NEON with dot products", frozenset({"asimd", "asimddp"}), beyond=_ARM_BEYOND),
+    InstructionSets("neon", "NEON", frozenset({"asimd"}), beyond=(*_ARM_BEYOND, "asimddp")),
     InstructionSets(
         "avx512", "AVX-512 with VNNI and bfloat16", _V3 | _V4 | {"avx512_vnni", "avx512_bf16"}, beyond=("amx",)
     ),
@@ -40,7 +43,7 @@ TIERS = (
     InstructionSets("avxvnni", "AVX2 with VNNI", _V3 | {"avx_vnni"}, beyond=("amx", "avx512")),
     InstructionSets("avx2", "AVX2", _V3, beyond=("amx", "avx512", "avx_vnni")),
 )
-"""From the best on."""
+"""From the best on, ARM's first."""
 LIBRARIES = FOLDER / SHIPPED
 """Where `setup.py` puts them: kernels-avx2.so and so on."""
 
@@ -87,7 +90,8 @@ def machine_flags() -> tuple[str, ...]:
     """A compiler's flags for this machine, or for the tier that is asked for."""
     tier = wanted()
     if tier is None:
-        return ("-march=native", "-mno-avx512bf16") if has_slow_bfloat16() else ("-march=native",)
+        own = "-mcpu=native" if IS_ARM else "-march=native"
+        return (own, "-mno-avx512bf16") if has_slow_bfloat16() else (own,)
     if tier.name == "avxvnni" and "avx_vnni" not in of_the_processor():
         return ("-march=x86-64-v3", _EMULATED)
     return MACHINES[tier.name]
@@ -95,7 +99,7 @@ def machine_flags() -> tuple[str, ...]:
 
 def of_the_processor() -> frozenset[str]:
     """All instruction sets that Linux says the processor has."""
-    return frozenset(_of_the_cpu("flags"))
+    return frozenset(_of_the_cpu("Features" if IS_ARM else "flags"))
 
 
 def has_slow_bfloat16() -> bool:
