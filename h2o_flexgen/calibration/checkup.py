@@ -42,8 +42,10 @@ EXTRAS = {
     "matplotlib": ("pictures of reports", "report"),
 }
 """Packages that a feature needs: the feature, and the extra that installs them."""
-INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
-INSTRUCTIONS += ("asimddp", "i8mm", "bf16", "sve")  # ARM's
+INSTRUCTIONS = (
+    *("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"),
+    *("asimddp", "i8mm", "bf16", "sve"),  # ARM's
+)
 SWITCHES = (
     *("H2O_FLEXGEN_NATIVE", "H2O_FLEXGEN_KERNELS", "H2O_FLEXGEN_TRITON", "H2O_FLEXGEN_MEMLOCK", "OMP_NUM_THREADS"),
     "HF_HUB_OFFLINE",
