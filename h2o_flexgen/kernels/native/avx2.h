@@ -335,9 +335,24 @@ INLINE void picked_wide(const uint8_t *codes, f512 values, f512 part[2]) {
     UNROLL for (int j = 0; j < 2; j++) part[j] = F2(looked_up(values, which[j]), looked_up(values, upper_8(which[j])));
 }
 
-/* ---- registers of 8 numbers */
+/* ---- registers */
+#ifdef NEON_H
+typedef __m128 reg;
+#define REG 4
+#define REGS 32
+#define reg_load _mm_loadu_ps
+#define reg_first(at, count) ((reg)load_quarter(at, (size_t)(count) * sizeof(float)))
+#define reg_set1 vdupq_n_f32
+#define reg_fma(x, y, sum) vfmaq_f32(sum, x, y)
+#define reg_halved(x) F8(x, vdupq_n_f32(0))
+INLINE reg reg_terms(i512 pairs, const int part) {
+    const uint32x4_t four = (uint32x4_t)lane(pairs, part % 4);
+    return (reg)(part < 4 ? four << 16 : four & 0xFFFF0000);
+}
+#else
 typedef __m256 reg;
-enum { REG = 8 };
+#define REG 8
+#define REGS 16
 #define reg_load _mm256_loadu_ps
 #define reg_first(at, count) as_f(load_half(at, (size_t)(count) * sizeof(float)))
 #define reg_set1 _mm256_set1_ps
@@ -346,6 +361,7 @@ enum { REG = 8 };
 INLINE reg reg_terms(i512 pairs, const int part) {
     return part < 2 ? even8(part % 2 ? pairs.b : pairs.a) : odd8(part % 2 ? pairs.b : pairs.a);
 }
+#endif
 
 /* ---- products of bytes: by an instruction of AVX-VNNI's that adds them up by fours. Without it they are
    added up by twos, in 16 bits, where signed codes of 8 bits are too large by nothing, as no sum of two products of 255

@@ -38,7 +38,8 @@ INLINE void picked_wide(const uint8_t *codes, __m512 values, __m512 part[2]) {
 
 /* ---- registers */
 typedef __m512 reg;
-enum { REG = 16 };
+#define REG 16
+#define REGS 32
 #define reg_load _mm512_loadu_ps
 #define reg_first(at, count) _mm512_maskz_loadu_ps((__mmask16)((1u << (count)) - 1), at)
 #define reg_set1 _mm512_set1_ps

@@ -8,9 +8,9 @@
 #include "team.h"
 
 enum {
-    TILE_OUTS = REGISTERS == 32 ? 6 : 3,
-    DEPTH = REGISTERS == 32 ? 2048 : 512, /* inputs, a multiple of REG */
-    PART = REGISTERS == 32 ? 24 : 12,     /* outputs, a multiple of TILE_OUTS: 24 KiB, or as many as are expanded at a time */
+    TILE_OUTS = REGS == 32 ? 6 : 3,
+    DEPTH = REGS == 32 ? 2048 : 512, /* inputs, a multiple of REG */
+    PART = REGS == 32 ? 24 : 12,     /* outputs, a multiple of TILE_OUTS: 24 KiB, or as many as are expanded at a time */
     TILE_ROWS = 4,
     OUTS = 24,  /* expanded at a time, a multiple of PART: */
     MANY = 16,  /* of more rows than this twice as many, so that x is read less often, */

@@ -26,7 +26,7 @@ enum {
     LINE = 64,        /* bytes of a cache line: as many as a step has */
     MAX_SUMS = 24,    /* of a tile: 32 registers, less those of its operands */
     TILE_ROWS = 4,    /* of a tile at most, and */
-    SEVERAL_ROWS = REGISTERS == 32 ? 4 : 2, /* where there are several; sums fill three quarters of registers, */
+    SEVERAL_ROWS = REGS == 32 ? 4 : 2, /* where there are several; sums fill three quarters of registers, */
     TILE_OUTS = 6,    /* then, of so many outputs */
     BLOCK_ROWS = 128, /* sums are collected for so many rows and */
     BLOCK_OUTS = 48,  /* outputs, then finished: a multiple of 16 and of the outputs of any tile */
@@ -69,7 +69,8 @@ INLINE void step(reg *sums, const Place *at, long i, __mmask32 mask, const int r
         const float *x = at->x.at + i + REG * part;
         /* Compilers that keep weights from the even terms for the odd ones have no registers for sums. */
         __asm__ volatile("" : "+r"(from));
-        if (!IS_WIDE && rows == 2) { /* both rows stay in registers: compilers would load them for each output */
+#if REGS == 16
+        if (rows == 2) { /* both rows stay in registers: compilers would load them for each output */
             reg some[2] = {reg_load(x), reg_load(x + at->x.stride)};
             __asm__ volatile("" : HELD(some[0]), HELD(some[1]));
             UNROLL for (int o = 0; o < outs; o++) {
@@ -78,6 +79,7 @@ INLINE void step(reg *sums, const Place *at, long i, __mmask32 mask, const int r
             }
             continue;
         }
+#endif
         reg w[8];
         UNROLL for (int o = 0; o < outs; o++) w[o] = reg_terms(_mm512_maskz_loadu_epi16(mask, from + o * at->ins), part);
         UNROLL for (int r = 0; r < rows; r++) {
@@ -127,7 +129,7 @@ MAKE(1, 1, 0) MAKE(2, 1, 0) MAKE(3, 1, 0) MAKE(4, 1, 0)
 
 /* All by rows, from 1 on. The only tile, and how many outputs it has; one of several, that asks for 0 to 3 lines in
    each step; and a single output, for those left over. */
-#if !IS_WIDE
+#if REGS == 16
 MAKE(1, 8, 8) MAKE(2, 6, 6) MAKE(3, 4, 4) MAKE(4, 3, 3)
 SEVERAL(1, 6) MAKE(2, 6, 0) MAKE(2, 6, 1) MAKE(2, 6, 2) MAKE(2, 6, 3)
 static Tile *const only[TILE_ROWS] = {tile_1x8_8, tile_2x6_6, tile_3x4_4, tile_4x3_3};

@@ -13,7 +13,7 @@ INLINE void add_steps(__m256i whole[][2], const int8_t *x, const uint8_t *codes,
     UNROLL for (int s = from; s < from + steps; s++) {
         const __m256i *at = (const __m256i *)(codes + s * COLS * 4);
         __m256i w[2] = {_mm256_load_si256(at), _mm256_load_si256(at + 1)};
-        if (sixteen || BY_FOURS) __asm__("" : HELD(w[0]), HELD(w[1])); /* else compilers load them for each row */
+        if (sixteen || BY_FOURS) __asm__ volatile("" : HELD(w[0]), HELD(w[1])); /* else compilers load them for each row */
         UNROLL for (int r = 0; r < rows; r++) {
             int32_t four;
             memcpy(&four, x + (s * rows + r) * 4, sizeof four);
@@ -27,7 +27,7 @@ INLINE void add_steps(__m256i whole[][2], const int8_t *x, const uint8_t *codes,
                 else
                     whole[r][h] = dot_signed(whole[r][h], w[h], both);
                 /* In this order: compilers that add up all products in a tree have no registers for them. */
-                __asm__("" : HELD(whole[r][h]));
+                __asm__ volatile("" : HELD(whole[r][h]));
             }
         }
     }
