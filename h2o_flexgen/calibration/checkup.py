@@ -144,8 +144,7 @@ def _off(kernels: dict[str, Any], limits: dict[str, Any]) -> list[dict[str, str]
         if not kernels["native_bfloat16"]:
             yield "bfloat16 on the CPU", "the processor does not multiply it natively", "it is multiplied as float32"
         if not kernels["gpus"]:
-            why = "torch is built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
-            yield "gpu", why, "pip install torch for CUDA, on a machine with a GPU"
+            yield "gpu", *devices.why_no_gpu()
         elif why := kernels["triton"]["why_not"]:
             yield "Triton kernels", why, "pip install 'h2o_flexgen[gpu]'"
         for package, (feature, extra) in EXTRAS.items():

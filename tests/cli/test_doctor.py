@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from h2o_flexgen import doctor
 from h2o_flexgen.calibration import checkup
+from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.engine.limits import devices
+from h2o_flexgen.errors import UsageError
 from h2o_flexgen.kernels import native, triton_available
 from h2o_flexgen.units import GIB, MIB
 
@@ -91,6 +94,32 @@ def test_limits_and_what_they_turn_off(
     assert changes["all cores"] == "OMP_NUM_THREADS=1"
     assert changes["JSON schemas (response_format, --json-schema)"] == "pip install 'h2o_flexgen[schemas]'"
     assert "bfloat16 on the CPU" in changes
+
+
+@pytest.mark.parametrize(
+    ("cuda", "why", "change"),
+    [
+        (None, "torch is built without CUDA", "pip install torch for CUDA, on a machine with a GPU"),
+        ("13.0", "torch finds no CUDA device", "nvidia-smi tells whether there is a GPU, and whether its driver is"),
+    ],
+)
+def test_no_gpu(
+    cuda: str | None,
+    why: str,
+    change: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A torch that is made for CUDA, as PyPI's is, is not what is missing."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    told = next(entry for entry in found(capsys, tmp_path)["features"] if entry["feature"] == "gpu")
+    assert told["why"] == why
+    assert told["change"].startswith(change)
+    with pytest.raises(UsageError, match=f"device is 'cuda', and {why}. leave --device out; {change}"):
+        devices.resolve_device(EngineConfig(device="cuda"))
 
 
 def test_a_calibration_goes_before_a_quick_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

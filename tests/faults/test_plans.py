@@ -171,7 +171,7 @@ def test_row_30_gpu_shares_without_a_gpu_are_told(model: Path, run: Run) -> None
     assert ran.record["policy"]["weights"] == {"cpu": 1.0}
     ran = run("--model", model, *WORK, "--device", "cuda")
     assert ran.code == 2
-    assert "torch finds no CUDA device" in ran.err
+    assert "device is 'cuda', and torch " in ran.err  # finds no CUDA device, or is built without CUDA
 
 
 def test_a_folder_of_models_and_the_shipped_one(tmp_path: Path, run: Run) -> None:

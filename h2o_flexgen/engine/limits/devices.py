@@ -236,10 +236,17 @@ def resolve_device(config: EngineConfig) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda")
     if config.device == "cuda":
-        raise UsageError(
-            "device is 'cuda', and torch finds no CUDA device", change="leave --device out, or install torch for CUDA"
-        )
+        why, change = why_no_gpu()
+        raise UsageError(f"device is 'cuda', and {why}", change=f"leave --device out; {change}")
     return torch.device("cpu")
+
+
+def why_no_gpu() -> tuple[str, str]:
+    """Why torch has no GPU here, and what would give it one. PyPI's torch is made for CUDA, and is often there."""
+    if torch.version.cuda is None:
+        return "torch is built without CUDA", "pip install torch for CUDA, on a machine with a GPU"
+    needed = f"whether its driver is new enough for CUDA {torch.version.cuda}"
+    return "torch finds no CUDA device", f"nvidia-smi tells whether there is a GPU, and {needed}"
 
 
 def open_gpu(devices: Sequence[torch.device]) -> PinnedPool | None:
