@@ -66,7 +66,7 @@ class FusedStep:
         else:
             table = lengths.once(f"table of rules, {ranked}", lambda: torch.tensor(rules))
             how["masks"] = scored.table[1] if lengths.hides and scored is not None else None
-            native = self._kernel = NativeAttend(table, size, rule=own, packings=packings, exact=kept.exact, **how)
+            native = self._kernel = NativeAttend(table, size, rule=own, packings=packings, errors=kept.errors, **how)
             self.attach = native.attach
             if kept.scales is not None:
                 native.scale_keys(kept.scales.of, kept.scales.means)
@@ -95,7 +95,7 @@ class FusedStep:
         (rows, kv_heads, capacity, _), heads, dim = kv.shape, q.shape[1], q.shape[2]
         dtype = kv.dtype if packings is None else q.dtype
         triton = triton_available.serves(kv.device)
-        if triton and (lengths.hides or kept.exact is not None):
+        if triton and (lengths.hides or kept.errors is not None):
             return None  # its kernel can hide only sinks, and reads only packed tokens
         if triton:
             from h2o_flexgen.kernels import triton_decode  # imports Triton, which is not there on every machine

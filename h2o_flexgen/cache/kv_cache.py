@@ -203,7 +203,7 @@ class KVCache:
                         buffer[target, :, :before] = self._kept.stored(i, shared, target)
                 if not self._reads_occupied:
                     buffer[target, :, held:] = 0
-            if self.shape.exact:
+            if self.shape.mended:
                 last = min(self.shape.newest, length if kept is None else budget.latest)
                 ends = KeysValues(*(ending(x[source], past and past[i], last) for i, x in enumerate((k, v))))
                 starts = KeysValues(*(beginning(x[source], past and past[i]) for i, x in enumerate((k, v))))
@@ -262,7 +262,7 @@ class KVCache:
         scaled = k if self._kept.scales is None else self._kept.scales.packed(k, prompts)
         window, table, packings = self._lengths.window, self._slots.table, self._kept.packings
         keep_prompts(prompts, KeysValues(scaled, v), self.buffers, window, column_sums, table, packings)
-        for row in prompts.rows if self.shape.exact else ():
+        for row in prompts.rows if self.shape.mended else ():
             end, whole = row.first + row.length, row.length <= row.total
             last = min(self.shape.newest, row.length if whole else row.recent)
             ends, starts = (
@@ -401,7 +401,7 @@ class KVCache:
                 buffer.select(2, slot).copy_(x)
             else:
                 flat.index_copy_(0, slot, x.reshape(len(slot), -1))
-        if self.shape.exact:
+        if self.shape.mended:
             self._kept.take(self.last_slots, new, stored)
         out, row = self._attend_all(asked, table)
         length = self._lengths.occupied().length

@@ -20,7 +20,7 @@ from h2o_flexgen.kernels import pieces, triton_available
 from h2o_flexgen.kernels.decode import available
 from h2o_flexgen.kernels.layers import rotate_halves
 from h2o_flexgen.kernels.pieces import hadamard
-from h2o_flexgen.kernels.types import Exact, KeysValues, PackedPrompts, Quantised
+from h2o_flexgen.kernels.types import RoundingErrors, KeysValues, PackedPrompts, Quantised
 from h2o_flexgen.quant import groupwise
 
 LAST = 64
@@ -182,35 +182,35 @@ class Keeping:
     def __init__(self, shape: CacheShape, device: torch.device) -> None:
         self.packings, self._shape, self._device = shape.packings, shape, device
         self.scales = KeyScales(shape.batch, shape.centred) if shape.scaled else None
-        self.exact: Exact | None = None
+        self.errors: RoundingErrors | None = None
 
     @classmethod
     def joined(cls, shape: CacheShape, parts: Sequence[tuple[Keeping, Sequence[int]]]) -> Keeping:
         """The given rows of these go on, in this order."""
         made = cls(shape, parts[0][0]._device)
         made.scales = KeyScales.joined([(part.scales, rows) for part, rows in parts])
-        found = [(part.exact, list(rows)) for part, rows in parts if part.exact is not None]
+        found = [(part.errors, list(rows)) for part, rows in parts if part.errors is not None]
         if found:
-            exact = made._exact()
+            errors = made._errors()
 
-            def rows_of(name: Callable[[Exact], Tensor]) -> Tensor:
+            def rows_of(name: Callable[[RoundingErrors], Tensor]) -> Tensor:
                 joined = torch.cat([name(each)[rows] for each, rows in found])
-                start, newest = 0, exact.newest
+                start, newest = 0, errors.newest
                 for each, rows in found:  # where each has its newest token last
                     own = joined[start : start + len(rows), :, :newest]
                     own.copy_(own.roll(newest - 1 - each.at, 2))
                     start += len(rows)
                 return joined
 
-            exact.lost = KeysValues(rows_of(lambda each: each.lost.k), rows_of(lambda each: each.lost.v))
-            exact.slots = rows_of(lambda each: each.slots)
+            errors.lost = KeysValues(rows_of(lambda each: each.lost.k), rows_of(lambda each: each.lost.v))
+            errors.slots = rows_of(lambda each: each.slots)
         return made
 
-    def _exact(self) -> Exact:
-        if self.exact is None:
+    def _errors(self) -> RoundingErrors:
+        if self.errors is None:
             shape, nbytes = self._shape, [packing.nbytes for packing in required(self.packings, _NOT_PACKED)]
-            self.exact = Exact(shape.newest, shape.first, shape.batch, shape.kv_heads, nbytes, self._device)
-        return self.exact
+            self.errors = RoundingErrors(shape.newest, shape.first, shape.batch, shape.kv_heads, nbytes, self._device)
+        return self.errors
 
     def stored(self, part: int, x: Tensor, rows: Places = None) -> Tensor:
         """Keys (part 0) or values (1) (n, kv_heads, ..., head_dim) of `rows`, or (n, head_dim) of a row's heads, as
@@ -221,12 +221,12 @@ class Keeping:
         """The keys and values (n, kv_heads, slots, head_dim), from the first slot on, that buffers hold so."""
         if self.packings is None:
             return held
-        wide = torch.float32 if self.exact is not None or self._shape.centred else dtype
+        wide = torch.float32 if self.errors is not None or self._shape.centred else dtype
         keys, values = (expand(part, packing, wide) for part, packing in zip(held, self.packings, strict=True))
-        if self.exact is not None:
-            slots = some_of(self.exact.slots, rows)
+        if self.errors is not None:
+            slots = some_of(self.errors.slots, rows)
             gone, places = (slots < 0).unsqueeze(-1), slots.clamp(0).long().unsqueeze(-1)
-            for x, lost, packing in zip((keys, values), self.exact.lost, self.packings, strict=True):
+            for x, lost, packing in zip((keys, values), self.errors.lost, self.packings, strict=True):
                 missing = expand(some_of(lost, rows), packing, torch.float32).masked_fill(gone, 0.0)
                 x.scatter_add_(2, places.expand_as(missing), missing)
         seen = keys if self.scales is None else self.scales.seen(keys, rows)
@@ -245,28 +245,28 @@ class Keeping:
         """The prompts of `rows` are in, in the first `held` slots of `buffers`, of which the last m hold their last
         tokens, (n, kv_heads, m, head_dim), m at most as many as newest ones are kept. first: their first tokens (n,
         kv_heads, 1, head_dim); there: in which heads the first slot has them, bool (n or 1, kv_heads or 1)."""
-        exact, count = self._exact(), last.k.shape[2]
-        newest = exact.newest
-        for i, (lost, x) in enumerate(zip(exact.lost, last, strict=True)):
+        errors, count = self._errors(), last.k.shape[2]
+        newest = errors.newest
+        for i, (lost, x) in enumerate(zip(errors.lost, last, strict=True)):
             pieces = buffers[i][rows, :, held - count : held]
             lost[rows, :, newest - count : newest] = self._lost(i, x, pieces, rows)
-        slots = torch.full_like(exact.slots[rows], -1)
+        slots = torch.full_like(errors.slots[rows], -1)
         slots[..., newest - count : newest] = torch.arange(held - count, held, device=slots.device)
         if self._shape.first:
-            for i, (lost, x) in enumerate(zip(exact.lost, first, strict=True)):
+            for i, (lost, x) in enumerate(zip(errors.lost, first, strict=True)):
                 lost[rows, :, newest:] = self._lost(i, x, buffers[i][rows, :, :1], rows)
             there = there.to(slots.device).unsqueeze(-1)
             slots[..., :newest].masked_fill_(there & (slots[..., :newest] == 0), -1)  # it is once among these
             slots[..., newest:].masked_fill_(there, 0)
-        exact.slots[rows] = slots
+        errors.slots[rows] = slots
 
     def put(self, row: int, heads: Tensor, slots: Tensor, tokens: KeysValues, buffers: KeysValues) -> None:
         """Puts tokens (n, head_dim) in slots of a row, of these KV heads, (n,) each, as when they came in first; their
         rounding errors are not kept."""
         for i, (buffer, x) in enumerate(zip(buffers, tokens, strict=True)):
             buffer[row, heads, slots] = self.stored(i, x, (row, heads))
-        if self.exact is not None:
-            own = self.exact.slots[row]
+        if self.errors is not None:
+            own = self.errors.slots[row]
             places, which = (own[heads] == slots.unsqueeze(1)).nonzero(as_tuple=True)
             own[heads[places], which] = -1
 
@@ -278,24 +278,24 @@ class Keeping:
         return [None] if some >= shape.batch else [slice(row, row + some) for row in range(0, shape.batch, some)]
 
     def advance(self) -> None:
-        if self.exact is not None and self.exact.newest:
-            self.exact.at = (self.exact.at + 1) % self.exact.newest
+        if self.errors is not None and self.errors.newest:
+            self.errors.at = (self.errors.at + 1) % self.errors.newest
 
     def take(self, slots: Tensor, new: KeysValues, pieces: Sequence[Tensor]) -> None:
         """The step's tokens (b, kv_heads, head_dim) were packed as `pieces`, into `slots` (b, kv_heads)."""
-        exact = required(self.exact, _NONE)
-        exact.slots.masked_fill_(exact.slots == slots.unsqueeze(-1), -1)
-        if exact.newest:
-            for i, (lost, x) in enumerate(zip(exact.lost, new, strict=True)):
-                lost[:, :, exact.at] = self._lost(i, x, pieces[i], None)
-            exact.slots[:, :, exact.at] = slots.int()
+        errors = required(self.errors, _NONE)
+        errors.slots.masked_fill_(errors.slots == slots.unsqueeze(-1), -1)
+        if errors.newest:
+            for i, (lost, x) in enumerate(zip(errors.lost, new, strict=True)):
+                lost[:, :, errors.at] = self._lost(i, x, pieces[i], None)
+            errors.slots[:, :, errors.at] = slots.int()
 
     def move(self, rows: Rows, order: Tensor) -> None:
         """The slots of `rows` have taken the contents of the slots `order` (n, kv_heads, slots), in this order."""
-        if self.exact is not None:
-            found = self.exact.slots[rows].unsqueeze(-1) == order.unsqueeze(2)
+        if self.errors is not None:
+            found = self.errors.slots[rows].unsqueeze(-1) == order.unsqueeze(2)
             places = found.int().argmax(-1).masked_fill(~found.any(-1), -1)
-            self.exact.slots[rows] = places.int()
+            self.errors.slots[rows] = places.int()
 
     def _scaled(self, part: int, x: Tensor, rows: Places) -> Tensor:
         return x if part or self.scales is None else self.scales.kept(x, rows)

@@ -118,14 +118,14 @@ class CacheShape:
         return sum(map(prod, self.sizes[: 1 if self.joint else 2])) * self.kept(dtype).itemsize
 
     @property
-    def exact(self) -> int:
+    def mended(self) -> int:
         """Tokens of a row whose rounding errors are stored."""
         return self.newest + self.first
 
     @property
-    def exact_bytes(self) -> int:
+    def mended_bytes(self) -> int:
         """Bytes of the rounding errors of the newest and first tokens, beside K and V."""
-        return self.batch * self.kv_heads * self.exact * sum(size[-1] for size in self.sizes)
+        return self.batch * self.kv_heads * self.mended * sum(size[-1] for size in self.sizes)
 
     def buffers(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """A K and a V of this shape, zeros."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.errors import required
 from h2o_flexgen.kernels.native import function, library, structure
-from h2o_flexgen.kernels.types import RULES, Exact, Ranking, RankRule, SlotRule, fit
+from h2o_flexgen.kernels.types import RULES, RoundingErrors, Ranking, RankRule, SlotRule, fit
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 """Of keys, values and queries."""
@@ -46,7 +46,7 @@ class NativeAttend:
         masks: Tensor | None = None,
         rule: RankRule | None = None,
         packings: tuple[CachePacking, CachePacking] | None = None,
-        exact: Exact | None = None,
+        errors: RoundingErrors | None = None,
     ) -> None:
         """As `DecodeStep` says; rules may be (rows, 8) int64. ValueError where there is no kernel, see `available`.
 
@@ -54,7 +54,7 @@ class NativeAttend:
         that rules hide.
 
         rule: how slots of a ranking are compared; None: by their scores. With `packings` K and V are packed so, uint8
-        (rows, kv_heads, capacity, bytes of a piece). exact: the rounding errors of the newest tokens, which each step
+        (rows, kv_heads, capacity, bytes of a piece). errors: the rounding errors of the newest tokens, which each step
         updates, and of the first.
         """
         if library() is None or len(rules) != size[0] or size[3] > MAX_DIM:
@@ -83,11 +83,11 @@ class NativeAttend:
             self._step.by = RULES.index(rule.by)
             self._step.squares = None if rule.squares is None else rule.squares.data_ptr()
             self._step.scopes = None if rule.scopes is None else rule.scopes.data_ptr()
-        self._exact = exact
-        if exact is not None:
-            step, (lost_k, lost_v) = self._step, exact.lost
-            step.exact, step.lost_k, step.lost_v = exact.count, lost_k.data_ptr(), lost_v.data_ptr()
-            step.lost_slots = exact.slots.data_ptr()
+        self._errors = errors
+        if errors is not None:
+            step, (lost_k, lost_v) = self._step, errors.lost
+            step.mended, step.lost_k, step.lost_v = errors.count, lost_k.data_ptr(), lost_v.data_ptr()
+            step.lost_slots = errors.slots.data_ptr()
         self._scales: list[Tensor] = []
         self._kv: tuple[Tensor, Tensor] | None = None
         self._dtype = torch.float32
@@ -150,8 +150,8 @@ class NativeAttend:
         heads, step = q.shape[1], self._step
         if any(x.dtype != self._dtype for x in self._scales):
             raise ValueError(f"q is {self._dtype}, and keys are scaled in another dtype")
-        if self._exact is not None:
-            step.newest_at = self._exact.at
+        if self._errors is not None:
+            step.newest_at = self._errors.at
         required(self._kv, "no K and V are attached")
         if q.shape != (self._rows, heads, self._new[2]) or heads % self._new[1] or not k.shape == v.shape == self._new:
             raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} for new tokens {self._new}")

@@ -171,7 +171,7 @@ class RankRule(NamedTuple):
     """(rows,) int64, of "steady": of how many tokens, the steadiest that may go, the one that does is chosen."""
 
 
-class Exact:
+class RoundingErrors:
     """The rounding errors of each row's newest tokens and its first: their keys and values, scaled as for packing,
     less the packed ones, packed as these are. Steps see these tokens with no more than the errors of these errors."""
 

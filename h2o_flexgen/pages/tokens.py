@@ -49,7 +49,7 @@ def _prompts(source: str, data: Json) -> Passage:
         texts.append("This run gave layers budgets of their own; the slider gives all the same.")
     shown = {"sequences": checked[:MOST_SEQUENCES], "windows": windows, **_bits(source, data)}
     if "bits" in shown:
-        newest = f"; the newest {shown['newest']} tokens are seen as they came" if shown["newest"] else ""
+        newest = f"; the newest {shown['newest']} tokens have twice as many" if shown["newest"] else ""
         texts.append(f"Kept keys have {shown['bits'][0]} bits, values {shown['bits'][-1]}{newest}.")
     rows = [_returned(number, each) for number, each in enumerate(shown["sequences"], 1) if "returns" in each]
     if rows:

@@ -85,7 +85,7 @@ def wait_for(page: Any, text: str) -> None:
 
 
 def struck(page: Any) -> list[int]:
-    """Positions of tokens that are shown as let go."""
+    """Positions of tokens that are shown as evicted."""
     found: list[int] = page.evaluate(
         "[...document.querySelectorAll('.words span')].flatMap("
         "(span, at) => span.className.includes('gone') && !span.hidden ? [at] : [])"
@@ -160,12 +160,12 @@ def test_what_came_back_is_shown_as_the_run_ended(everything: Path, open_page: O
     said = page.locator(".tokens .status")
     assert said.text_content() == "4 of 10 tokens stay, 2 came back."
     page.locator(".words span").nth(2).click()
-    assert said.text_content().endswith("; let go; came back 3 times.")
+    assert said.text_content().endswith("; evicted; came back 3 times.")
     page.locator(".words span").nth(4).click()
     assert said.text_content().endswith("; kept, key in 4 bits, value in 3; came back once.")
     page.locator(".words span").nth(8).click()
-    assert said.text_content().endswith("; kept as it came.")
-    assert page.locator(".words span.exact").all_text_contents() == [" word6", " word7"]
+    assert said.text_content().endswith("; kept, key in 8 bits, value in 6.")
+    assert page.locator(".words span.finer").all_text_contents() == [" word6", " word7"]
 
 
 def test_the_theme_can_be_changed(everything: Path, open_page: Open) -> None:

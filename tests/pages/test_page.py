@@ -131,7 +131,7 @@ def test_recorded_prompts_say_what_came_back_and_what_is_kept_in_how_many_bits()
     material = Material()
     material.add("scores", PROMPTS)
     said = "".join(Reader(page_of(material)).texts[""])
-    assert "Kept keys have 4 bits, values 3; the newest 1 tokens are seen as they came." in said
+    assert "Kept keys have 4 bits, values 3; the newest 1 tokens have twice as many." in said
     assert "underlined ones came back before the run ended" in said
     assert re.search(r"times, over all caches\s*12\.01\.03\s", said)
 

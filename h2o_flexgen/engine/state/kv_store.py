@@ -331,7 +331,7 @@ class CacheStore:
         """The most rows of each (layer, GPU batch) whose cache is attended to in host memory beside a gpu."""
         self._used: list[_MovingCache] = []
         self.most_slots = max((shape.longest for shape in shapes.values()), default=0)
-        self.nbytes = sum(shape.nbytes(dtype) + shape.exact_bytes for shape in shapes.values())  # K and V
+        self.nbytes = sum(shape.nbytes(dtype) + shape.mended_bytes for shape in shapes.values())  # K and V
         self.state_bytes = sum(each.nbytes for each in states.values())
         with ExitStack() as stack:
             sizes = {place: (backing[place], cache.nbytes) for place, cache in self._caches.items() if place in moving}

@@ -57,9 +57,9 @@ typedef struct {
     float *squares;         /* as `score`, BY_STEADY: sums of squared probabilities beside the sums */
     const int64_t *scopes;  /* (rows): of how many, the steadiest, the one that goes is chosen */
     /* Of packed keys and values, the rounding errors of the newest tokens and the first, packed as well: */
-    int64_t exact, newest_at; /* how many; which of them the new token is, -1: none */
-    uint8_t *lost_k, *lost_v; /* (rows, kv_heads, exact, bytes of a piece) */
-    int32_t *lost_slots;      /* (rows, kv_heads, exact): where they lie; -1: nowhere any more */
+    int64_t mended, newest_at; /* how many; which of them the new token is, -1: none */
+    uint8_t *lost_k, *lost_v; /* (rows, kv_heads, mended, bytes of a piece) */
+    int32_t *lost_slots;      /* (rows, kv_heads, mended): where they lie; -1: nowhere any more */
     /* Of packed keys, in the dtype of new ones, (rows, kv_heads, dim): */
     const char *key_means;  /* subtracted from new keys; NULL: none */
     const char *key_scales; /* powers of two that new keys are then multiplied by, and queries divided by; NULL: 1 */
@@ -207,7 +207,7 @@ INLINE Head begin(const Step *s, int64_t row, int64_t head, const Pieces *keys, 
     s->used[h.task] = h.slot;
     uint8_t *k = (uint8_t *)s->k + (h.base + h.slot) * kept_bytes(keys);
     uint8_t *v = (uint8_t *)s->v + (h.base + h.slot) * kept_bytes(values);
-    const int64_t lost = h.task * s->exact + s->newest_at, stays = s->exact && s->newest_at >= 0;
+    const int64_t lost = h.task * s->mended + s->newest_at, stays = s->mended && s->newest_at >= 0;
     const char *new_k = s->new_k.at + row * s->new_k.row + head * s->new_k.head;
     char scaled[MOST_DIM * sizeof(float)];
     if (keys->bits && s->key_scales) scaled_key(s, h.task, keys, new_k, scaled), new_k = scaled;
@@ -219,14 +219,14 @@ INLINE Head begin(const Step *s, int64_t row, int64_t head, const Pieces *keys, 
 
 /* Counts the new token among the newest, if their rounding errors are kept; the token that its slot held before is forgotten. */
 static void remember(const Step *s, const Head *h) {
-    int32_t *slots = s->lost_slots + h->task * s->exact;
-    for (int64_t j = 0; j < s->exact; j++) slots[j] = slots[j] == h->slot ? -1 : slots[j];
+    int32_t *slots = s->lost_slots + h->task * s->mended;
+    for (int64_t j = 0; j < s->mended; j++) slots[j] = slots[j] == h->slot ? -1 : slots[j];
     if (s->newest_at >= 0) slots[s->newest_at] = (int32_t)h->slot;
 }
 
-/* Where the exact token j is among those that are seen; -1: nowhere. */
+/* Where the mended token j is among those that are seen; -1: nowhere. */
 INLINE int64_t seen_at(const Step *s, const Head *h, int64_t j) {
-    const int64_t slot = s->lost_slots[h->task * s->exact + j], i = slot - h->first;
+    const int64_t slot = s->lost_slots[h->task * s->mended + j], i = slot - h->first;
     return slot >= 0 && i >= 0 && i < h->n ? i : -1;
 }
 
@@ -377,17 +377,17 @@ INLINE void packed_logits(const Step *s, const HeadStep *w, int64_t first, int64
     }
 }
 
-/* Adds to logits the rounding errors of exact tokens' keys. tanh(a + b) is (tanh a + tanh b) / (1 + tanh a tanh b). */
+/* Adds to logits the rounding errors of mended tokens' keys. tanh(a + b) is (tanh a + tanh b) / (1 + tanh a tanh b). */
 INLINE void mend_logits(const Step *s, const HeadStep *w, const int digits) {
     const Pieces keys = keys_of(s);
     const Order order = order_of(&keys);
-    const uint8_t *lost = s->lost_k + w->h.task * s->exact * order.piece;
+    const uint8_t *lost = s->lost_k + w->h.task * s->mended * order.piece;
     const float cap = (float)s->cap;
     int32_t sums[s->group * MOST_DIGITS * LANES];
     float products[s->group * LANES];
     uint8_t rest[LANES * MOST_PIECE + HALF];
-    for (int64_t first = 0; first < s->exact; first += LANES, lost += LANES * order.piece) {
-        const int64_t left = s->exact - first;
+    for (int64_t first = 0; first < s->mended; first += LANES, lost += LANES * order.piece) {
+        const int64_t left = s->mended - first;
         products_with(&order, w->q, s->group, sixteen(&order, lost, left, rest), digits, sums, products, LANES);
         for (int64_t j = 0; j < least(left, LANES); j++) {
             const int64_t i = seen_at(s, &w->h, first + j);
@@ -431,18 +431,18 @@ INLINE void mix_pieces(const Step *s, const Order *order, const uint8_t *v, int6
     for (int64_t g = 0; g < group; g++) add_sums(order, digits, mixtures + g);
 }
 
-/* Adds to mixtures the rounding errors of exact tokens' values. */
+/* Adds to mixtures the rounding errors of mended tokens' values. */
 INLINE void mend_values(const Step *s, const Order *order, const HeadStep *w, Mixture *mixtures, const int digits) {
     float x[s->group * FEW];
-    for (int64_t first = 0; first < s->exact; first += FEW) {
-        const int64_t n = least(FEW, s->exact - first);
+    for (int64_t first = 0; first < s->mended; first += FEW) {
+        const int64_t n = least(FEW, s->mended - first);
         memset(x, 0, sizeof x);
         for (int64_t j = 0; j < n; j++) {
             const int64_t i = seen_at(s, &w->h, first + j);
             for (int64_t g = 0; i >= 0 && g < s->group; g++) x[g * FEW + j] = w->x[g * w->h.pitch + i];
         }
-        const uint8_t *lost = s->lost_v + (w->h.task * s->exact + first) * order->piece;
-        mix_pieces(s, order, lost, n, s->exact - first, x, FEW, NULL, mixtures, digits);
+        const uint8_t *lost = s->lost_v + (w->h.task * s->mended + first) * order->piece;
+        mix_pieces(s, order, lost, n, s->mended - first, x, FEW, NULL, mixtures, digits);
     }
 }
 
@@ -452,7 +452,7 @@ INLINE void packed_mix(const Step *s, const HeadStep *w, int64_t first, int64_t 
     const uint8_t *v = (const uint8_t *)w->path.values + first * order.piece;
     Mixture *mixtures = (Mixture *)(void *)room;
     for (int64_t g = 0; g < s->group; g++) memset(mixtures[g].y, 0, sizeof mixtures[g].y);
-    if (s->exact && !first) mend_values(s, &order, w, mixtures, digits);
+    if (s->mended && !first) mend_values(s, &order, w, mixtures, digits);
     mix_pieces(s, &order, v, n, w->h.n - first, w->x + first, w->h.pitch, &w->path, mixtures, digits);
     for (int64_t g = 0; g < s->group; g++)
         memcpy(mixed + g * size_of_mixture(s), mixtures[g].y, (size_t)size_of_mixture(s) * sizeof(float));
@@ -482,7 +482,7 @@ static HeadStep started(const Step *s, int64_t task, int64_t parts, float *memor
     w.mixed = memory + query_room(s), w.sums = w.mixed + parts * group * size_of_mixture(s);
     w.x = w.sums + up(group, LANES), w.ranks = w.x + group * w.h.pitch;
     w.asked = s->new_q.at + row * s->new_q.row + head * group * s->new_q.head;
-    if (s->exact) remember(s, &w.h);
+    if (s->mended) remember(s, &w.h);
     if (!s->k_bits) return w;
     w.asked = queries_of(s, row, head, &keys, (char *)(w.q + group), &w.apart);
     for (int64_t g = 0; g < group; g++)
@@ -494,8 +494,8 @@ static HeadStep started(const Step *s, int64_t task, int64_t parts, float *memor
 /* Logits become exponentials. */
 static void weigh(const Step *s, const HeadStep *w) {
     const float *sinks = s->sinks ? s->sinks + w->h.head * s->group : NULL;
-    if (s->exact && digits_of_query(s) == 2) mend_logits(s, w, 2);
-    if (s->exact && digits_of_query(s) == 3) mend_logits(s, w, 3);
+    if (s->mended && digits_of_query(s) == 2) mend_logits(s, w, 2);
+    if (s->mended && digits_of_query(s) == 3) mend_logits(s, w, 3);
     if (s->masks) hide(s, &w->h, w->x);
     for (int64_t g = 0; g < s->group; g++)
         w->sums[g] = exponentials(w->x + g * w->h.pitch, w->h.pitch, sinks ? sinks + g : NULL);

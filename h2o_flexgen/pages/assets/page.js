@@ -282,9 +282,9 @@
     ended.append(end, "as the run ended, with its answer");
     bar.append(ended);
     const key = element("p", undefined, { class: "note key" });
-    const marks = [["low score", 0.05, ""], ["high score", 1, ""], ["let go", 0, "gone"]];
+    const marks = [["low score", 0.05, ""], ["high score", 1, ""], ["evicted", 0, "gone"]];
     if (figure.sequences.some((one) => one.returns)) marks.push(["came back", 0, "back"]);
-    if (figure.newest) marks.push(["as it came", 0, "exact"]);
+    if (figure.newest) marks.push(["twice the bits", 0, "finer"]);
     for (const [text, share, name] of marks) {
       const shown = element("span", text, { class: name });
       shown.style.setProperty("--share", share);
@@ -335,7 +335,7 @@
       shown = { share, stay, sum, back, times, count, pairs: chosen.length };
       spans.forEach((span, i) => {
         span.hidden = i >= count;
-        span.className = i < count ? [stay[i] < 0.5 ? "gone" : exact(i) ? "exact" : "", back[i] >= 0.5 ? "back" : ""].join(" ").trim() : "";
+        span.className = i < count ? [stay[i] < 0.5 ? "gone" : finer(i) ? "finer" : "", back[i] >= 0.5 ? "back" : ""].join(" ").trim() : "";
         span.style.setProperty("--share", i < one.prompt && i < count ? share[i].toFixed(3) : 0);
       });
       slider.disabled = end.checked;
@@ -349,9 +349,9 @@
       }
     }
 
-    // Of a packed cache at the end: whether a token that it holds is one of the newest, which are seen as they came. The
+    // Of a packed cache at the end: whether a token that it holds is one of the newest, which have twice the bits. The
     // answer's last token is in no cache.
-    function exact(position) {
+    function finer(position) {
       const one = figure.sequences[+which.value + 1];
       return end.checked && position >= one.tokens.length - 1 - (figure.newest || 0);
     }
@@ -363,8 +363,8 @@
       spans[at].classList.add("over");
       const rank = 1 + Array.from(shown.sum).filter((score) => score > shown.sum[at]).length;
       status.textContent = `\u201c${spans[at].textContent}\u201d, position ${at}: score ${three(shown.sum[at])}, number ${rank} of ${shown.count}; ` +
-        (shown.pairs > 1 ? `kept in ${percent(shown.stay[at])} of the caches` : shown.stay[at] ? "kept" : "let go") +
-        (!end.checked || !figure.bits || !shown.stay[at] ? "" : exact(at) ? " as it came" : `, key in ${figure.bits[0]} bits, value in ${figure.bits[1]}`) +
+        (shown.pairs > 1 ? `kept in ${percent(shown.stay[at])} of the caches` : shown.stay[at] ? "kept" : "evicted") +
+        (!end.checked || !figure.bits || !shown.stay[at] ? "" : `, key in ${figure.bits[0] * (finer(at) ? 2 : 1)} bits, value in ${figure.bits[1] * (finer(at) ? 2 : 1)}`) +
         (shown.times[at] ? `; came back ${shown.times[at] > 1 ? `${shown.times[at]} times` : "once"}` : "") +
         (shown.times[at] && shown.pairs > 1 ? ` in ${percent(shown.back[at])} of them.` : ".");
     }
