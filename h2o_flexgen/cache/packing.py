@@ -20,7 +20,7 @@ from h2o_flexgen.kernels import pieces, triton_available
 from h2o_flexgen.kernels.decode import available
 from h2o_flexgen.kernels.layers import rotate_halves
 from h2o_flexgen.kernels.pieces import hadamard
-from h2o_flexgen.kernels.types import RoundingErrors, KeysValues, PackedPrompts, Quantised
+from h2o_flexgen.kernels.types import KeysValues, PackedPrompts, Quantised, RoundingErrors
 from h2o_flexgen.quant import groupwise
 
 LAST = 64

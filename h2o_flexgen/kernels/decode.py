@@ -11,7 +11,7 @@ from torch import Tensor
 from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.errors import required
 from h2o_flexgen.kernels.native import function, library, structure
-from h2o_flexgen.kernels.types import RULES, RoundingErrors, Ranking, RankRule, SlotRule, fit
+from h2o_flexgen.kernels.types import RULES, Ranking, RankRule, RoundingErrors, SlotRule, fit
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 """Of keys, values and queries."""
