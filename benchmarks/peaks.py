@@ -35,9 +35,17 @@ _LOOPS = r"""
 #include <stdint.h>
 #ifdef __AVX512F__
 enum { LANES = 16, AHEAD = 4096 };
+#elif defined __aarch64__
+enum { LANES = 4, AHEAD = 4096 };
 #else
 enum { LANES = 8, AHEAD = 4096 };
 #endif
+#ifdef __aarch64__
+#define HELD "+w"
+#else
+#define HELD "+x"
+#endif
+const int lanes = LANES;
 typedef float numbers __attribute__((vector_size(LANES * 4)));
 typedef int64_t whole __attribute__((vector_size(LANES * 4)));
 #define ALL(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
@@ -46,7 +54,7 @@ double multiply(int64_t times) { /* returns operations */
     for (int i = 0; i < LANES; i++) x[i] = 1e-9f, y[i] = 0.999f;
     /* variables, not an array: of that compilers may make memory */
 #define MAKE(J) numbers sum##J = x;
-#define ADD(J) sum##J = sum##J * y + x; __asm__ volatile("" : "+x"(sum##J));
+#define ADD(J) sum##J = sum##J * y + x; __asm__ volatile("" : HELD(sum##J));
     ALL(MAKE)
     for (int64_t i = 0; i < times; i++) { ALL(ADD) }
     return times * 24.0 * LANES;
@@ -113,7 +121,7 @@ def run(point: Record) -> Record:
         found = loops(Path(folder))
         for _ in range(point["turns"]):
             seconds = by_all(lambda _: found.multiply(_TIMES), threads)
-            flops = threads * _TIMES * 24 * (16 if "avx512f" in native.cpu_flags() else 8) / seconds
+            flops = threads * _TIMES * 24 * ctypes.c_int.in_dll(found, "lanes").value / seconds
             reads = []
             for _ in range(4):
                 seconds = by_all(lambda n: found.read_all(buffer.data_ptr() + n * part, part), threads)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A wheel with the native kernels inside, compiled for x86-64 processors with AVX2, AVX-VNNI, and AVX-512 with VNNI and
-# bfloat16: for machines without a C compiler. It is compiled here, by $CC, cc, gcc or clang. PYTHON picks an interpreter.
+# bfloat16, or on 64-bit ARM for NEON with and without dot products: for machines without a C
+# compiler. It is compiled here, by $CC, cc, gcc or clang. PYTHON picks an interpreter.
 #   scripts/build_wheel.sh [FOLDER]     (default: dist)
 # Then, anywhere: pip install FOLDER/h2o_flexgen-*.whl
 set -euo pipefail

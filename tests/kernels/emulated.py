@@ -20,21 +20,23 @@ from h2o_flexgen.kernels.native import building, tiers
 HEADERS = Path(__file__).parent / "by_simde"
 FLAGS = (*building.MACHINES["avx2"], f"-I{HEADERS}")
 """In the place of -mavx512f and so on."""
-TIERS = {
+TIERS: dict[str, tuple[str, ...]] = {
     "avx512": FLAGS,
     "avx512vnni": (*FLAGS, "-DWITHOUT_BF16"),
     "avx512bw": (*FLAGS, "-DWITHOUT_BF16", "-DWITHOUT_VNNI"),
     "neon": (*FLAGS, "-DEMULATED_NEON"),
     "neondot": (*FLAGS, "-DEMULATED_NEON", "-DWITH_DOT_PRODUCTS"),
 }
+if building.IS_ARM:  # where NEON is what there is, and simde's AVX2 is not what kernels ask for
+    TIERS = {}
 
 
 @cache
 def why_not() -> str | None:
     """Why a compiler here cannot compile them; None where it can."""
     compiler = building.find_compiler()
-    if compiler is None:
-        return "no C compiler was found"
+    if compiler is None or not TIERS:
+        return "no C compiler was found" if TIERS else "on ARM nothing is emulated"
     command = [compiler, *FLAGS, "-w", "-fsyntax-only", "-x", "c", "-"]
     run = subprocess.run(command, input="#include <immintrin.h>\n", capture_output=True, text=True)
     if run.returncode == 0:

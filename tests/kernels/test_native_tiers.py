@@ -17,6 +17,7 @@ from h2o_flexgen.engine.limits.devices import cpu_has_bfloat16, resolve_dtype
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.kernels import layers, native, torch_attention
 from h2o_flexgen.kernels.native import has_matrix_unit, tiers
+from h2o_flexgen.kernels.native.building import IS_ARM
 from h2o_flexgen.models.hf.attention import Absorbed
 
 ROOT = Path(__file__).parents[2]
@@ -41,19 +42,19 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 @pytest.mark.parametrize(
     ("flags", "switch", "best", "compiled"),
     [
-        (ZEN4, None, "avx512", "-march=native"),
-        (ZEN4, "native", "avx512", "-march=native"),
+        (ZEN4, None, "avx512", "=native"),
+        (ZEN4, "native", "avx512", "=native"),
         (f"{ZEN4} amx_bf16", "avx2", "avx2", "-march=x86-64-v3"),
         (ZEN4, "avxvnni", "avxvnni", "-DEMULATED_VNNI"),
         (f"{V3} avx_vnni", "avxvnni", "avxvnni", "-mavxvnni"),
-        (f"{V3} avx_vnni", None, "avxvnni", "-march=native"),
+        (f"{V3} avx_vnni", None, "avxvnni", "=native"),
         (ZEN4, "avx512vnni", "avx512vnni", "-mavx512vnni"),
-        (ZEN4.replace(" avx512_bf16", ""), None, "avx512vnni", "-march=native"),
-        (ZEN4.replace(" avx512_vnni avx512_bf16", ""), None, "avx512bw", "-march=native"),
-        (f"{V3} avx512f avx512cd", None, "avx2", "-march=native"),
+        (ZEN4.replace(" avx512_bf16", ""), None, "avx512vnni", "=native"),
+        (ZEN4.replace(" avx512_vnni avx512_bf16", ""), None, "avx512bw", "=native"),
+        (f"{V3} avx512f avx512cd", None, "avx2", "=native"),
         (ZEN4, "avx512bw", "avx512bw", "-march=x86-64-v4"),
-        (V3, None, "avx2", "-march=native"),
-        ("sse4_2", None, None, "-march=native"),
+        (V3, None, "avx2", "=native"),
+        ("sse4_2", None, None, "=native"),
         ("fp asimd crc32", None, "neon", "=native"),
         (GRAVITON, None, "neondot", "=native"),
         (GRAVITON, "neon", "neon", "-march=armv8-a"),
@@ -188,4 +189,5 @@ def test_one_command_makes_a_wheel_with_kernels(tmp_path: Path) -> None:
     assert "-py3-none-linux_" in wheel.name
     with zipfile.ZipFile(wheel) as files:
         libraries = {Path(name).name for name in files.namelist() if name.endswith(".so")}
-    assert libraries == {f"kernels-{name}.so" for name in ("avx2", "avxvnni", "avx512bw", "avx512vnni", "avx512")}
+    names = ("neon", "neondot") if IS_ARM else ("avx2", "avxvnni", "avx512bw", "avx512vnni", "avx512")
+    assert libraries == {f"kernels-{name}.so" for name in names}

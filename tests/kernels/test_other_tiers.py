@@ -24,11 +24,15 @@ from tests.kernels.test_native_linear import check_rows, exactly, noise
 from tests.kernels.test_packed_weights import EVERY, PACKINGS, id_of, random_weight, rounded_in_spans
 from tests.seeds import torch_generator
 
-TIERS: dict[str, tuple[str, ...]] = {
-    "avx2": building.MACHINES["avx2"],
-    "avxvnni": ("-march=x86-64-v3", "-DEMULATED_VNNI"),
-    **emulated.TIERS,
-}
+TIERS: dict[str, tuple[str, ...]] = (
+    building.of_this_family()
+    if building.IS_ARM
+    else {
+        "avx2": building.MACHINES["avx2"],
+        "avxvnni": ("-march=x86-64-v3", "-DEMULATED_VNNI"),
+        **emulated.TIERS,
+    }
+)
 CONCERNED = ("whole", "few")
 """Sources in which AVX2's tiers differ; the others that products are made of:"""
 COMMON = ("product", "linear", "gemm", "exact", "weights", "team")
@@ -52,7 +56,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL
         subprocess.run([compiler, *flags, source, "-o", folder / f"{tier}-{name}.o"], check=True, timeout=300)
 
     own = tiers.best_tier()
-    found = {"avx2": OWN} if own is not None and own.name == "avx2" else {}
+    found = {own.name: OWN} if own is not None and own.name in TIERS and own.name not in emulated.TIERS else {}
     made_of = {
         tier: [(tier, each) for each in CONCERNED] + [(SHARED.get(tier, tier), each) for each in COMMON]
         for tier in TIERS
