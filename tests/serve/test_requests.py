@@ -8,6 +8,7 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ EVIL: Any = {
     "type": "json_schema",
     "json_schema": {"schema": {"type": "string", "pattern": "^(a|a)*b{1,1000}$"}},
 }
-"""A schema that fails only when it is compiled."""
+"""A schema that fails only when it is compiled, by xgrammar 0.2.8: 0.2.9 compiles it."""
+COMPILES = version("xgrammar") != "0.2.8"
 
 
 def by_hand(url: str, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, dict[str, str], bytes]:
@@ -229,6 +231,7 @@ def test_no_answer_tells_where_the_model_is(service: Service, talker: Path) -> N
          '"param":"response_format"'),
         ({"max_tokens": 1}, 200, '"model":"model"'),
     ]  # fmt: skip
+    bodies = [each for each in bodies if not (COMPILES and each[0].get("response_format") is EVIL)]
     for body, status, said in bodies:
         given = json.dumps({"messages": TALK, **body}).encode()
         found, _, answer = by_hand(service.url, "POST", "/v1/chat/completions", given)
@@ -241,7 +244,7 @@ def test_no_answer_tells_where_the_model_is(service: Service, talker: Path) -> N
     uploaded = client.files.create(file=("a.jsonl", "\n".join(lines).encode()), purpose="batch")
     made = client.batches.create(input_file_id=uploaded.id, endpoint="/v1/completions", completion_window="24h")
     ended = finished(client, made.id)
-    assert (ended.request_counts.completed, ended.request_counts.failed) == (1, 9)
+    assert (ended.request_counts.completed, ended.request_counts.failed) == (1, len(bodies) - 1)
     for name in (ended.output_file_id, ended.error_file_id):
         assert str(talker.parent) not in client.files.content(name).text
 
