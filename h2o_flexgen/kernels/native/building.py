@@ -78,7 +78,7 @@ def _run(
     command: list[str], timeout_s: float, started: list[subprocess.Popen[str]], environment: dict[str, str]
 ) -> None:
     """In a process group, which goes to `started`: a compiler that is killed alone leaves the programs it started."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -86,13 +86,13 @@ def _run(
         env=environment,
         text=True,
         process_group=0,
-    )
-    started.append(process)
-    try:
-        output, said = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        _stop(process)
-        raise
+    ) as process:
+        started.append(process)
+        try:
+            output, said = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            _stop(process)
+            raise
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command, output, said)
 

@@ -16,7 +16,10 @@
 #ifndef SIMD_H
 #define SIMD_H
 
-#if defined OF_BYTES && defined __AVX512BW__ && !defined __AVX512VNNI__
+#ifdef __clang__
+#pragma clang diagnostic ignored "-Wmacro-redefined" /* many of Intel's names are macros there, which avx2.h replaces */
+#pragma clang diagnostic ignored "-Wpass-failed"     /* UNROLL where a count is unknown, which is as it should be */
+#elif defined OF_BYTES && defined __AVX512BW__ && !defined __AVX512VNNI__
 #pragma GCC target("no-avx512f") /* with whose registers compilers move numbers about: a fifth slower */
 #endif
 #include <stdint.h>
