@@ -26,7 +26,11 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
 #define UNROLL _Pragma("GCC unroll 32")
+#endif
 #define LANES 16 /* float32 numbers of a vector */
 /* Does what follows with N, a count of 1 to 4, known to the compiler. */
 #define KNOWN(N, count, ...) \
