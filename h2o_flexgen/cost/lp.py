@@ -20,6 +20,8 @@ from h2o_flexgen.config.placement import KINDS
 from h2o_flexgen.errors import UsageError
 
 SOLVERS = ("highs", "cbc")
+_INSTALLED_BY = {"highs": "pip install highspy", "cbc": "pip install 'pulp[cbc]'"}
+_OPTIMAL = 1  # PuLP's status
 SLACK = 1e-6
 """How much longer than the optimum the second program may take; with 1e-9 CBC calls feasible programs infeasible."""
 _DIGITS = 4  # of a share: below them two solvers differ
@@ -192,13 +194,19 @@ class _PulpModel:
         slopes = [
             (self._share[pair], slope[resource] / _MS) for pair, slope in phase.slope.items() if resource in slope
         ]
-        return self._pulp.LpAffineExpression(slopes, phase.base.get(resource, 0.0) / _MS)
+        return self._sum(slopes, phase.base.get(resource, 0.0) / _MS)
 
     def held_on(self, tier: str) -> Any:
         """GB on `tier`."""
         grows = [(self._share[pair], by[tier] / _GB) for pair, by in self._program.grows.items() if tier in by]
         lent = [(variable, 1.0) for (_, place, _), variable in self._buffer.items() if place == tier]
-        return self._pulp.LpAffineExpression([*grows, *lent], self._program.held.get(tier, 0.0) / _GB)
+        return self._sum([*grows, *lent], self._program.held.get(tier, 0.0) / _GB)
+
+    def _sum(self, terms: list[tuple[Any, float]], constant: float) -> Any:
+        """The sum of variables times their factors, and of `constant`."""
+        if hasattr(self._pulp, "lpSum_vars_coefs"):  # since PuLP 4
+            return self._pulp.lpSum_vars_coefs(terms) + constant
+        return self._pulp.LpAffineExpression(terms, constant)
 
     @property
     def full(self) -> frozenset[str]:
@@ -217,7 +225,8 @@ class _PulpModel:
         )
 
     def solve(self, solver: str) -> bool:
-        return bool(self.problem.solve(_solver(self._pulp, solver)) == self._pulp.LpStatusOptimal)
+        found = self.problem.solve(_solver(self._pulp, solver))
+        return bool(getattr(found, "status", found) == _OPTIMAL)  # PuLP 3 says the status alone
 
     def value(self, expression: Any) -> float:
         return float(self._pulp.value(expression))
@@ -242,7 +251,7 @@ def _solver(pulp: Any, name: str) -> Any:
     for solver in solvers:
         if solver.available():
             return solver
-    raise UsageError(f"the solver {name} is not installed", "needed HiGHS or CBC", "pip install highspy")
+    raise UsageError(f"the solver {name} is not installed", "needed HiGHS or CBC", _INSTALLED_BY[name])
 
 
 def tidy(shares: Mapping[str, float], digits: int = 6) -> Shares:

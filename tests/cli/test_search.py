@@ -21,6 +21,7 @@ from h2o_flexgen.errors import ModelError, UsageError
 from h2o_flexgen.search import _cache_table, main
 from h2o_flexgen.units import GIB
 from tests.checkpoint.quantised import FORMATS, checkpoint
+from tests.cost.solvers import OTHER
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--model opt-125m --hardware t4-16gb --num-prompts 16 --prompt-len 64 --gen-len 8"
@@ -118,7 +119,7 @@ def test_a_policy_for_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert any(event["ph"] == "X" and event["dur"] > 0 for event in events)
     assert main([*SMALL.split(), "--output", str(policy)]) == 2
     assert "exists" in capsys.readouterr().err
-    assert main([*SMALL.split(), "--output", str(policy), "--overwrite", "--quiet", "--solver", "cbc"]) == 0
+    assert main([*SMALL.split(), "--output", str(policy), "--overwrite", "--quiet", "--solver", OTHER]) == 0
     out = capsys.readouterr().out
     assert len(out.splitlines()) == 1
     assert entry(out)["policy"]["gpu_batch_size"] == 16

@@ -11,6 +11,7 @@ import pytest
 from h2o_flexgen.config.placement import KINDS
 from h2o_flexgen.cost.lp import Charge, PassTimes, Program, solve, tidy
 from h2o_flexgen.errors import UsageError
+from tests.cost.solvers import needs_cbc
 from tests.oracles.program import bytes_on
 from tests.seeds import python_random
 
@@ -82,6 +83,7 @@ def test_the_seeds_say_something() -> None:
     assert any(len(found.shares[kind]) > 1 for found in mixed if found for kind in KINDS)
 
 
+@needs_cbc
 @pytest.mark.turns
 @pytest.mark.parametrize("seed", range(16))
 def test_both_solvers_place_alike(seed: int) -> None:
@@ -100,6 +102,7 @@ def test_the_relaxation_bounds_the_program(seed: int) -> None:
     assert found is None or (quick is not None and quick.seconds <= found.seconds * (1 + 1e-9))
 
 
+@needs_cbc
 def test_of_equally_fast_placements_the_one_with_least_on_slow_tiers_is_taken() -> None:
     """Compute hides every transfer here: without the second program all shares would be as good."""
     slope = {(kind, tier): {"cpu->gpu": 0.1} for kind in KINDS for tier in TIERS[1:]}
@@ -142,6 +145,7 @@ def test_fixed_shares_and_banned_homes() -> None:
     assert "cpu" not in banned.shares["weights"]
 
 
+@needs_cbc
 def test_nothing_fits() -> None:
     program = replace(some_program(3), caps={"gpu": GB / 2, "cpu": GB / 2, "disk": GB})
     assert solve(program) is None
