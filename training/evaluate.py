@@ -72,17 +72,21 @@ def write_samples(corpus: Corpus, out: Path) -> None:
     """heldout.txt (every source in turn) and recall_prompts.jsonl: 40 questions about facts told once and not used
     since, 40 about facts that were asked for before (what a policy that follows attention can know to matter)."""
     (out / "heldout.txt").write_text("\n\n".join(heldout_texts(corpus, 20_000).values()) + "\n", encoding="utf-8")
-    rng, rows = Random(HELD_SEED + 1), []
-    for kind, make, sizes in (("once", corpus.recall_case, (250, 800)), ("used", corpus.used_case, (400, 900))):
-        found = 0
-        while found < 40:
-            case = make(rng, rng.randint(*sizes))
-            tokens = len(corpus.encode(case.prompt)) + 1
-            if 400 <= tokens <= 900:
-                found += 1
-                rows.append({"kind": kind, "tokens": tokens} | case._asdict())
-    text = "".join(json.dumps(row) + "\n" for row in rows)
+    rng = Random(HELD_SEED + 1)
+    text = questions(corpus, rng, "once", 40) + questions(corpus, rng, "used", 40)
     (out / "recall_prompts.jsonl").write_text(text, encoding="utf-8")
+
+
+def questions(corpus: Corpus, rng: Random, kind: str, count: int) -> str:
+    """Lines of a file of questions, of prompts of 400 to 900 of the demo's tokens."""
+    make, sizes = (corpus.used_case, (400, 900)) if kind == "used" else (corpus.recall_case, (250, 800))
+    lines: list[str] = []
+    while len(lines) < count:
+        case = make(rng, rng.randint(*sizes))
+        tokens = len(corpus.encode(case.prompt)) + 1
+        if 400 <= tokens <= 900:
+            lines.append(json.dumps({"kind": kind, "tokens": tokens} | case._asdict()) + "\n")
+    return "".join(lines)
 
 
 def past_training(args: argparse.Namespace, recipe: Recipe) -> dict:
