@@ -115,6 +115,7 @@ COMMANDS: dict[str, str] = {
     "search --output FILE": STARTED,
     "python -m training.demo": STARTED,
     "python -m training.sums": STARTED,
+    "python -m training.questions facts.jsonl": STARTED,
     "./scripts/guarantees.sh": SCRIPT,
     "pytest tests/engine/test_matrix.py": STARTED,
     "pytest tests/engine/test_modules_neighbours.py": STARTED,
