@@ -240,13 +240,13 @@ def _add_up(made, tiles, places, out, stride, active, slots: tl.constexpr, hidde
     place = tl.load(places + token * active + slot, mask=slot < active, other=-1)
     chosen = tl.max(((place >= first) & (place < end)).to(tl.int32), 0) > 0
     column = tl.program_id(1) * columns + tl.arange(0, columns)
-    inside = (column < hidden) & chosen
+    inside = column < tl.where(chosen, hidden, 0)  # Triton 3.9's interpreter has no masks of a block and a single truth
     to = out + token * stride + column
     total = tl.load(to, mask=inside, other=0.0)
     for number in range(active):
         at = tl.load(places + token * active + number)
         mine = (at >= first) & (at < end)
-        part = tl.load(made + (at - first) * hidden + column, mask=inside & mine, other=0.0)
+        part = tl.load(made + (at - first) * hidden + column, mask=column < tl.where(mine, hidden, 0), other=0.0)
         total = tl.where(mine, (total.to(tl.float32) + part).to(total.dtype), total)
     tl.store(to, total, mask=inside)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,12 @@ def nothing(config: Config) -> None:
     """What there is to compile of a kernel that is not one."""
 
 
+def submit(mode: Any, key: object, compiled: Callable[[], object], done: Callable[[object], None]) -> None:
+    """As `warmup` of a kernel does; from Triton 3.9 on with what a failed compilation is followed by."""
+    nothing_more = [lambda *_: None] * (len(inspect.signature(mode.submit).parameters) - 3)
+    mode.submit(key, compiled, done, *nothing_more)
+
+
 class Time:
     """A clock that stands still but for `pass_by`, and compilations that take so long of it."""
 
@@ -44,7 +52,7 @@ class Time:
         """As `warmup` of a kernel does."""
         mode = _async_compile.active_mode.get()
         assert mode is not None
-        mode.submit(key, lambda: self.pass_by(seconds) or key, done)
+        submit(mode, key, lambda: self.pass_by(seconds) or key, done)
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +124,7 @@ def test_a_compilation_that_fails_is_left_to_the_launch() -> None:
         raise RuntimeError("ptxas")
 
     with compiling(10.0) as jobs:
-        _async_compile.active_mode.get().submit("key", refuse, lambda kernel: None)
+        submit(_async_compile.active_mode.get(), "key", refuse, lambda kernel: None)
     assert not jobs.late
 
 
