@@ -1,4 +1,4 @@
-"""The processor's name, by texts of /proc/cpuinfo as Linux has them."""
+"""The processor's name, by texts of /proc/cpuinfo as Linux has them and of lscpu."""
 
 from __future__ import annotations
 
@@ -13,43 +13,36 @@ from h2o_flexgen.processor import processor_name
 X86 = "processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel\t\t: 17\nmodel name\t: AMD EPYC 9R14\n\nprocessor\t: 1\n"
 
 
-def arm(implementer: str, part: str, core: int = 0) -> str:
-    """One core of a 64-bit ARM processor."""
-    return (
-        f"processor\t: {core}\nBogoMIPS\t: 243.75\nFeatures\t: fp asimd\nCPU implementer\t: {implementer}\n"
-        f"CPU architecture: 8\nCPU variant\t: 0x3\nCPU part\t: {part}\nCPU revision\t: 1\n\n"
-    )
+ARM = "processor\t: 0\nFeatures\t: fp asimd\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n"
+TWO_KINDS = "Vendor ID:   ARM\n  Model name:   Cortex-A55\n  Model name:   Cortex-A76\n  Model name:   Cortex-A76\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "name"),
+    ("text", "listed", "name"),
     [
-        (X86, "AMD EPYC 9R14"),
-        (arm("0x41", "0xd0c") + arm("0x41", "0xd0c", 1), "ARM Neoverse-N1"),
-        (arm("0x41", "0xd05") + arm("0x41", "0xd0b", 1), "ARM Cortex-A55 + ARM Cortex-A76"),
-        (arm("0x41", "0xd0b") + "Model\t\t: Raspberry Pi 5\n", "ARM Cortex-A76 (Raspberry Pi 5)"),
-        (arm("0xc0", "0xac3"), "Ampere-1"),
-        (arm("0x41", "0xfff"), "ARM part 0xfff"),
-        (arm("0x99", "0x001"), "maker 0x99 part 0x001"),
-        (arm("new", "newer"), "maker new part newer"),
+        (X86, "Model name:  another\n", "AMD EPYC 9R14"),
+        (ARM, "Vendor ID:     ARM\nModel name:    Neoverse-N1\nModel:   1\n", "ARM Neoverse-N1"),
+        (ARM, TWO_KINDS, "ARM Cortex-A55 + Cortex-A76"),
+        (ARM, "Vendor ID:    0x99\nModel name:   -\n", "riscv64"),
+        (ARM, "", "riscv64"),
+        (ARM, None, "riscv64"),
+        (None, None, "riscv64"),
     ],
-)  # fmt: skip
-def test_a_processor_has_a_name(tmp_path: Path, text: str, name: str) -> None:
-    path = tmp_path / "cpuinfo"
-    path.write_text(text)
-    assert processor_name(path) == name
-
-
-@pytest.mark.parametrize("text", ["", "cpu\t: POWER9\n", "Model\t: a board\n", None])
-def test_where_linux_says_nothing_platform_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+)
+def test_a_processor_has_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, listed: str | None, name: str
 ) -> None:
     path = tmp_path / "cpuinfo"
     if text is not None:
         path.write_text(text)
+    if listed is not None:
+        program = tmp_path / "lscpu"
+        program.write_text(f"#!/bin/sh\n/bin/cat << END\n{listed}END\n")
+        program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(platform, "processor", lambda: "")
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    assert processor_name(path) == "riscv64"
+    assert processor_name(path) == name
 
 
 def test_records_have_it() -> None:
