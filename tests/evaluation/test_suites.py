@@ -50,7 +50,7 @@ def suite_file(folder: Path, model: str, files: tuple[str, str], **changes: Any)
 def test_shipped_suites_can_be_read(name: str) -> None:
     suite = Suite.read(ROOT / "configs/eval" / name)
     assert all(Path(task.text).exists() for task in suite.tasks.values() if task.text)
-    assert len(list(suite.cells())) >= 4
+    assert len(list(suite.cells())) > 2
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from h2o_flexgen.cache.eviction.scissorhands import ScissorhandsPolicy
 from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.kernels.decode import NativeAttend, available
 from h2o_flexgen.kernels.pieces import expand, pack
-from h2o_flexgen.kernels.types import Exact, RankedBy, Ranking, RankRule, SlotRule
+from h2o_flexgen.kernels.types import RankedBy, Ranking, RankRule, RoundingErrors, SlotRule
 from tests.cache.conftest import needs_native
 from tests.oracles import attention as reference
 from tests.pairs import pairs
@@ -160,16 +160,16 @@ def test_long_packed_rows_are_those_of_their_numbers(dtype: torch.dtype, bits: t
     before, results = torch.get_num_threads(), []
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        exact = Exact(2, 1, 1, heads, [each.nbytes for each in packings], CPU)
-        exact.at = 0
-        kernel = NativeAttend([in_order(slots)], (1, heads, slots, d), packings=packings, exact=exact)
+        errors = RoundingErrors(2, 1, 1, heads, [each.nbytes for each in packings], CPU)
+        errors.at = 0
+        kernel = NativeAttend([in_order(slots)], (1, heads, slots, d), packings=packings, errors=errors)
         buffers = [pack(x, packing) for x, packing in zip(held, packings, strict=True)]
         kernel.attach(*buffers)
         probs = torch.empty(1, heads, slots)
         results.append((kernel.step(0, tuple(new), 0.3, probs=probs), probs))
     torch.set_num_threads(before)
     k, v = (expand(x, packing, torch.float32) for x, packing in zip(buffers, packings, strict=True))
-    for x, lost, packing in zip((k, v), exact.lost, packings, strict=True):
+    for x, lost, packing in zip((k, v), errors.lost, packings, strict=True):
         x[:, :, -1] += expand(lost[:, :, 0], packing, torch.float32)
     wanted = reference.decode_attention(
         new[0].float(), k, v, 0.3, torch.ones(1, heads, slots, dtype=torch.bool), True, None
@@ -198,24 +198,24 @@ def test_rounding_errors_count_for_tokens_that_have_them(
     size = len(counts), heads, max(counts), d
     held = [torch.randn(size, generator=generator) for _ in "kv"]
     new = [torch.randn(2, n, d, generator=generator).to(dtype) for n in (group * heads, heads, heads)]
-    exact = Exact(kept, 0, 2, heads, [each.nbytes for each in packings], CPU)
-    for lost, packing in zip(exact.lost, packings, strict=True):
+    errors = RoundingErrors(kept, 0, 2, heads, [each.nbytes for each in packings], CPU)
+    for lost, packing in zip(errors.lost, packings, strict=True):
         lost.copy_(pack(0.3 * torch.randn(2, heads, kept, d, generator=generator), packing))
     for row, head in product(range(2), range(heads)):
         places = torch.randperm(counts[row], generator=generator)[:kept]
-        exact.slots[row, head] = places.masked_fill(torch.rand(kept, generator=generator) < 0.2, -1)
-    exact.at = kept // 2
-    kernel = NativeAttend([in_order(n) for n in counts], size, packings=packings, exact=exact)
+        errors.slots[row, head] = places.masked_fill(torch.rand(kept, generator=generator) < 0.2, -1)
+    errors.at = kept // 2
+    kernel = NativeAttend([in_order(n) for n in counts], size, packings=packings, errors=errors)
     buffers = [pack(x, packing) for x, packing in zip(held, packings, strict=True)]
     kernel.attach(*buffers)
     out = kernel.step(0, tuple(new), 0.3, soft_cap=soft_cap)
-    assert exact.slots[:, :, exact.at].tolist() == [[n - 1] * heads for n in counts]
+    assert errors.slots[:, :, errors.at].tolist() == [[n - 1] * heads for n in counts]
     for row, count in enumerate(counts):
         k, v = (expand(x[row, :, :count], packing, torch.float32) for x, packing in zip(buffers, packings, strict=True))
         for head, j in product(range(heads), range(kept)):
-            if (slot := int(exact.slots[row, head, j])) >= 0:
-                k[head, slot] += expand(exact.lost.k[row, head, j], packings[0], torch.float32)
-                v[head, slot] += expand(exact.lost.v[row, head, j], packings[1], torch.float32)
+            if (slot := int(errors.slots[row, head, j])) >= 0:
+                k[head, slot] += expand(errors.lost.k[row, head, j], packings[0], torch.float32)
+                v[head, slot] += expand(errors.lost.v[row, head, j], packings[1], torch.float32)
         torch.testing.assert_close(k[:, -1], new[1][row].float(), atol=1e-3 if bits[0] == 8 else 4e-2, rtol=0)
         seen = torch.ones(1, heads, count, dtype=torch.bool)
         wanted = reference.decode_attention(new[0][row : row + 1].float(), k[None], v[None], 0.3, seen, True, soft_cap)
@@ -402,15 +402,15 @@ def test_packed_keys_are_centred_and_scaled_as_a_caller_would(dtype: torch.dtype
     kept = (k if mean is None else k - mean) * of
     packings, found = (CachePacking(4, d), CachePacking(3, d)), []
     for new in ((q, k, v), (asked, kept, v)):
-        exact = Exact(1, 0, rows, heads, [each.nbytes for each in packings], CPU)
-        exact.at = 0
-        kernel = NativeAttend([in_order(21)] * rows, (rows, heads, 21, d), packings=packings, exact=exact)
+        errors = RoundingErrors(1, 0, rows, heads, [each.nbytes for each in packings], CPU)
+        errors.at = 0
+        kernel = NativeAttend([in_order(21)] * rows, (rows, heads, 21, d), packings=packings, errors=errors)
         held = [torch.randn(rows, heads, 21, d, generator=torch_generator(6)).to(dtype) for _ in "kv"]
         buffers = [pack(x, packing) for x, packing in zip(held, packings, strict=True)]
         kernel.attach(*buffers)
         if new[0] is q:
             kernel.scale_keys(of, mean)
-        found.append([kernel.step(0, new, 0.3), *buffers, *exact.lost])
+        found.append([kernel.step(0, new, 0.3), *buffers, *errors.lost])
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
     kernel.scale_keys(of.double(), None)
