@@ -81,8 +81,9 @@ class EvictionConfig(Checked, KeptAsJson):
     recall_every: Count = option(EVERY, help="steps from one look at what waits to the next, after the first 16")
     seed: Natural = 0
     """Of the random policy."""
-    token_bytes: tuple[int, int, int] = (1, 1, 0)
-    """Bytes of a token in all caches, and in 16 bits, and beside all tokens; they turn a share of bytes into tokens."""
+    token_bytes: tuple[int, int, int, int] = (1, 1, 0, 0)
+    """Bytes of a token in all caches, in 16 bits, and beside all tokens, and of how many tokens a row has the packing
+    errors, which take as many again; they turn a share of bytes into tokens."""
     window_bytes: tuple[tuple[int, int, int], ...] = ()
     """Of each window that layers have, the narrowest first: the tokens that one of these layers holds at most, and the
     bytes of a token in them all, and in 16 bits."""
@@ -207,15 +208,17 @@ class EvictionConfig(Checked, KeptAsJson):
 
         Raises UsageError where that is none.
         """
-        kept, plain, beside = self.token_bytes
+        kept, plain, beside, mended = self.token_bytes
         full = length * plain - sum(max(0, length - most) * each for most, _, each in self.window_bytes)
         room = Decimal(repr(share)) * full - beside
+        mended = min(mended, max(0, math.floor(room / (2 * kept))))  # of a short sequence all that it holds
+        room -= mended * kept
         asked = math.floor(room / kept)
         if asked < 1:
             raise UsageError(
                 f"--kv-bytes {share!r} of a sequence of {length} tokens is {math.floor(room) + beside:,} bytes",
-                f"needed {kept + beside:,}, {beside:,} of them for what packing cost the newest tokens",
-                "lower --cache-newest (0: none), raise --kv-bytes, or give the budget in tokens: --hh-ratio",
+                f"needed {kept + beside:,}, {beside:,} of them for scales and means of keys",
+                "raise --kv-bytes, or give the budget in tokens: --hh-ratio",
             )
         for most, each, _ in self.window_bytes:
             if asked > most:  # which these layers do not take: others may

@@ -46,11 +46,12 @@ def counted_in_bytes(eviction: EvictionConfig, spec: ModelSpec) -> EvictionConfi
 
     kept, whole = token(own)
     scales = channel_numbers(spec.cache_bits, spec.cache_rotation)
-    exact = spec.cache_newest + first_tokens(spec.cache_bits, spec.cache_rotation)
-    beside = exact * kept + scales * sum(2 * spec.heads_of(i).keys * spec.heads_of(i).dim for i in own)
+    mended = spec.cache_newest + first_tokens(spec.cache_bits, spec.cache_rotation)
+    beside = scales * sum(2 * spec.heads_of(i).keys * spec.heads_of(i).dim for i in own)
     narrow = sorted({window for layer in own if (window := spec.windows[layer]) is not None})
     windows = ((window - 1, *token([layer for layer in own if spec.windows[layer] == window])) for window in narrow)
-    return replace(eviction, token_bytes=(kept, whole, beside), window_bytes=tuple(windows)) if own else eviction
+    by_token = kept, whole, beside, mended
+    return replace(eviction, token_bytes=by_token, window_bytes=tuple(windows)) if own else eviction
 
 
 def _with_far_layers(eviction: EvictionConfig, spec: ModelSpec) -> EvictionConfig:

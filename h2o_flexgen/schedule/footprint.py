@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Self
 
-from h2o_flexgen.config.model.packing import channel_numbers, first_tokens
+from h2o_flexgen.config.model.packing import channel_numbers, first_tokens, newest_tokens
 from h2o_flexgen.config.model.tensors import PAGE, round_up, states_bytes
 from h2o_flexgen.config.offload import TIERS, Kernels, OffloadPolicy
 from h2o_flexgen.config.placement import Placement
@@ -220,9 +220,10 @@ def _record_bytes(block: BlockShape, layer: int) -> int:
     scales and means of keys, and the rounding errors of the newest tokens and the first."""
     request, split, heads = block.request, block.request.eviction.split, block.spec.heads_of(layer)
     kept = block.spec.cache_bits, block.spec.cache_rotation
-    exact, packings = block.spec.cache_newest + first_tokens(*kept), block.spec.packings_of(layer) or ()
+    first, packings = first_tokens(*kept), block.spec.packings_of(layer) or ()
+    mended = first + newest_tokens(block.spec.cache_newest, request.slots[layer], first)
     each = 4 + sum(packing.nbytes for packing in packings)
-    beside = block.rows * heads.keys * (channel_numbers(*kept) * heads.dim * block.size + exact * each)
+    beside = block.rows * heads.keys * (channel_numbers(*kept) * heads.dim * block.size + mended * each)
     beside = 0 if heads.joint else beside
     if request.budgets[layer].full or not request.slots[layer]:
         return beside if request.slots[layer] else 0

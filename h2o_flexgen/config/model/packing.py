@@ -175,6 +175,11 @@ def first_tokens(bits: CacheBits, rotation: CacheRotation) -> int:
     return FIRST if centres_keys(bits, rotation) else 0
 
 
+def newest_tokens(most: int, slots: int, first: int) -> int:
+    """How many newest tokens' errors are kept, of `most` and of those that a row with so many slots holds."""
+    return min(most, max(0, slots - 1 - first))
+
+
 @dataclass(frozen=True)
 class CachePacking:
     """How a key or a value of `dim` numbers is kept in `bits` for each, in one piece of `nbytes` bytes.

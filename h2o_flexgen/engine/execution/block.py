@@ -18,7 +18,7 @@ from h2o_flexgen.cache.lengths import slots_needed
 from h2o_flexgen.cache.prefix_store import PrefixStore
 from h2o_flexgen.cache.recall import DiskShelves, Recall, RecallCounts
 from h2o_flexgen.cache.shape import CacheShape
-from h2o_flexgen.config.model.packing import first_tokens
+from h2o_flexgen.config.model.packing import first_tokens, newest_tokens
 from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.batching.scheduler import BatchScheduler, BlockRoom, WaitingQueue
@@ -185,11 +185,12 @@ class BlockRunner:
                 shape = CacheShape.of(budgets, heads.keys, heads.dim, spec.cache_bits, heads.joint, spec.cache_rotation)
                 slots = [max(slots_needed([b.part(i) for b in budgets]), most) for i, most in enumerate(later)]
                 slots = slots if spec.attends(layer) else [0]
-                exact = spec.cache_newest, first_tokens(spec.cache_bits, spec.cache_rotation)
-                if not slots[0] or heads.joint or spec.arch.chunk_of(layer) is not None:
-                    exact = 0, 0
-                shape = replace(shape, newest=exact[0], first=exact[1], far=far if slots[0] else ())
-                shapes[layer, gpu_batch] = shape.with_slots(slots)
+                shape = replace(shape, far=far if slots[0] else ()).with_slots(slots)
+                if slots[0] and not heads.joint and spec.arch.chunk_of(layer) is None:
+                    opening = first_tokens(spec.cache_bits, spec.cache_rotation)
+                    newest = newest_tokens(spec.cache_newest, shape.capacity, opening)
+                    shape = replace(shape, newest=newest, first=opening)
+                shapes[layer, gpu_batch] = shape
                 on_cpu = plan.policy.cpu_cache_compute and plan.placement.cache[layer, gpu_batch] == "cpu"
                 devices[layer, gpu_batch] = torch.device("cpu") if on_cpu else at[layer]
         watch = None if self.scores is None else self.scores.filled
