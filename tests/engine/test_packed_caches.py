@@ -220,19 +220,19 @@ def test_shares_of_bytes_that_there_are_not() -> None:
         EvictionConfig("h2o", 0.5, bytes=0.2)
     with pytest.raises(UsageError, match=re.escape("--kv-bytes 0.2 is given with the full cache")):
         EvictionConfig(bytes=0.2)
-    with pytest.raises(UsageError, match=re.escape("--kv-bytes 0.01 of a sequence of 40 tokens is 0 bytes")):
-        EvictionConfig("h2o", bytes=0.01).resolve(30, 10)
-    with pytest.raises(UsageError, match=r"is 8 bytes\. needed 11, 10 of them for scales"):
-        EvictionConfig("h2o", bytes=0.2, token_bytes=(1, 1, 10, 0)).resolve(30, 10)
+    with pytest.raises(UsageError, match=re.escape("--kv-bytes 0.001 of a sequence of 100 tokens is 0 bytes")):
+        EvictionConfig("h2o", bytes=0.001).resolve(90, 10)
+    with pytest.raises(UsageError, match=r"is 5 bytes\. needed 11, 10 of them for scales"):
+        EvictionConfig("h2o", bytes=0.05, token_bytes=(1, 1, 10, 0)).resolve(90, 10)
 
 
 def test_short_sequences_hold_as_many_tokens_as_packing_errors() -> None:
-    """Longer ones the errors of 17; no token more makes the budget smaller, and none is held beyond the share."""
+    """Longer ones the errors of 17. All hold 16 tokens if they have them, and no more than their share beyond that."""
     budgets = []
     for length in range(2, 400):
-        eviction = EvictionConfig("h2o", bytes=0.2, token_bytes=(4, 16, 0, 17))
-        budgets.append(eviction.resolve(length - 1, 1).total if 0.2 * length * 16 >= 4 else 0)
-        assert 4 * (budgets[-1] + min(17, budgets[-1])) <= 0.2 * length * 16 + 4
+        budget = EvictionConfig("h2o", bytes=0.2, token_bytes=(4, 16, 20, 17)).resolve(length - 1, 1)
+        assert budget.full == (length <= 16)
+        budgets.append(budget.total)
+        assert budget.total <= 16 or 20 + 4 * (budget.total + min(17, budget.total)) <= 0.2 * length * 16
     assert budgets == sorted(budgets)
-    assert budgets[28 - 2] == 11
-    assert budgets[398 - 2] == 398 * 4 // 5 - 17
+    assert budgets[60 - 2] == 60 * 4 // 5 - 5 - 17

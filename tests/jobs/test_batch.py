@@ -155,6 +155,17 @@ def test_spans_are_served_and_counted(tmp_path: Path, model: Path, batch: Batch)
     assert (choice["text"], choice["kept"]) == (line["text"], line["kept"]) == (output.text, output.kept)
 
 
+def test_a_share_of_bytes_goes_with_requests_of_any_length(tmp_path: Path, model: Path, batch: Batch) -> None:
+    prompts = ["a", "a prompt that is longer than all the tokens which a short sequence may hold"]
+    lines = (request(p[:3], {"prompt": p, "max_tokens": 3, "temperature": 0}) for p in prompts)
+    flags = ("--model", model, "--eviction", "h2o", "--kv-bytes", 0.2, "--ordered")
+    ran = batch("-i", write(tmp_path / "in.jsonl", *lines), "-o", tmp_path / "out.jsonl", *flags)
+    assert ran.code == 0, ran.err
+    found = [line["response"]["body"]["choices"][0]["text"] for line in results(tmp_path / "out.jsonl").values()]
+    with LLM(str(model), eviction=EvictionConfig("h2o", bytes=0.2)) as llm:
+        assert found == [output.text for output in llm.generate(prompts, max_new_tokens=3)]
+
+
 def test_a_job_goes_on_and_another_one_does_not(tmp_path: Path, model: Path, batch: Batch) -> None:
     """Settings that differ are named; a file that is no job's is left alone."""
     lines = [request(f"r{i}", {"prompt": "ab" * (i + 1), "max_tokens": 4}) for i in range(6)]
