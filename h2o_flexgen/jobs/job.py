@@ -129,11 +129,12 @@ class Job:
         self.summary = Summary(self.requests, before=len(state) - state.count(0))
 
     def run(self) -> Summary:
-        """All that is left to do. PlanError where not even the shortest request fits."""
+        """All that is left to do. PlanError where not even the shortest request of the first that are read fits."""
         started = begun = time.monotonic()
         for window in self._windows():
             if begun == started:
-                self.engine.plan(Workload(1, 1, 1))
+                sizes = ((row.prompt_tokens, max(1, row.max_new_tokens)) for task in window for row in task.waiting)
+                self.engine.plan(Workload(*min(sizes, key=sum)))
             if self.forecast is not None:
                 read = self.summary.ok + self.summary.failed + len(window)
                 self.forecast.read(read, time.monotonic() - begun)

@@ -166,6 +166,21 @@ def test_a_share_of_bytes_goes_with_requests_of_any_length(tmp_path: Path, model
         assert found == [output.text for output in llm.generate(prompts, max_new_tokens=3)]
 
 
+def test_a_share_of_tokens_beside_sinks_is_that_of_the_requests(tmp_path: Path, model: Path, batch: Batch) -> None:
+    """A fifth of a request of few tokens has no room for them, and it alone is refused."""
+    lines = [
+        request("long", {"prompt": "abc" * 20, "max_tokens": 3}),
+        request("short", {"prompt": "a", "max_tokens": 2}),
+    ]
+    flags = ("--model", model, "--eviction", "streaming", "--hh-ratio", 0.2)
+    for count, code in ((1, 0), (2, 3)):
+        out = tmp_path / f"{count}.jsonl"
+        ran = batch("-i", write(tmp_path / f"in{count}.jsonl", *lines[:count]), "-o", out, *flags)
+        assert ran.code == code, ran.err
+        status = {name: line["response"]["status_code"] for name, line in results(out).items()}
+        assert status == {"long": 200, **({"short": 400} if count == 2 else {})}
+
+
 def test_a_job_goes_on_and_another_one_does_not(tmp_path: Path, model: Path, batch: Batch) -> None:
     """Settings that differ are named; a file that is no job's is left alone."""
     lines = [request(f"r{i}", {"prompt": "ab" * (i + 1), "max_tokens": 4}) for i in range(6)]
