@@ -4,9 +4,10 @@
 
    REGISTERS                 of a core. PAIRS: products of pairs of bfloat16 numbers are no slower than float32's
    HELD(x)                   of an empty statement of assembly: x stays in a register
-   reg, REG, REGS            a register of float32 numbers, how many it holds, and how many of them there are: reg_load, reg_first (of the first count
-                             numbers), reg_set1, reg_fma, reg_halved (8 numbers of the same sum), reg_terms: of pairs of
-                             bfloat16 numbers part 0, 1, ..: the first of each pair, REG at a time, then the second ones
+   reg, REG, REGS            a register of float32 numbers, how many it holds, and how many of them there are: reg_load,
+                             reg_first (of the first count numbers), reg_set1, reg_fma, reg_halved (8 numbers of the same
+                             sum), reg_terms: of pairs of bfloat16 numbers part 0, 1, ..: the first of each pair, REG at a
+                             time, then the second ones
    joined, joined_i          a vector of two halves; first_half, second_half: the other one is 0; halved: their sum
    spread_four, spread_eight of so many numbers those that each lane asks for
    picked, picked_wide       of 16 values those that 32 codes of 4 bits stand for, bfloat16 or float32, in their order
