@@ -107,8 +107,8 @@ def move_down(source: Tensor, rows: Sequence[int], target: Tensor, used: int) ->
 
     The target may lie in the source's memory, whole rows before it or in the same place. Row i of it comes from row i
     of the source or a later one, so that nothing is overwritten before it is read. Only the first `used` slots count,
-    in all rows of the source; the others are zeroed where they are not the source's own, as what is there may not be
-    finite.
+    in all rows of the source; the others are zeroed where they are no slots of the source's own, as what is there may
+    not be finite.
     """
     if source.data_ptr() == target.data_ptr() and source.shape[1:] == target.shape[1:]:
         movers = [(place, row) for place, row in enumerate(rows) if row != place]
@@ -117,23 +117,24 @@ def move_down(source: Tensor, rows: Sequence[int], target: Tensor, used: int) ->
             for place, row in movers:
                 target[place, :, :used].copy_(source[row, :, :used])
             return
-    size = target.stride(0) * target.itemsize
+    size, slot = (target.stride(i) * target.itemsize for i in (0, 2))
     apart = source.untyped_storage().data_ptr() != target.untyped_storage().data_ptr()
     done = 0
     while done < len(rows):
         first, last = rows[done], done + 1
         while last < len(rows) and rows[last] == first + last - done:
             last += 1
-        down = (source[first].data_ptr() - target[done].data_ptr()) // size
+        down = source[first].data_ptr() - target[done].data_ptr()
         if first < done or (not apart and down < 0):
             raise ValueError(f"row {first} would move up to {done}")
-        # Pieces that do not overlap with where they go.
-        piece = last - done if apart else down
-        for start in range(done, last, piece) if piece else ():
+        # Pieces that do not overlap with where they go; where every row does, copies of one after the other.
+        piece = last - done if apart else max(1, down // size)
+        for start in range(done, last, piece) if apart or down else ():
             stop = min(start + piece, last)
             moved = source[first + start - done : first + stop - done]
+            moved = moved if apart or down >= size else moved.clone()
             target[start:stop, :, :used] = moved[:, :, :used]
-            if apart or target[start].data_ptr() < source.data_ptr():
+            if apart or down % slot or target[start].data_ptr() < source.data_ptr():
                 target[start:stop, :, used:] = 0
         done = last
 

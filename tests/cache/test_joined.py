@@ -254,6 +254,18 @@ def test_rows_move_down_whole(count: int, data: st.DataObject) -> None:
 
 
 @by_torch
+@pytest.mark.parametrize("down", [1, 29, 31])
+def test_rows_move_down_by_less_than_a_row_or_more(down: int) -> None:
+    """As where what lies before them has smaller rows: by no whole number of slots."""
+    buffer = torch.arange(4 * 30 + down, dtype=torch.float32)
+    source, target = buffer[down:].view(4, 2, 5, 3), buffer[: 3 * 30].view(3, 2, 5, 3)
+    expected = source[[0, 3, 2]].clone()
+    expected[:, :, 4:] = 0
+    move_down(source, [0, 3, 2], target, 4)
+    assert torch.equal(target, expected)
+
+
+@by_torch
 def test_rows_never_move_up() -> None:
     k = torch.zeros(4, 2, 5, 3)
     with pytest.raises(ValueError, match="would move up"):

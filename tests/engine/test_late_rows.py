@@ -92,6 +92,25 @@ def test_late_rows_join_and_change_nothing(tier: str, eviction: EvictionConfig, 
         assert order.index(LATE) < order.index(LATE + 1) < order.index(LATE + 3)
 
 
+APART = EvictionConfig("h2o", ratio=0.4, far_layers=((0, 1), (2, 0)))
+
+
+@pytest.mark.parametrize("bits", [16, (4, 8)])
+@pytest.mark.parametrize("eviction", [EvictionConfig(), APART], ids=["full", "apart"])
+def test_late_rows_take_places_that_were_given_up(bits: Any, eviction: EvictionConfig, checkpoint: Any) -> None:
+    """Caches that move between tiers have become smaller by then: they grow again."""
+    lengths, new, late, late_new = [20, 12, 17, 9], [3, 3, 12, 14], [10, 18], [5, 9]
+    with _run(checkpoint("llama-gqa")[1], eviction, (4, 1), "disk", cache_bits=bits) as llm:
+        rows = [*_rows(llm, 0, lengths, new), *_rows(llm, LATE, late, late_new)]
+        alone = {row.row_id: output.token_ids for each in rows for row, output in llm.run([each])}
+        results: list[int] = []
+        coming = dict(zip((2.5, 3), _rows(llm, LATE, late, late_new), strict=True))
+        llm.late = visitors = Visitors(coming, results)  # type: ignore[arg-type]
+        found = {row.row_id: output.token_ids for row, output in llm.run(_rows(llm, 0, lengths, new))}
+        found |= {row_id: output.token_ids for row_id, output in visitors.outputs.items()}
+        assert found == alone
+
+
 def test_late_rows_that_are_too_large_for_memory_fail_alone(checkpoint: Any) -> None:
     """The others of their call go on; what was stopped in the middle waits again."""
     with _run(checkpoint("opt")[1], EvictionConfig(), (2, 1)) as llm:

@@ -142,6 +142,8 @@ class CacheMaker:
     def queries(self, layer: int, rows: SequenceOf[Sequence]) -> int:
         """The most of its prompts' last queries that the cache of `rows` needs."""
         budgets, policy, least = self.budgets(layer, rows), self.eviction, self.least_queries
+        if least:  # these are the prompts' own, behind which prompts are replayed
+            least += max((len(row.prompt_ids) for row in rows if row.replays), default=0)
         if not (isinstance(policy, RankedPolicy) and chooses(budgets)):
             return least
         prompts = zip((len(row.prompt_ids) for row in rows), budgets, strict=True)
@@ -211,11 +213,24 @@ class BatchCache:
             return
         rows = count + (0 if fresh is None else fresh.shape.batch)
         if self._shrinks:
+            if old is not None and rows > self.shape.batch:
+                self._spread(old, rows)
             self.shape = replace(self.shape, batch=rows)
         self.rows = None if old is None or not kept else self._joined([(old, kept)], count)
         self.fresh = fresh
         if fresh is not None:
             self._attach(fresh, count, rows)
+
+    def _spread(self, old: KVCache, rows: int) -> None:
+        """Moves K and V up to where they lie with room for so many `rows`: late ones may come after some have left."""
+        count = self.shape.batch
+        here = [tensor for places in self._places(0, count) for tensor in places]
+        self.shape = replace(self.shape, batch=rows)
+        there = [tensor for places in self._places(0, count) for tensor in places]
+        for source, target in reversed(list(zip(here, there, strict=True))):  # the last first, into what is free
+            for row in reversed(range(count)):
+                target[row].copy_(source[row].clone())
+        self._attach(old, 0, count)
 
     def join(self) -> None:
         """Makes the fresh rows decode rows, once their prompts are in; not while `filling`."""
