@@ -35,6 +35,15 @@ def test_engine_equals_the_oracle(
     assert_engine_equals_oracle(checkpoint(name), policy, lengths, new, history, bits, PLACES[place], **changes)
 
 
+@pytest.mark.parametrize("policy", [*POLICIES, *LATER, *THEN_H2O], ids=lambda row: row.name)
+def test_short_prompts_with_long_answers(policy: PolicyRow, checkpoint) -> None:
+    """Of which the budget holds more tokens than the prompt has."""
+    config = {} if policy.name == "full" else {"ratio": 0.5}
+    with Engine(checkpoint("llama-gqa")[1], dtype="float32", eviction=EvictionConfig(policy.name, **config)) as llm:
+        outputs = llm.generate(prompts_of([1, 2, 5]), max_new_tokens=40, ignore_eos=True)
+    assert [len(output.token_ids) for output in outputs] == [40, 40, 40]
+
+
 SPLITS = [
     ("h2o", "gemma3", "global", "cpu"),
     ("h2o", "gemma3", "far", "gpu"),

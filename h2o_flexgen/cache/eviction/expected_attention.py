@@ -25,7 +25,7 @@ class ExpectedAttentionPolicy(RankedPolicy):
 
     def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
         length, sinks = prompts.length, rows.budget.sinks
-        first = sinks if rows.window is None else max(sinks, length - rows.window + 1)
+        first = min(length, sinks if rows.window is None else max(sinks, length - rows.window + 1))
         keys, scale = prompts.keys.float(), prompts.logits.scale
         n, kv_heads = keys.shape[:2]
         queries = required(prompts.queries, "the prompt's queries are needed")[:, :, min(sinks, length - 1) :].float()

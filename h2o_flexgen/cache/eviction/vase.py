@@ -26,8 +26,8 @@ class VasePolicy(LookingBack):
     def score(self, look: Look) -> Tensor:
         kept = look.budget.total + 1 - look.budget.burst
         room = max(0, kept - look.budget.sinks - look.budget.recent)
-        widest = min(kept // 4, room)
         spread = (look.v.amax(-1) - look.v.amin(-1)).masked_fill(look.pos < _FIRST, torch.inf)
+        widest = min(kept // 4, room, spread.shape[-1])
         spread = spread.masked_fill(~look.chosen, -1.0)
         wide = rank_keys(spread.view(torch.int32), look.pos)
         paid = neighbours(look.attention(candidates=True), look.chosen, _POOL, largest=False)
