@@ -207,7 +207,7 @@ class KVCache:
                 last = min(self.shape.newest, length if kept is None else budget.latest)
                 ends = KeysValues(*(ending(x[source], past and past[i], last) for i, x in enumerate((k, v))))
                 starts = KeysValues(*(beginning(x[source], past and past[i]) for i, x in enumerate((k, v))))
-                there = torch.tensor(True) if kept is None else kept[..., 0] == 0
+                there = torch.tensor(True) if kept is None else (kept[..., :1] == 0).any(-1)  # none may be kept
                 self._kept.fill(target, held, ends, starts, torch.atleast_2d(there), self.buffers)
 
     def scores_of(self, rows: Sequence[int], prompts: AttendedPrompts) -> Tensor | None:

@@ -21,8 +21,9 @@ from h2o_flexgen.errors import UsageError
 SpanRule = Literal["whitelist", "fair"]
 FAR_RECENT = 32
 """With the split "far": the most recent tokens of a layer that sees everything, unless asked for."""
-LEAST, SHORT = 16, 64
-"""So many tokens a sequence of no more than SHORT may hold whatever its share of bytes is, which scales may exceed."""
+LEAST = 16
+"""So many tokens a sequence may hold whatever its share of bytes is, which scales may exceed: a longer one never holds
+fewer, so that a plan for the longest has room for all."""
 LAST_QUERIES = 400
 ROW_LOGITS = 1 << 20
 """Logits of a prompt's queries that are alive at once where a policy looks at them: float32."""
@@ -206,27 +207,17 @@ class EvictionConfig(Checked, KeptAsJson):
         return self._marked(self._divided(asked, prompt_len, gen_len), prompt_len, gen_len, spans)
 
     def _tokens_of_bytes(self, share: float, length: int) -> int:
-        """The most tokens that every layer may hold, or all within its window, for `share` of the full cache's bytes.
-
-        Raises UsageError where that is none, and the sequence is not short.
-        """
+        """The most tokens that every layer may hold, or all within its window, for `share` of the full cache's bytes;
+        LEAST if that is more."""
         kept, plain, beside, mended = self.token_bytes
         full = length * plain - sum(max(0, length - most) * each for most, _, each in self.window_bytes)
-        room = Decimal(repr(share)) * full - beside
-        fits = max(0, math.floor(room / kept))
-        if fits < 1 and length > SHORT:
-            raise UsageError(
-                f"--kv-bytes {share!r} of a sequence of {length} tokens is {math.floor(room) + beside:,} bytes",
-                f"needed {kept + beside:,}, {beside:,} of them for scales and means of keys",
-                "raise --kv-bytes, or give the budget in tokens: --hh-ratio",
-            )
-        errors = min(mended, (fits + 1) // 2 if fits > 1 else 0)  # of a short sequence all that it holds
-        asked, room = fits - errors, room - errors * kept
+        room = Decimal(repr(share)) * full - beside - mended * kept
+        asked = math.floor(room / kept)
         for most, each, _ in self.window_bytes:
             if asked > most:  # which these layers do not take: others may
                 room, kept = room - most * each, kept - each
                 asked = math.floor(room / kept) if kept else length
-        return max(LEAST, asked) if length <= SHORT else asked
+        return max(LEAST, asked)
 
     def _marked(
         self, budget: Budget, prompt_len: int, gen_len: int, spans: Sequence[Range], window: int | None = None

@@ -221,11 +221,12 @@ def _record_bytes(block: BlockShape, layer: int) -> int:
     request, split, heads = block.request, block.request.eviction.split, block.spec.heads_of(layer)
     kept = block.spec.cache_bits, block.spec.cache_rotation
     first, packings = first_tokens(*kept), block.spec.packings_of(layer) or ()
-    mended = first + newest_tokens(block.spec.cache_newest, request.slots[layer], first)
+    full = request.budgets[layer].full
+    mended = first + newest_tokens(block.spec.cache_newest, request.slots[layer], first, full)
     each = 4 + sum(packing.nbytes for packing in packings)
     beside = block.rows * heads.keys * (channel_numbers(*kept) * heads.dim * block.size + mended * each)
     beside = 0 if heads.joint else beside
-    if request.budgets[layer].full or not request.slots[layer]:
+    if full or not request.slots[layer]:
         return beside if request.slots[layer] else 0
     numbers = split.numbers + 1 + block.rolling
     queries = split.looks_back * heads.queries * heads.dim * block.size

@@ -220,19 +220,37 @@ def test_shares_of_bytes_that_there_are_not() -> None:
         EvictionConfig("h2o", 0.5, bytes=0.2)
     with pytest.raises(UsageError, match=re.escape("--kv-bytes 0.2 is given with the full cache")):
         EvictionConfig(bytes=0.2)
-    with pytest.raises(UsageError, match=re.escape("--kv-bytes 0.001 of a sequence of 100 tokens is 0 bytes")):
-        EvictionConfig("h2o", bytes=0.001).resolve(90, 10)
-    with pytest.raises(UsageError, match=r"is 5 bytes\. needed 11, 10 of them for scales"):
-        EvictionConfig("h2o", bytes=0.05, token_bytes=(1, 1, 10, 0)).resolve(90, 10)
 
 
-def test_short_sequences_hold_as_many_tokens_as_packing_errors() -> None:
-    """Longer ones the errors of 17. All hold 16 tokens if they have them, and no more than their share beyond that."""
-    budgets = []
+@pytest.mark.parametrize("share", [0.001, 0.05, 0.2])
+def test_sequences_hold_sixteen_tokens_and_their_share(share: float) -> None:
+    """No more than the share beyond that; a longer sequence never holds fewer tokens, so that it has room for all."""
+    eviction, budgets = EvictionConfig("h2o", bytes=share, token_bytes=(4, 16, 20, 17)), []
     for length in range(2, 400):
-        budget = EvictionConfig("h2o", bytes=0.2, token_bytes=(4, 16, 20, 17)).resolve(length - 1, 1)
+        budget = eviction.resolve(length - 1, 1)
         assert budget.full == (length <= 16)
         budgets.append(budget.total)
-        assert budget.total <= 16 or 20 + 4 * (budget.total + min(17, budget.total)) <= 0.2 * length * 16
+        assert budget.total <= 16 or 20 + 4 * (budget.total + 17) <= share * length * 16
     assert budgets == sorted(budgets)
-    assert budgets[60 - 2] == 60 * 4 // 5 - 5 - 17
+    assert budgets[60 - 2] == max(16, int(60 * 4 * share) - 5 - 17)
+
+
+@pytest.mark.parametrize(
+    ("eviction", "bits", "newest"),
+    [
+        (EvictionConfig("h2o", ratio=0.2), 8, 16),
+        (EvictionConfig("h2o", bytes=0.05, budget_split="pyramid", recent=0), 8, None),  # the last layer keeps nothing
+        (EvictionConfig("kvzip+h2o", ratio=0.4), 4, 0),
+    ],
+    ids=["newest", "nothing kept", "replayed"],
+)
+def test_what_is_kept_does_not_depend_on_neighbours(
+    eviction: EvictionConfig, bits: CacheBits, newest: int | None
+) -> None:
+    prompts = prompts_of([3, 210, 70])
+    with Engine("demo", cache_bits=bits, cache_newest=newest, dtype="float32", eviction=eviction) as llm:
+        together = llm.generate(prompts, logprobs=0, **SETTINGS)
+        for prompt, beside in zip(prompts, together, strict=True):
+            alone = llm.generate([prompt], logprobs=0, **SETTINGS)[0]
+            assert alone.token_ids == beside.token_ids
+            assert alone.logprobs == pytest.approx(beside.logprobs, abs=2e-3)

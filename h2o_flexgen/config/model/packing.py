@@ -175,9 +175,9 @@ def first_tokens(bits: CacheBits, rotation: CacheRotation) -> int:
     return FIRST if centres_keys(bits, rotation) else 0
 
 
-def newest_tokens(most: int, slots: int, first: int) -> int:
-    """How many newest tokens' errors are kept, of `most` and of those that a row with so many slots holds."""
-    return min(most, max(0, slots - 1 - first))
+def newest_tokens(most: int, slots: int, first: int, full: bool) -> int:
+    """How many newest tokens' errors are kept: `most`, whatever else the cache holds, or all of a `full` one's."""
+    return min(most, max(0, slots - 1 - first)) if full else most
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,8 @@ class BlockRunner:
                 shape = replace(shape, far=far if slots[0] else ()).with_slots(slots)
                 if slots[0] and not heads.joint and spec.arch.chunk_of(layer) is None:
                     opening = first_tokens(spec.cache_bits, spec.cache_rotation)
-                    newest = newest_tokens(spec.cache_newest, shape.capacity, opening)
+                    full = plan.request.budgets[layer].full
+                    newest = newest_tokens(spec.cache_newest, shape.capacity, opening, full)
                     shape = replace(shape, newest=newest, first=opening)
                 shapes[layer, gpu_batch] = shape
                 on_cpu = plan.policy.cpu_cache_compute and plan.placement.cache[layer, gpu_batch] == "cpu"
