@@ -178,11 +178,12 @@ class OpenAIFormat:
             prompts = [with_spans(prompts[0], spans)]
         if not asks_nothing("suffix", fields.get("suffix")):
             raise Refused("suffix is not supported", "unsupported_field", param="suffix")
-        n = fields.whole("n", 1, 1, MOST_SAMPLES)
+        n = self._samples(fields)
         if fields.whole("best_of", n, 1, MOST_SAMPLES) != n:
             raise Refused("best_of other than n is not supported", "unsupported_field", param="best_of")
-        echo, logprobs = fields.switch("echo"), fields.get("logprobs")
-        logprobs = None if logprobs is None or logprobs is False else fields.whole("logprobs", 0, 0, 5)
+        echo = fields.switch("echo")
+        logprobs = fields.get("logprobs", None if echo else self.sampling.get("logprobs"))
+        logprobs = None if logprobs is None or logprobs is False else fields.whole("logprobs", logprobs, 0, 5)
         scores = fields.get("max_tokens") == 0 and echo
         if scores:
             params = SamplingParams(logprobs=logprobs or 0)
@@ -197,7 +198,9 @@ class OpenAIFormat:
     def _chat(self, record: Record, fields: _Body) -> BatchRequest:
         speech = self._speaker.asked(fields.body, _messages(fields.get("messages")))
         talk = talk_of(self.codec, self.model, speech.messages, fields.get("spans", ()), speech.arguments)
-        logprobs = fields.whole("top_logprobs", 0, 0, 20) if fields.switch("logprobs") else None
+        usual = self.sampling.get("logprobs")
+        asked = fields.switch("logprobs", usual is not None)
+        logprobs = fields.whole("top_logprobs", usual or 0, 0, 20) if asked else None
         if logprobs is None and not asks_nothing("top_logprobs", fields.get("top_logprobs")):
             raise Refused("top_logprobs is given without logprobs", param="top_logprobs")
         name = "max_tokens" if fields.get("max_completion_tokens") is None else "max_completion_tokens"
@@ -205,11 +208,14 @@ class OpenAIFormat:
         params = self._speaker.thinking(speech, self._ids_of(talk.content), params)
         if isinstance(params.eos_token_id, tuple) and set(self.eos) <= set(params.eos_token_id):  # of stop_token_ids
             params = replace(params, eos_token_id=tuple(dict.fromkeys((*params.eos_token_id, *talk.ends))))
-        body = {"n": fields.whole("n", 1, 1, MOST_SAMPLES), "logprobs": logprobs, "speech": speech}
+        body = {"n": self._samples(fields), "logprobs": logprobs, "speech": speech}
         return BatchRequest([talk], params, fits=self._free(fields, name), body=body)
 
     def _most(self, url: str) -> int:
         return int(self.sampling.get("max_new_tokens", MAX_TOKENS[url]))
+
+    def _samples(self, fields: _Body) -> int:
+        return fields.whole("n", self.sampling.get("num_return_sequences", 1), 1, MOST_SAMPLES)
 
     def _free(self, fields: _Body, name: str) -> bool:
         """Whether neither the request, in the field `name`, nor a flag says how many tokens are to be generated."""
@@ -232,7 +238,7 @@ class OpenAIFormat:
             "do_sample": draws,
             "logprobs": logprobs,
             "seed": seed % 2**63,
-            "num_return_sequences": fields.whole("n", 1, 1, MOST_SAMPLES) if draws else 1,
+            "num_return_sequences": self._samples(fields) if draws else 1,
             "stop_strings": _stops(fields.get("stop")) or typed.get("stop_strings", ()),
             "response_format": form or fields.get("response_format"),
             "fold": fields.get("fold"),

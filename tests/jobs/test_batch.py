@@ -67,6 +67,28 @@ def test_requests_are_answered_as_the_engine_does(tmp_path: Path, model: Path, b
     assert found["r0"]["response"]["body"]["usage"] == usage
 
 
+def test_flags_for_logprobs_and_samples_replace_the_defaults_of_bodies(tmp_path: Path, batch: Batch) -> None:
+    talker, talk = write_talker(tmp_path / "model"), {"messages": [{"role": "user", "content": "Hello"}]}
+    lines = [
+        request("given", {"prompt": "Hello"}),
+        request("own", {"prompt": "Hello", "logprobs": 1, "n": 1}),
+        request("echo", {"prompt": "Hello", "echo": True}),
+        request("talk", talk, url=CHAT),
+        request("quiet", {**talk, "logprobs": False}, url=CHAT),
+    ]
+    flags = ("--logprobs", 2, "--do-sample", "--num-return-sequences", 3, "--gen-len", 2, "--model", talker)
+    ran = batch("-i", write(tmp_path / "in.jsonl", *lines), "-o", tmp_path / "out.jsonl", *flags)
+    assert ran.code == 0, ran.err
+    found = {name: line["response"]["body"]["choices"] for name, line in results(tmp_path / "out.jsonl").items()}
+    assert {name: len(choices) for name, choices in found.items()} == {
+        "given": 3, "own": 1, "echo": 3, "talk": 3, "quiet": 3,
+    }  # fmt: skip
+    assert [len(top) for top in found["given"][2]["logprobs"]["top_logprobs"]] == [2, 2]
+    assert [len(top) for top in found["own"][0]["logprobs"]["top_logprobs"]] == [1, 1]
+    assert [len(each["top_logprobs"]) for each in found["talk"][2]["logprobs"]["content"]] == [2, 2]
+    assert found["echo"][0]["logprobs"] is found["quiet"][0]["logprobs"] is None
+
+
 def test_conversations_are_answered_as_the_engine_does(tmp_path: Path, batch: Batch) -> None:
     """Through the chat template, contents in parts too, with the likeliest tokens and theirs."""
     talker = write_talker(tmp_path / "model")
