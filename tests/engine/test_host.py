@@ -75,6 +75,15 @@ def test_the_same_tokens_as_with_everything_resident(family: str, place: str, co
     assert found.last_record.bound["busy"][HOST_ATTENTION] > 0
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_packed_weights_are_streamed(bits: int, checkpoint) -> None:
+    """Of which the output projection is kept, packed, until the second half needs it."""
+    folder, config = checkpoint("llama-gqa")[1], EvictionConfig("h2o", ratio=0.3)
+    expected = run(folder, {}, config, weight_bits=bits, weight_group=32).tokens
+    found = run(folder, PLACES["streamed"], config, emulate_gpu="1GiB", weight_bits=bits, weight_group=32)
+    assert found.tokens == expected
+
+
 class Order:
     """What a block did, in order: halves of attention units by name and GPU batch, and computes."""
 

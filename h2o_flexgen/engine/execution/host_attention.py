@@ -25,6 +25,7 @@ from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.engine.state.backing import BufferCycle, typed
 from h2o_flexgen.engine.state.kv_store import BatchCache, Place
 from h2o_flexgen.errors import required
+from h2o_flexgen.kernels.packed import PackedWeight, Weight
 from h2o_flexgen.kernels.types import KeysValues
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.pinned import Pin
@@ -149,11 +150,9 @@ class HostAttention:
         if not waiting:
             return
         output = {name: tensor for name, tensor in waiting[0].weights.items() if workspace.is_output(name)}
-        kept = _packed(self._kept, list(output.values()))
-        for copy, tensor in zip(kept, output.values(), strict=True):
-            copy.copy_(tensor)
+        kept = _copied(output, self._kept)
         for late in waiting:
-            late.weights = dict(zip(output, kept, strict=True))
+            late.weights = kept
 
     def fill(
         self, cache: BatchCache, rows: list[int], k: Tensor, v: Tensor, sums: Tensor | None, past: KeysValues | None
@@ -199,6 +198,24 @@ def _fill(cache: KVCache, rows: list[int], followed: bool, tensors: list[Tensor]
     past = KeysValues(rest.pop(0), rest.pop(0)) if followed else None
     with torch.inference_mode():
         cache.fill(rows, k, v, rest[0] if rest else None, past=past)
+
+
+def _copied(weights: Mapping[str, Weight], flat: Tensor) -> dict[str, Weight]:
+    """Copies of weights in a flat uint8 buffer, one behind the other; packed ones stay packed."""
+    copies, start = dict[str, Weight](), 0
+    for name, weight in weights.items():
+        copy: Weight
+        if isinstance(weight, PackedWeight):
+            copy = PackedWeight.over(weight.packing, weight.shape, flat[start:], weight.dtype)
+            for part, own in copy.parts.items():
+                own.copy_(weight.parts[part])
+            nbytes = weight.packing.nbytes(weight.shape)
+        else:
+            copy = typed(flat[start:], weight.shape, weight.dtype).copy_(weight)
+            nbytes = weight.numel() * weight.itemsize
+        copies[name] = copy
+        start += round_up(nbytes, TENSOR_ALIGN)
+    return copies
 
 
 def _packed(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
