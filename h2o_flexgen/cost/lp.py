@@ -10,7 +10,8 @@ equally fast: a second program takes the one of them with the least bytes on slo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -225,7 +226,9 @@ class _PulpModel:
         )
 
     def solve(self, solver: str) -> bool:
-        found = self.problem.solve(_solver(self._pulp, solver))
+        chosen = _solver(self._pulp, solver)
+        with _silent_highs() if solver == "highs" else nullcontext():
+            found = self.problem.solve(chosen)
         return bool(getattr(found, "status", found) == _OPTIMAL)  # PuLP 3 says the status alone
 
     def value(self, expression: Any) -> float:
@@ -252,6 +255,25 @@ def _solver(pulp: Any, name: str) -> Any:
         if solver.available():
             return solver
     raise UsageError(f"the solver {name} is not installed", "needed HiGHS or CBC", _INSTALLED_BY[name])
+
+
+@contextmanager
+def _silent_highs() -> Iterator[None]:
+    """HiGHS 1.16 writes two lines about itself where answers go, as it is made: before PuLP can forbid it."""
+    from highspy import Highs
+
+    made: Any = Highs
+    enable = made.enableCallbacks  # the last step of its making
+
+    def silently(highs: Any) -> None:
+        highs.setOptionValue("output_flag", False)
+        enable(highs)
+
+    made.enableCallbacks = silently
+    try:
+        yield
+    finally:
+        made.enableCallbacks = enable
 
 
 def tidy(shares: Mapping[str, float], digits: int = 6) -> Shares:

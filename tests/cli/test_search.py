@@ -187,6 +187,13 @@ def test_no_torch_is_loaded() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_solvers_write_nothing() -> None:
+    """HiGHS 1.16 tells of its licence on stdout once a process, beside what python knows of."""
+    line = [sys.executable, "-m", "h2o_flexgen.search", *SMALL.split()]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("model "), done.stdout[:200]
+
+
 @pytest.mark.slow
 def test_a_very_large_model_is_searched_for(capsys: pytest.CaptureFixture[str]) -> None:
     work = ["--prompt-len", "512", "--gen-len", "32"]
