@@ -32,7 +32,8 @@ What each share and policy costs:"""
 @program
 def main(argv: Sequence[str] | None) -> int:
     with _parser().parsed(argv) as args:
-        defaults = {"name": "h2o"} if "budget" in given(EvictionConfig, args) else DEFAULTS
+        counted = given(EvictionConfig, args).keys() & {"budget", "bytes"}
+        defaults = {"name": "h2o"} if counted else DEFAULTS
         eviction = from_namespace(EvictionConfig, args, defaults=defaults)
         look_up_model(from_namespace(EngineConfig, args))
     engine = given(EngineConfig, args)

@@ -244,7 +244,8 @@ def side_by_side(
     with evicting(model, engine, EvictionConfig()) as llm:
         llm.generate(texts, params)
     for config in (EvictionConfig(), eviction):
-        share = f"{config.ratio:.0%}" if config.budget is None else f"{config.budget} tokens"
+        share = f"{config.ratio:.0%}" if config.bytes is None else f"{config.bytes:.0%} of the bytes"
+        share = share if config.budget is None else f"{config.budget} tokens"
         on_stage("full cache" if config.name == "full" else f"{config.name} at {share}")
         with evicting(model, engine, config) as llm:
             llm.generate(texts, params)
@@ -252,8 +253,9 @@ def side_by_side(
             answers.append([" ".join((output.text or "").split()) for output in outputs])
             records.append(record_of(llm))
     pairs = tuple(_pair(*prompt, *texts) for prompt, *texts in zip(prompts, *answers, strict=True))
-    ratio = eviction.ratio if eviction.budget is None else None
-    return SideBySide(full=records[0], evicted=records[1], ratio=ratio, budget=eviction.budget, pairs=pairs)
+    budget, by_bytes = eviction.budget, eviction.bytes
+    ratio = eviction.ratio if budget is None and by_bytes is None else None
+    return SideBySide(full=records[0], evicted=records[1], ratio=ratio, budget=budget, bytes=by_bytes, pairs=pairs)
 
 
 def _pair(prompt: str, expected: str | None, full: str, evicted: str) -> AnswerPair:

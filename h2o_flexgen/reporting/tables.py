@@ -202,6 +202,7 @@ def warnings_text(result: quality.SideBySide) -> str:
 def evicted_name(result: quality.SideBySide) -> str:
     """The eviction policy and its budget, short: "h2o 20 %", "h2o 64"."""
     share = f"{result.budget}" if result.ratio is None else f"{100 * result.ratio:.3g} %"
+    share = share if result.bytes is None else f"{100 * result.bytes:.3g} % of bytes"
     return f"{result.evicted.eviction['name']} {share}"
 
 

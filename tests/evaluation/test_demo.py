@@ -70,6 +70,20 @@ def test_a_budget_in_tokens_is_called_so(tiny: str, files: tuple[str, str]) -> N
     assert (result.to_json()["ratio"], result.to_json()["budget"]) == (None, 6)
 
 
+def test_a_share_of_bytes_is_called_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("h2o_flexgen.demo._questions", lambda: [])
+    folder = save(make_opt(), tmp_path / "tiny")
+    write_tokenizer(folder)
+    assert main(["--model", str(folder), "--gen-len", "3", "--dtype", "float32", "--kv-bytes", "0.2"]) == 0
+    out, err = capsys.readouterr()
+    data = json.loads(out.splitlines()[-1])
+    assert (data["ratio"], data["budget"], data["bytes"]) == (None, None, 0.2)
+    assert "h2o 20 % of bytes" in out
+    assert "h2o at 20% of the bytes" in err
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

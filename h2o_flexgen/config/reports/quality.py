@@ -166,16 +166,15 @@ class AnswerPair:
 
 @dataclass(frozen=True)
 class SideBySide:
-    """The same prompts run twice, with the full cache and with an eviction policy of a `budget` in tokens or a `ratio`.
-
-    The other of the two is None.
-    """
+    """The same prompts run twice, with the full cache and with an eviction policy of a `budget` in tokens, a `ratio` or
+    a share of `bytes`. The others are None."""
 
     full: RunRecord
     evicted: RunRecord
     ratio: float | None
     budget: int | None
     pairs: tuple[AnswerPair, ...]
+    bytes: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Both records, and the pairs with the whole prompts left out."""
@@ -185,6 +184,7 @@ class SideBySide:
         return {
             "ratio": self.ratio,
             "budget": self.budget,
+            "bytes": self.bytes,
             "equal": sum(pair.equal for pair in self.pairs),
             "prompts": len(self.pairs),
             "pairs": pairs,
