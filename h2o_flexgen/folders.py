@@ -6,6 +6,7 @@ serves, and one warning says so.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -23,6 +24,17 @@ log = logging.getLogger(__name__)
 def expanded(path: str | os.PathLike[str]) -> Path:
     """`path` with the home folder for its "~"; as it is where no home is known."""
     return Path(os.path.expanduser(path))
+
+
+def ask_for(path: str | os.PathLike[str]) -> None:
+    """Raises the system's OSError where not even that is told whether `path` is there: in a folder that may not be
+    entered, or with too long a name. pathlib did so until Python 3.13; since then it calls such a file missing."""
+    with suppress(ValueError):  # a name with a zero in it, which no file has
+        try:
+            os.stat(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                raise
 
 
 def cached(*parts: str) -> Path:

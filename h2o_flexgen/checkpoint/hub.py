@@ -35,7 +35,7 @@ from h2o_flexgen.config.model.known import (
 )
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import H2OFlexGenError, ModelError, StorageError, first_line
-from h2o_flexgen.folders import expanded
+from h2o_flexgen.folders import ask_for, expanded
 from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.models.quantized import SETTINGS_FILES, read_quantization
 from h2o_flexgen.registry import suggestion
@@ -126,6 +126,7 @@ def resolve_model(
     for folder in _candidates(name, path):
         searched.append(f"folder {folder}")
         folder = folder.absolute()  # files are opened later, wherever the process is then
+        ask_for(folder)
         file = _gguf_file(folder) if name else None
         if file is not None:
             header = read_header(file)

@@ -31,6 +31,7 @@ from h2o_flexgen.errors import (
     place_of,
     writing,
 )
+from h2o_flexgen.folders import ask_for
 
 _SIGNALS: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 """How the program ends after a signal, in a word; its exit code is then 128 and the signal's number, as in a shell."""
@@ -178,6 +179,7 @@ def output_file(flag: str, text: str | None, *, keep: bool) -> Path | None:
     if text is None:
         return None
     path, needed = Path(text), "needed a file that can be written"
+    ask_for(path)
     if path.is_dir():
         raise UsageError(f"{flag} {path}: this is a folder", needed)
     if not path.parent.is_dir():

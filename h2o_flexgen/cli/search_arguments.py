@@ -26,6 +26,7 @@ from h2o_flexgen.config.splits import AUTO
 from h2o_flexgen.config.workload import Workload, check_eviction, counted_in_bytes, first_pass
 from h2o_flexgen.cost.lp import SOLVERS
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.folders import ask_for
 from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.models.quantized import read_quantization
 from h2o_flexgen.schedule.request import Caps, PlanRequest
@@ -204,6 +205,7 @@ def _fixed(
 def _spec(name: str, impl: str = "auto") -> ModelSpec:
     """The shape of a model as it is stored in a folder, of a well-known name, or of one on the hub or in its cache."""
     folder = model_folder(name)
+    ask_for(folder)
     known = known_config(name)
     gguf = is_gguf(folder.name) or only_gguf(folder)
     if (folder / "config.json").is_file() and not gguf:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from h2o_flexgen.errors import H2OFlexGenError, LockedError, StorageError, UsageError, required
-from h2o_flexgen.folders import Closing, locked, sync_folder
+from h2o_flexgen.folders import Closing, ask_for, locked, sync_folder
 from h2o_flexgen.jobs.files import AppendedFile, storage_failure
 
 VERSION = 1
@@ -376,6 +376,7 @@ def _require_same(begun: Mapping[str, Any], job: dict[str, Any], path: Path) -> 
 
 def _regular(path: Path, flag: str) -> Path:
     """Where `path` leads, which is a regular file, or nothing yet. UsageError for anything else."""
+    ask_for(path)
     real = Path(os.path.realpath(path))
     if str(path) == "-" or (path.exists() and not path.is_file()):  # a pipe's real path is no place
         raise UsageError(f"{flag} {path} is not a file", "needed one on a disk, which a job can go on with")

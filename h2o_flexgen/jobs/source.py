@@ -18,6 +18,7 @@ import xxhash
 
 from h2o_flexgen.config.checks import is_text, json_fault, no_number
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.folders import ask_for
 
 FORMATS = ("openai", "jsonl", "text", "parquet")
 LONGEST_LINE = 16 << 20
@@ -69,6 +70,7 @@ class Source:
     ) -> None:
         """`columns`: the columns that are read of Parquet, the one of prompts first. `shard` (i, n): of every n
         requests in a row only the i-th."""
+        ask_for(path)
         if not path.is_file():
             raise UsageError(f"{path} is not a file", "needed a file of requests, which can be read again")
         self.path, self._columns, self._shard = path, columns, shard

@@ -17,10 +17,14 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.cli import progress
-from h2o_flexgen.cli.program import exit_on_errors
+from h2o_flexgen.cli.program import exit_on_errors, output_file
 from h2o_flexgen.cli.progress import JobProgress, RunProgress
-from h2o_flexgen.errors import PlanError
-from h2o_flexgen.folders import can_write
+from h2o_flexgen.cli.search_arguments import parse_search
+from h2o_flexgen.config.hardware.profile import find_profile
+from h2o_flexgen.errors import H2OFlexGenError, PlanError
+from h2o_flexgen.folders import ask_for, can_write
+from h2o_flexgen.jobs.journal import JobResults
+from h2o_flexgen.jobs.source import Source
 from h2o_flexgen.kernels import native
 from tests.programs import Child, Run, on_a_terminal
 
@@ -161,7 +165,7 @@ def test_exit_codes_of_other_ends(capsys: pytest.CaptureFixture[str], monkeypatc
 def test_files_that_cannot_be_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even whether they are there, which pathlib then raises; any other failure of a file is a bug of ours."""
+    """Not even whether they are there, which is raised then; any other failure of a file is a bug of ours."""
     path = tmp_path.joinpath(*names)
     code = errno.ENAMETOOLONG if len(names) == 1 else errno.EACCES
 
@@ -169,14 +173,32 @@ def test_files_that_cannot_be_asked_for(
         raise OSError(code, os.strerror(code), str(path))
 
     monkeypatch.setattr(os, "stat", refused)
-    found = code_of(lambda: int(path.exists()))
+    found = code_of(lambda: ask_for(path) or 0)
     monkeypatch.undo()
     assert found == 2
     assert capsys.readouterr().err == f"error: {path}: {os.strerror(code)}\n  needed a path that can be reached\n"
     code = errno.EIO
     monkeypatch.setattr(os, "stat", refused)
     with pytest.raises(OSError, match="Input/output"):
-        code_of(lambda: int(path.exists()))
+        code_of(lambda: ask_for(path) or 0)
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda path: output_file("--output", str(path), keep=True),
+        lambda path: find_profile(str(path)),
+        lambda path: parse_search(["--model", str(path), "--hardware", "t4"], {}),
+        Source,
+        JobResults,
+    ],
+)
+def test_what_cannot_be_asked_for_is_not_said_to_be_missing(tmp_path: Path, asks: Callable[[Path], object]) -> None:
+    """Since Python 3.14 pathlib answers that such a file is not there."""
+    with pytest.raises((OSError, H2OFlexGenError), match="File name too long"):
+        asks(tmp_path / ("x" * 300))
+    for nowhere in ("x", "a/b", "zero\0"):
+        ask_for(tmp_path / nowhere)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import dtype_bytes
 from h2o_flexgen.config.offload import TIERS
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.folders import cached
+from h2o_flexgen.folders import ask_for, cached
 from h2o_flexgen.registry import suggestion
 
 log = logging.getLogger(__name__)
@@ -123,6 +123,7 @@ def load_kept(path: Path) -> HardwareProfile | None:
 
 def find_profile(name: str) -> HardwareProfile:
     """The profile called `name`: a shipped one (t4-16gb or t4), or a JSON file. UsageError with what there is."""
+    ask_for(name)
     if Path(name).is_file():
         return HardwareProfile.load(name)
     folder, wanted = configs_folder("hardware"), name.lower()
