@@ -32,8 +32,8 @@ What each share and policy costs:"""
 @program
 def main(argv: Sequence[str] | None) -> int:
     with _parser().parsed(argv) as args:
-        counted = given(EvictionConfig, args).keys() & {"budget", "bytes"}
-        defaults = {"name": "h2o"} if counted else DEFAULTS
+        asked = given(EvictionConfig, args)
+        defaults = {"name": "h2o"} if asked.keys() & {"budget", "bytes"} or asked.get("name") == "full" else DEFAULTS
         eviction = from_namespace(EvictionConfig, args, defaults=defaults)
         look_up_model(from_namespace(EngineConfig, args))
     engine = given(EngineConfig, args)

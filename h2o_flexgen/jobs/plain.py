@@ -50,11 +50,12 @@ class PlainFormat:
         params = self.sampling
         if params.do_sample:
             params = replace(params, seed=seed_of(self.seed, record.line))
-        if row.get("response_format") is not None:
-            try:
-                params = replace(params, response_format=row["response_format"])
-            except UsageError as error:
-                raise Refused.of(error, param="response_format") from None
+        for name in ("response_format", "fold"):
+            if row.get(name) is not None:
+                try:
+                    params = replace(params, **{name: row[name]})
+                except UsageError as error:
+                    raise Refused.of(error, param=name) from None
         return BatchRequest([prompt], params, fits=self.fits)
 
     def answer(self, record: Record, asked: BatchRequest, outputs: Sequence[Sequence[RequestOutput]]) -> dict[str, Any]:

@@ -84,6 +84,13 @@ def test_a_share_of_bytes_is_called_so(
     assert "h2o at 20% of the bytes" in err
 
 
+def test_the_full_cache_goes_beside_itself(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h2o_flexgen.demo._questions", lambda: [])
+    assert main(["--gen-len", "3", "--eviction", "full"]) == 0
+    data = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (data["ratio"], data["equal"]) == (1.0, data["prompts"])
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

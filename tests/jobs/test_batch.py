@@ -177,6 +177,22 @@ def test_spans_are_served_and_counted(tmp_path: Path, model: Path, batch: Batch)
     assert (choice["text"], choice["kept"]) == (line["text"], line["kept"]) == (output.text, output.kept)
 
 
+def test_lines_of_prompts_fold_as_bodies_do(tmp_path: Path, model: Path, batch: Batch) -> None:
+    flags = ("--model", model, "--dtype", "float32", "--gen-len", 6)
+
+    def tokens(name: str, line: dict[str, object]) -> list[int]:
+        file = write(tmp_path / f"{name}.jsonl", json.dumps({"prompt": [5, 9, 30, 12], **line}))
+        batch("-i", file, "-o", tmp_path / f"{name}.out", *flags)
+        (found,) = [json.loads(each) for each in (tmp_path / f"{name}.out").read_text().splitlines()]
+        return found.get("token_ids") or [found["error"]["message"]]
+
+    first, *_ = tokens("alone", {})
+    assert tokens("folded", {"fold": {"trigger": first, "keep": [7, 8], "then": [9]}})[:4] == [first, 7, 8, 9]
+    assert tokens("faulty", {"fold": {"trigger": first, "keep": []}}) == [
+        "keep of a fold is empty. needed one token id or more"
+    ]
+
+
 def test_a_share_of_bytes_goes_with_requests_of_any_length(tmp_path: Path, model: Path, batch: Batch) -> None:
     prompts = ["a", "a prompt that is longer than all the tokens which a short sequence may hold"]
     lines = (request(p[:3], {"prompt": p, "max_tokens": 3, "temperature": 0}) for p in prompts)
