@@ -147,6 +147,7 @@ class JobResults(Closing):
 
     def _look(self) -> None:
         """Locks the journal if there is one, and reads how it begins."""
+        ask_for(self._beside)
         while self._beside.exists():
             journal = AppendedFile(self._beside, os.O_RDWR)
             if not locked(journal.fd):
