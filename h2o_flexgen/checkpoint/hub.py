@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import logging
 import os
 import socket
 import threading
@@ -39,6 +40,8 @@ from h2o_flexgen.folders import ask_for, expanded
 from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.models.quantized import SETTINGS_FILES, read_quantization
 from h2o_flexgen.registry import suggestion
+
+log = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 _CONFIG_WANTED = "give a folder that holds its config.json with --model /path/to/folder"
@@ -121,6 +124,8 @@ def resolve_model(
     StorageError where the disk is full.
     """
     if name in SHIPPED:
+        if path is not None:
+            log.warning("--path has no effect on %s, which is shipped; name another with --model", name)
         return _in_folder(name, model_folder(name), "demo", ())
     searched: list[str] = []
     for folder in _candidates(name, path):

@@ -128,8 +128,6 @@ def _notes(
             print_error("note: this machine has no GPU, so --gpu-mem has no effect")
     if config.revision is not None and llm.model.origin not in ("cache", "hub"):
         print_error(f"note: --revision has no effect on a model from a {llm.model.origin}")
-    if config.path is not None and llm.model.origin == "demo":
-        print_error(f"note: --path has no effect on {config.model}, which is shipped; name another with --model")
     if given is not None and not prompts:
         print_error(f"{arguments.prompts_file} holds no prompts, so nothing is generated")
     if given is None and arguments.prompt_len is None:

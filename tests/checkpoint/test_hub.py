@@ -185,3 +185,8 @@ def test_the_demo_is_in_the_package(no_sockets: list[object], monkeypatch: pytes
     found = resolve_model("demo")
     assert (found.origin, found.config["vocab_size"]) == ("demo", 5)
     assert found.folder == tmp_path / "data" / "demo"
+
+
+def test_a_folder_of_models_beside_a_shipped_one_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert resolve_model("demo", path=tmp_path).origin == "demo"
+    assert "--path has no effect on demo" in caplog.text
