@@ -152,6 +152,10 @@ def test_a_folder_of_another_suite(tiny: str, files: tuple[str, str], tmp_path: 
         ({"tasks": {"a": {"kind": "keys", "cases": 1, "lengths": [9], "answers": "word"}}}, "needed .number. or"),
         ({"modles": ["demo"]}, "did you mean .models."),
         ({"models": 5}, "is not a suite"),
+        ({"models": "demo"}, "is not a suite: models is 'demo', not a list"),
+        ({"engine": {"model": "demo"}}, "suite.json: engine has the key 'model'. the suite's models say that"),
+        ({"engine": {"eviction": {"name": "h2o"}}}, "engine has the key 'eviction'"),
+        ({"engine": {"dtype": 5}}, "suite.json: dtype is 5"),
     ],
 )
 def test_what_a_file_must_not_say(

@@ -14,6 +14,7 @@ from typing import Any
 
 from h2o_flexgen.cache.eviction.ceiling import CEILING, Foresight
 from h2o_flexgen.config.checks import json_file, known_keys, share
+from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.reports.quality import SuiteRecord, interval
 from h2o_flexgen.config.reports.record import utc_now
@@ -100,6 +101,14 @@ class Suite:
         values = known_keys(data, cls)
         if not (values["models"] and values["policies"] and values["budgets"] and values["tasks"]):
             raise UsageError("models, policies, budgets or tasks are empty", "needed at least one of each")
+        for name in ("models", "policies", "budgets"):
+            if not isinstance(values[name], list):
+                raise ValueError(f"{name} is {values[name]!r}, not a list")
+        engine = dict(values["engine"])
+        for key, told in {"model": "models", "eviction": "policies and budgets"}.items():
+            if key in engine:
+                raise UsageError(f"engine has the key {key!r}", f"the suite's {told} say that", f"leave {key} out")
+        EngineConfig(**known_keys(engine, EngineConfig))  # what cannot be set is said before anything is measured
         tasks = {name: SuiteTask.from_json(task) for name, task in values["tasks"].items()}
         for name, task in tasks.items():
             tasks[name] = replace(task, text=_beside(file, task.text), questions=_beside(file, task.questions))
@@ -109,7 +118,7 @@ class Suite:
             policies=tuple(dict.fromkeys(map(SuitePolicy.from_json, values["policies"]))),
             budgets=tuple(dict.fromkeys(share(budget, "budgets") for budget in values["budgets"])),
             tasks=tasks,
-            engine=dict(values["engine"]),
+            engine=engine,
         )
 
     def cells(self) -> Iterator[tuple[SuitePolicy, float]]:
