@@ -70,9 +70,11 @@ class Material:
             what, _, into, read = kind
             getattr(self, into).extend(read(source, dict(data)))
             return what
-        found = f"the keys {', '.join(list(data)[:8])}" if isinstance(data, Mapping) else f"a {type(data).__name__}"
-        found = "an object without keys" if data == {} else found
-        raise UsageError(f"{source}: not a record that this page can show: it is {found}", KINDS)
+        found = (
+            f"has the keys {', '.join(list(data)[:8])}" if isinstance(data, Mapping) else f"is a {type(data).__name__}"
+        )
+        found = "is an object without keys" if data == {} else found
+        raise UsageError(f"{source}: not a record that this page can show: it {found}", KINDS)
 
 
 def read(paths: list[Path]) -> Material:

@@ -56,7 +56,7 @@ def test_output_of_a_program_piped_into_a_file_is_lines(tmp_path: Path) -> None:
         ('{"eviction": {}, "decode_s": NaN}', "NaN is not a JSON number"),
         ("[]", "it is a list"),
         ("3", "it is a int"),
-        ('{"model": 1}', "it is the keys model"),
+        ('{"model": 1}', "it has the keys model"),
         ("{}", "it is an object without keys"),
         (json.dumps({**RUN, "prefill_s": "1"}), "prefill_s is '1'"),
         (json.dumps({**RUN, "prefill_s": -1}), "prefill_s is -1"),
