@@ -18,6 +18,7 @@ from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace, given
 from h2o_flexgen.config.reports.quality import SideBySide
+from h2o_flexgen.errors import ContextLengthError, UsageError
 from h2o_flexgen.evaluation.settings import Question, read_cases
 from h2o_flexgen.reporting.tables import answers_text, evicted_name, figures_table, warnings_text
 
@@ -45,7 +46,10 @@ def main(argv: Sequence[str] | None) -> int:
     def stage(name: str) -> None:
         print_error(f"running {len(prompts)} prompts: {name} ...")
 
-    result = side_by_side(prompts, eviction, args.gen_len, engine.pop("model", "demo"), engine, stage)
+    try:
+        result = side_by_side(prompts, eviction, args.gen_len, engine.pop("model", "demo"), engine, stage)
+    except ContextLengthError as error:
+        raise UsageError(error.found, error.needed, "lower --gen-len, or name a --model with a longer one") from None
     write_result(_text(result))
     write_json(json.dumps(result.to_json(), allow_nan=False), args.json)
     return 0

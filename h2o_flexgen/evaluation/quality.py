@@ -91,8 +91,11 @@ def cut_windows(llm: LLM, text: str, settings: EvaluationSettings) -> list[Windo
     head, body = encoded(llm, text)
     context, continuation = _lengths(settings, llm.model.spec.max_positions)
     inside = context - len(head)
+    if inside < 1:
+        found = f"--context {context} holds nothing but the token that a text begins with"
+        raise UsageError(found, f"needed at least {len(head) + 1}")
     last = len(body) - inside - continuation
-    if inside < 1 or last < 0:
+    if last < 0:
         raise UsageError(
             f"the text has {len(body)} tokens",
             f"needed {context} of context and {continuation} to score",

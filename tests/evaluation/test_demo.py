@@ -107,6 +107,12 @@ def test_flags_that_make_no_sense(argv: list[str], words: str, capsys: pytest.Ca
     assert words in capsys.readouterr().err
 
 
+def test_a_context_too_short_for_its_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "demo-stream", "--gen-len", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "the context of the model is 256 tokens\n  lower --gen-len, or name a --model with a longer one" in said
+
+
 def test_pairs_compare_texts() -> None:
     assert AnswerPair("p", "a", "a").equal
     assert not AnswerPair("p", "a", "b").equal

@@ -51,6 +51,8 @@ def test_what_does_not_fit_is_refused(tiny: str) -> None:
             cut_windows(llm, "w4 " * 400, settings(context=100, continuation=40))
         with pytest.raises(UsageError, match="the text has 30 tokens"):
             cut_windows(llm, "w4 " * 30, settings(context=20, continuation=20))
+    with LLM("demo") as llm, pytest.raises(UsageError, match="nothing but the token that a text begins with"):
+        cut_windows(llm, "A long text. " * 30, settings(context=1, continuation=1))
 
 
 def test_the_full_cache_gives_transformers_likelihood(tiny: str, files: tuple[str, str]) -> None:
