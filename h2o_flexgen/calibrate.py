@@ -10,6 +10,7 @@ everything else to stderr. The last line of stdout is the profile as one JSON ob
 from __future__ import annotations
 
 import json
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ from h2o_flexgen.units import format_bytes, format_rate, format_seconds
 
 @program
 def main(argv: Sequence[str] | None) -> int:
-    with _parser().parsed(argv) as args:
+    with _parser().parsed(argv, os.environ) as args:
         config = from_namespace(EngineConfig, args)
     number(args.budget_s, "--budget-s", 0, above=True, needed="needed a number of seconds above 0")
     output = output_file("--output", args.output, keep=not args.overwrite)
@@ -98,7 +99,8 @@ def _parser() -> Parser:
     parser = Parser(
         prog=called("calibrate"),
         description="Measures this machine for the shapes of a model: the figures behind plans and predictions.",
-        epilog="Exit codes: 0 all well, 2 flags, 4 model, 5 memory, 6 disk, 130 or 143 interrupted.",
+        epilog="Every flag can be set in the environment, as for run. Exit codes: 0 all well, 2 flags, 4 model, "
+        "5 memory, 6 disk, 130 or 143 interrupted.",
     )
     refused = set(EngineConfig.__dataclass_fields__) - MEASURED_FIELDS
     add_arguments(parser, EngineConfig, exclude=refused, title="model and machine")

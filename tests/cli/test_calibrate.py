@@ -127,6 +127,14 @@ def test_mistakes_are_one_message(arguments: list[str], code: int, words: str, p
     assert ran.out == ""
 
 
+def test_flags_from_the_environment(program: Calibrate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `run` has them, whose machine this is."""
+    monkeypatch.setenv("H2O_FLEXGEN_DTYPE", "int7")
+    ran = program("--budget-s", "0.01")
+    assert (ran.code, ran.out) == (2, "")
+    assert "from the environment: H2O_FLEXGEN_DTYPE=int7" in ran.err
+
+
 def test_unknown_flags_are_explained(program: Calibrate, capsys: pytest.CaptureFixture[str]) -> None:
     assert calibrate.main(["--budget", "3"]) == 2
     assert "did you mean '--budget-s'?" in capsys.readouterr().err
