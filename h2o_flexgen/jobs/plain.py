@@ -74,6 +74,8 @@ class PlainFormat:
 
     def _row(self, record: Record) -> dict[str, Any]:
         if self.kind == "parquet":
+            if record.data is None:
+                raise Refused("the row is not UTF-8 text", "invalid_line")
             return dict(record.data)
         if self.kind == "text":
             return {self.prompt_column: self._text(record)}

@@ -41,7 +41,7 @@ class BadLine(ValueError):
 
 class Record(NamedTuple):
     """A request as it stands in the file: its line or row, from 1, and its bytes or columns; None for a line that is
-    too long."""
+    too long, and for a row whose text is not UTF-8."""
 
     line: int
     data: Any
@@ -147,7 +147,7 @@ class Source:
         file, number = self._parquet_file(), 0
         try:
             for batch in file.iter_batches(batch_size=1024, columns=list(self._columns)):
-                for row in batch.to_pylist():
+                for row in _values(batch):
                     number += 1
                     yield Record(number, row)
         except (OSError, ValueError) as error:
@@ -179,6 +179,15 @@ class Source:
         if now != (self._identity or now):
             raise UsageError(f"{self.path} was written to while its requests were run", "needed a file that stays")
         self._identity = now
+
+
+def _values(rows: Any) -> list[dict[str, Any] | None]:
+    """Of Parquet's rows the columns of each by name; None for one whose text is not UTF-8."""
+    try:
+        found: list[dict[str, Any] | None] = rows.to_pylist()
+        return found
+    except UnicodeDecodeError:
+        return [None] if len(rows) == 1 else [each for i in range(len(rows)) for each in _values(rows.slice(i, 1))]
 
 
 def load_json(data: bytes | None) -> Any:

@@ -363,16 +363,19 @@ def test_a_fault_is_where_it_is_in_its_line(tmp_path: Path) -> None:
 
 def test_parquet(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    table = arrow.table({"question": ["abcd", None, "xyz"], "key": ["a", "b", "c"], "other": [1, 2, 3]})
+    questions = arrow.array([b"abcd", None, b"xyz", b"\xff\xfe"]).view(arrow.string())  # the last is not UTF-8
+    table = arrow.table({"question": questions, "key": ["a", "b", "c", "d"], "other": [1, 2, 3, 4]})
     parquet.write_table(table, tmp_path / "in.parquet")
     source = Source(tmp_path / "in.parquet", columns=("question", "key"))
-    assert (source.format, source.scan().requests) == ("parquet", 3)
+    assert (source.format, source.scan().requests) == ("parquet", 4)
     form = PlainFormat("parquet", "m", None, 0, SamplingParams(max_new_tokens=3), "question", "key")
     with JobResults(tmp_path / "out") as kept:
-        kept.begin({}, 3)
-        Job(Echo(), source, form, kept, 3).run()
+        kept.begin({}, 4)
+        Job(Echo(), source, form, kept, 4).run()
     found = results(tmp_path / "out", "id")
     assert [found[key].get("text") for key in "abc"] == ["abc", None, "xyz"]
+    assert found[None]["line"] == 4
+    assert found[None]["error"] == {"code": "invalid_line", "message": "the row is not UTF-8 text"}
     with pytest.raises(UsageError, match="no column 'prompt'"):
         Source(tmp_path / "in.parquet", columns=("prompt",)).scan()
     (tmp_path / "torn.parquet").write_bytes((tmp_path / "in.parquet").read_bytes()[:-9])
