@@ -1,5 +1,5 @@
-"""The argument parser of every program: it helps with typing mistakes. `run`, `batch`, `serve`, `search` and `calibrate`
-read the environment too.
+"""The argument parser of every program, which helps with typing mistakes. `run`, `batch`, `serve`, `search` and
+`calibrate` read the environment too.
 
 Every flag can be given as an environment variable there: --gpu-batch-size 8 is H2O_FLEXGEN_GPU_BATCH_SIZE=8.
 """
