@@ -105,7 +105,7 @@ def _in_order(own: Tensor) -> tuple[Tensor, int]:
 def move_down(source: Tensor, rows: Sequence[int], target: Tensor, used: int) -> None:
     """Rows of K or V to the first rows of `target`; both are contiguous (n, kv_heads, capacity, d).
 
-    The target may lie in the source's memory, whole rows before it or in the same place. Row i of it comes from row i
+    The target may lie in the source's memory, before it or in the same place. Row i of it comes from row i
     of the source or a later one, so that nothing is overwritten before it is read. Only the first `used` slots count,
     in all rows of the source; the others are zeroed where they are no slots of the source's own, as what is there may
     not be finite.
