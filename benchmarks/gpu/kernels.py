@@ -146,7 +146,7 @@ def decode_calls(shape: Shape, packed: bool, scored: bool) -> tuple[list[Call], 
     nbytes = 2 * kept + 12 * tasks * slots * scored + 2 * dim * batch * (2 * heads + 2 * kv_heads)
     turns = max(1, min(32, COLD_BYTES // (2 * kept))) if DEVICE == "cuda" else 1
     caches = [decode_cache(shape, packed, scored) for _ in range(turns)]
-    return [partial(kernel.step, 0, qkv, dim**-0.5) for kernel, qkv in caches], nbytes
+    return [partial(kernel.step, 0, qkv, Logits(dim**-0.5)) for kernel, qkv in caches], nbytes
 
 
 def decode_kinds(section: Section) -> Iterator[tuple[str, Shape, bool, bool]]:
@@ -168,7 +168,7 @@ def compile_decode(section: Section) -> None:
         for name, shape, packed, scored in decode_kinds(section):
             if section.wanted(name):
                 kernel, qkv = decode_cache(shape, packed, scored, unwritten)
-                kernel.compile(0, qkv, shape.dim**-0.5)
+                kernel.compile(0, qkv, Logits(shape.dim**-0.5))
     say(f"kernels: {time.monotonic() - began:.0f} s of compiling" + ", which was not enough for all" * jobs.late)
 
 

@@ -136,12 +136,11 @@ class FusedStep:
         return out
 
     def _step(self, number: int | Tensor, asked: Queries, new: KeysValues, **how: Any) -> Tensor:
-        q, (scale, how["soft_cap"], how["sink_logits"]) = asked
-        k, v = new
+        (q, logits), (k, v) = asked, new
         if self._scales is not None:
             q, k = self._scales.asked(q), self._scales.kept(k)
         q, k, v = (hadamard(x, self._block) for x in (q, k, v))
-        return hadamard(self._kernel.step(number, (q, k, v), scale, **how), self._block)
+        return hadamard(self._kernel.step(number, (q, k, v), logits, **how), self._block)
 
     def _with_rows(
         self, number: int | Tensor, asked: Queries, new: KeysValues, keys: Tensor | None, held: Held

@@ -427,15 +427,14 @@ class KVCache:
     ) -> DecodeAttention:
         """Attention of some rows (None: all) over the first `width` slots."""
         k, v = (some_of(buffer, rows).narrow(2, 0, width) for buffer in self.buffers)
-        q, (scale, soft_cap, sinks) = asked
-        keys, values = self._kept.expanded(KeysValues(k, v), q.dtype, rows)
-        q, seen = some_of(q, rows), None if valid is None else some_of(valid, rows)
+        keys, values = self._kept.expanded(KeysValues(k, v), asked.q.dtype, rows)
+        q, seen = some_of(asked.q, rows), None if valid is None else some_of(valid, rows)
         if self.choice is not None:
             seen = self.choice.of(rows, keys, seen, self._where)
         if table is not None:
             newest, ranks = some_of(self._lengths.newest_ranks, rows), some_of(self._slots.ranks(width), rows)
             q, keys = rolled(q, keys, table, newest.view(-1, 1), ranks)
-        return decode_attention(q, keys, values, scale, seen, self._slots.needs_rows, sinks, soft_cap)
+        return decode_attention(q, keys, values, asked.logits, seen, self._slots.needs_rows)
 
     @property
     def next_pos(self) -> list[int]:

@@ -136,8 +136,8 @@ def prefill_curves(bench: Bench, seconds: float) -> dict[str, Curve]:
 
 def _kernel(bench: Bench, rows: int, keys: int, seconds: float, *, sums: bool) -> Sample:
     q, k, v = (part.unflatten(0, (rows, keys)).transpose(1, 2) for part in _packed(bench, rows * keys))
-    scale = bench.spec.head_dim**-0.5
-    return bench.measure("attention, prompts", lambda: prefill_attention(q, k, v, scale, sums), seconds)
+    logits = Logits(bench.spec.head_dim**-0.5)
+    return bench.measure("attention, prompts", lambda: prefill_attention(q, k, v, logits, sums), seconds)
 
 
 def _ranking(bench: Bench, rows: int, keys: int, seconds: float) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor
 from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.errors import required
 from h2o_flexgen.kernels.native import function, library, structure
-from h2o_flexgen.kernels.types import RULES, Ranking, RankRule, RoundingErrors, SlotRule, fit
+from h2o_flexgen.kernels.types import RULES, Logits, Ranking, RankRule, RoundingErrors, SlotRule, fit
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 """Of keys, values and queries."""
@@ -133,13 +133,11 @@ class NativeAttend:
         self,
         number: int | Tensor,
         qkv: tuple[Tensor, Tensor, Tensor],
-        scale: float,
+        logits: Logits,
         *,
         fresh: Tensor | None = None,
         slots: Tensor | None = None,
         probs: Tensor | None = None,
-        sink_logits: Tensor | None = None,
-        soft_cap: float | None = None,
     ) -> Tensor:
         """See `DecodeStep`. `number` is a whole number. MemoryError where a few KiB are not to be had."""
         if isinstance(number, Tensor):
@@ -162,10 +160,10 @@ class NativeAttend:
                 vectors.row, vectors.head = stride[0] * size, stride[1] * size
         out = q.new_empty(q.shape)  # takes half of the time of torch.empty
         self._asked.at, self._new_k.at, self._new_v.at = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        step.out, step.step, step.group, step.scale = out.data_ptr(), number, heads // self._new[1], scale
-        step.threads, step.cap = torch.get_num_threads(), soft_cap or 0
+        step.out, step.step, step.group = out.data_ptr(), number, heads // self._new[1]
+        step.threads, (step.scale, soft_cap, sinks) = torch.get_num_threads(), logits
+        step.cap, step.sinks = soft_cap or 0, None if sinks is None else sinks.data_ptr()
         step.fresh = None if fresh is None else fresh.data_ptr()
-        step.sinks = None if sink_logits is None else sink_logits.data_ptr()
         step.given = None if slots is None else slots.data_ptr()
         step.probs = None
         if probs is not None:

@@ -38,42 +38,35 @@ def prefill_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scale: float,
+    logits: Logits,
     column_sums: bool,
     *,
     past: KeysValues | None = None,
     window: int | None = None,
-    sink_logits: Tensor | None = None,
-    soft_cap: float | None = None,
 ) -> PrefillAttention:
     """Causal attention of whole prompts, or ends of prompts, of one length, and how much attention each key received.
 
     q: (n, heads, S, d); k, v: (n, kv_heads, S, d); past: keys and values (kv_heads, P, d) of P earlier tokens that all
     n rows have in common. Query i has position P + i and sees the keys up to there, with a window only the last
     `window` of them. `column_sums` (n, kv_heads, P + S): the sum over these S queries of the softmax probability of
-    each key, averaged over the query heads that share a KV head (H2O section 3; accumulated score). sink_logits:
-    float32 (heads,), of each head a logit that is no token's and takes its share of every softmax (gpt-oss). soft_cap:
-    c tanh(logit / c) is what a logit counts (Gemma 2).
+    each key, averaged over the query heads that share a KV head (H2O section 3; accumulated score).
 
     In C, any strides will do where the last dimension is contiguous. Weights are rounded to bfloat16 before they
     multiply the values, column sums come from what they were in float32: as torch's kernel has it. Equal inputs give
     equal bits, whatever the number of threads.
     """
-    if sink_logits is None and q.numel() and by_triton(q.device, q.shape[-1]):
+    if logits.sinks is None and q.numel() and by_triton(q.device, q.shape[-1]):
         from h2o_flexgen.kernels import triton_prompt  # imports Triton, which is not there on every machine
 
-        return triton_prompt.prefill_attention(q, k, v, Logits(scale, soft_cap), column_sums, past, window)
-    if not _fits(q, k, v, scale, past):
-        return torch_attention.prefill_attention(
-            q, k, v, scale, column_sums, past=past, window=window, sink_logits=sink_logits, soft_cap=soft_cap
-        )
+        return triton_prompt.prefill_attention(q, k, v, logits, column_sums, past, window)
+    if not _fits(q, k, v, logits.scale, past):
+        return torch_attention.prefill_attention(q, k, v, logits, column_sums, past=past, window=window)
     n, heads, length, d = q.shape
-    task = _task(q, k, v, past, window, sink_logits)
-    task.cap = soft_cap or 0
+    task = _task(q, k, v, logits, past, window)
     out = LARGE.empty(n, length, heads, d, dtype=q.dtype)
     size = task.parts, n, task.kv_heads, task.before + length
     sums = LARGE.empty(*size, dtype=torch.float32) if column_sums else None
-    _run(task, scale, out, sums, n * length)
+    _run(task, out, sums, n * length)
     joined = None if sums is None else sums[0] if task.parts == 1 else sums.sum(0)
     return PrefillAttention(out.transpose(1, 2), joined)
 
@@ -88,13 +81,11 @@ def takes_packed(q: Tensor, k: Tensor, v: Tensor, scale: float, prompts: PackedP
 def packed_attention(
     qkv: tuple[Tensor, Tensor, Tensor],
     prompts: PackedPrompts,
-    scale: float,
+    logits: Logits,
     column_sums: bool,
     out: Tensor,
     *,
     window: int | None = None,
-    sink_logits: Tensor | None = None,
-    soft_cap: float | None = None,
 ) -> Tensor | None:
     """Attention of many prompts to themselves in one call, to the bit what `prefill_attention` gives for each.
 
@@ -111,15 +102,15 @@ def packed_attention(
     if min(len(x) for x in qkv) < prompts.tokens:
         raise ValueError(f"{[len(x) for x in qkv]} tokens, and prompts up to the {prompts.tokens}th")
     heads_first = [x.transpose(0, 1).unsqueeze(0) for x in qkv]
-    task = _task(heads_first[0], heads_first[1], heads_first[2], None, window, sink_logits)
+    task = _task(heads_first[0], heads_first[1], heads_first[2], logits, None, window)
     task.length, task.parts, task.prompts = prompts.longest, 1, len(prompts.table)
-    task.packed, task.cap = prompts.table.data_ptr(), soft_cap or 0
+    task.packed = prompts.table.data_ptr()
     sums = LARGE.empty(len(q) * task.kv_heads, dtype=torch.float32) if column_sums else None
-    _run(task, scale, out, sums, prompts.tokens)
+    _run(task, out, sums, prompts.tokens)
     return sums
 
 
-def _run(task: Structure, scale: float, out: Tensor, sums: Tensor | None, tokens: int) -> None:
+def _run(task: Structure, out: Tensor, sums: Tensor | None, tokens: int) -> None:
     """Computes `task` into `out` and `sums`, in scratch memory of what `tokens` queries are allowed, sums of parts
     included."""
     each = function("prompt_scratch", "P", "q")(byref(task))
@@ -128,7 +119,7 @@ def _run(task: Structure, scale: float, out: Tensor, sums: Tensor | None, tokens
     task.workers = max(1, min(torch.get_num_threads(), tasks, (_allowed(task, tokens) - taken) // each))
     scratch = LARGE.empty(task.workers * each + _ALIGNMENT, dtype=torch.uint8)
     task.scratch = -(-scratch.data_ptr() // _ALIGNMENT) * _ALIGNMENT
-    task.out, task.sums, task.scale = out.data_ptr(), None if sums is None else sums.data_ptr(), scale
+    task.out, task.sums = out.data_ptr(), None if sums is None else sums.data_ptr()
     function("prompt_attention", "P")(byref(task))
 
 
@@ -146,13 +137,12 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, scale: float, past: KeysValues | None
     )
 
 
-def _task(
-    q: Tensor, k: Tensor, v: Tensor, past: KeysValues | None, window: int | None, sinks: Tensor | None
-) -> Structure:
+def _task(q: Tensor, k: Tensor, v: Tensor, logits: Logits, past: KeysValues | None, window: int | None) -> Structure:
     """The prompts, how they lie in memory, and how it is divided."""
     n, heads, length, d = q.shape
     task = _Prompt(q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr())
-    task.sinks = None if sinks is None else sinks.data_ptr()
+    task.scale, task.cap = logits.scale, logits.soft_cap or 0
+    task.sinks = None if logits.sinks is None else logits.sinks.data_ptr()
     task.q_row, task.q_head, task.q_token, _ = q.stride()
     task.k_row, task.k_head, task.k_token, _ = k.stride()
     task.v_row, task.v_head, task.v_token, _ = v.stride()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.native.tiers import torch_widens
-from h2o_flexgen.kernels.types import DecodeAttention, KeysValues, PrefillAttention, Seen
+from h2o_flexgen.kernels.types import DecodeAttention, KeysValues, Logits, PrefillAttention, Seen
 
 _CHUNK_ELEMENTS = 1 << 20  # float32 logits alive at once: 4 MiB
 _CHUNK_ELEMENTS_ON_GPU = 1 << 24  # 64 MiB: of fewer, starting the kernels would take longer than they do
@@ -36,13 +36,11 @@ def prefill_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scale: float,
+    logits: Logits,
     column_sums: bool,
     *,
     past: KeysValues | None = None,
     window: int | None = None,
-    sink_logits: Tensor | None = None,
-    soft_cap: float | None = None,
     seen: Seen | None = None,
 ) -> PrefillAttention:
     """Causal attention and column sums; shapes and meaning as `prompt.prefill_attention`. `seen`: which keys."""
@@ -59,17 +57,17 @@ def prefill_attention(
             stop = min(start + queries, length)
             # The query heads of one KV head become more query rows: KV is never repeated.
             asked = q[row : row + rows, :, start:stop].reshape(-1, kv_heads, group * (stop - start), d)
-            asked, left = _scaled(asked, scale)
+            asked, left = _scaled(asked, logits.scale)
             first = 0 if window is None else max(0, before + start + 1 - window)
             held = _held(past, own, first, before, stop)
-            logits = capped(_logits(asked, *held).mul_(left), soft_cap)
-            by_query = logits.view(-1, kv_heads, group, stop - start, logits.shape[-1])
+            found = capped(_logits(asked, *held).mul_(left), logits.soft_cap)
+            by_query = found.view(-1, kv_heads, group, stop - start, found.shape[-1])
             _mask(by_query, before + start - first, window)
             if seen is not None:
                 here = seen(slice(row, row + len(by_query)), start, stop)[..., first:]
                 by_query.masked_fill_(~here[:, None, None], float("-inf"))
-            sinks = None if sink_logits is None else sink_logits.view(1, kv_heads, group, 1)
-            probs = softmax(logits, None if sinks is None else sinks.expand(by_query.shape[:-1]).flatten(2))
+            sinks = None if logits.sinks is None else logits.sinks.view(1, kv_heads, group, 1)
+            probs = softmax(found, None if sinks is None else sinks.expand(by_query.shape[:-1]).flatten(2))
             if sums is not None:
                 sums[row : row + rows, :, first : before + stop] += probs.sum(2)
             out[row : row + rows, :, start:stop] = _mix(probs.to(v.dtype), *held).view(-1, heads, stop - start, d)
@@ -155,30 +153,22 @@ def _mix(probs: Tensor, past: KeysValues | None, own: KeysValues) -> Tensor:
 
 
 def decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    valid: Tensor | None,
-    want_row: bool,
-    sink_logits: Tensor | None = None,
-    soft_cap: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, logits: Logits, valid: Tensor | None, want_row: bool
 ) -> DecodeAttention:
     """One query per sequence over the kept slots.
 
     q: (b, heads, d); k, v: (b, kv_heads, N, d); valid: (b, kv_heads, N) bool, or None where every slot is occupied.
-    sink_logits: float32 (heads,), of each head a logit that is no token's. soft_cap: see `capped`.
     `row` is the softmax probability of each slot, averaged over the query heads of its KV head, 0 where not valid.
     """
     b, heads, d = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    asked, left = _scaled(q.view(b, kv_heads, group, d), scale)
-    logits = capped(product(asked, k.transpose(-1, -2)).float().mul_(left), soft_cap)
+    asked, left = _scaled(q.view(b, kv_heads, group, d), logits.scale)
+    found = capped(product(asked, k.transpose(-1, -2)).float().mul_(left), logits.soft_cap)
     if valid is not None:
-        logits.masked_fill_(~valid.unsqueeze(2), float("-inf"))
-    sinks = None if sink_logits is None else sink_logits.view(1, kv_heads, group).expand(b, -1, -1)
-    probs = softmax(logits, sinks)
+        found.masked_fill_(~valid.unsqueeze(2), float("-inf"))
+    sinks = None if logits.sinks is None else logits.sinks.view(1, kv_heads, group).expand(b, -1, -1)
+    probs = softmax(found, sinks)
     out = product(probs.to(v.dtype), v).view(b, heads, d)
     if not want_row:
         return DecodeAttention(out, None)

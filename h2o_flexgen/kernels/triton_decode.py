@@ -130,24 +130,22 @@ class TritonAttend:
         self,
         number: int | Tensor,
         qkv: tuple[Tensor, Tensor, Tensor],
-        scale: float,
+        logits: Logits,
         *,
         fresh: Tensor | None = None,
         slots: Tensor | None = None,
         probs: Tensor | None = None,
-        sink_logits: Tensor | None = None,
-        soft_cap: float | None = None,
     ) -> Tensor:
         """See `DecodeStep`. Heads are at most `MAX_GROUP` per KV head. ValueError for logits of sinks."""
-        if sink_logits is not None:
+        if logits.sinks is not None:
             raise ValueError("this kernel knows no logits of sinks")
-        launch = self._launch(number, qkv, scale, fresh, slots, probs, soft_cap)
+        launch = self._launch(number, qkv, logits, fresh, slots, probs)
         launch.run(self._config(launch))
         return launch.out
 
-    def compile(self, number: int | Tensor, qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> None:
+    def compile(self, number: int | Tensor, qkv: tuple[Tensor, Tensor, Tensor], logits: Logits) -> None:
         """Compiles what `step` may launch for such arguments, and launches nothing: see `triton_tune.compiling`."""
-        launch = self._launch(number, qkv, scale)
+        launch = self._launch(number, qkv, logits)
         for config in self._candidates(launch):
             launch.prepare(config)
 
@@ -163,11 +161,10 @@ class TritonAttend:
         self,
         number: int | Tensor,
         qkv: tuple[Tensor, Tensor, Tensor],
-        scale: float,
+        logits: Logits,
         fresh: Tensor | None = None,
         slots: Tensor | None = None,
         probs: Tensor | None = None,
-        soft_cap: float | None = None,
     ) -> _Launch:
         attached = required(self._held, "no K and V are attached")
         q, k, v = (fit(x, self._dtype) for x in qkv)
@@ -188,7 +185,7 @@ class TritonAttend:
         state = self._slots._replace(given=slots, fresh=fresh)
         if isinstance(number, Tensor):
             state, number = state._replace(now=number, now_out=number), 0
-        return _Launch(self, attached, new, state, probs, number, Logits(scale, soft_cap).in_base_2)
+        return _Launch(self, attached, new, state, probs, number, logits.in_base_2)
 
 
 @dataclass(eq=False)

@@ -239,13 +239,11 @@ class DecodeStep(Protocol):
         self,
         number: int | Tensor,
         qkv: tuple[Tensor, Tensor, Tensor],
-        scale: float,
+        logits: Logits,
         *,
         fresh: Tensor | None = None,
         slots: Tensor | None = None,
         probs: Tensor | None = None,
-        sink_logits: Tensor | None = None,
-        soft_cap: float | None = None,
     ) -> Tensor:
         """Step `number`, 0 for the first after the prompts: the output (rows, heads, dim) in K's dtype, q's if packed.
 
@@ -254,7 +252,6 @@ class DecodeStep(Protocol):
         dim), k and v (rows, kv_heads, dim) of the new tokens. fresh: the scores they start with, float32 (rows,
         kv_heads); None: 0. slots: where they go, as `Ranking.free`, if the caller decides that; with a ranking, in C
         alone, tokens come into it and none is freed. probs: takes the probabilities, float32 (rows, kv_heads, width),
-        0 where no token is seen; width is at least what is occupied. sink_logits: float32 (heads,), of each head a
-        logit that is no token's; in C alone. soft_cap: c tanh(logit / c) is what a logit counts. Tensors contiguous.
+        0 where no token is seen; width is at least what is occupied. Logits have sinks in C alone. Tensors contiguous.
         """
         ...

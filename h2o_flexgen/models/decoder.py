@@ -27,6 +27,7 @@ from h2o_flexgen.kernels.experts import PLACE, Choices, Gate, add_experts, exper
 from h2o_flexgen.kernels.halves import PLACE as HALF
 from h2o_flexgen.kernels.halves import Form, HalfPlace
 from h2o_flexgen.kernels.packed import look_up
+from h2o_flexgen.kernels.types import Logits
 from h2o_flexgen.models.mixture import SLOPE
 from h2o_flexgen.models.rotary import Angles, Rotary, rotate_both
 
@@ -416,7 +417,7 @@ def _attention(decoder: Decoder, layer: int, positions: Tensor, n: int) -> Atten
             q, k = rotate_both(q, k, rotary.angles(positions, torch.full_like(positions, length), q.dtype))
             q = q if growth is None else q * growth
         q, k, v = (each.unflatten(0, (n, length)).transpose(1, 2) for each in (q, k, v))
-        found = prefill_attention(q, k, v, decoder.scale, False, window=window, soft_cap=decoder.soft_cap)
+        found = prefill_attention(q, k, v, Logits(decoder.scale, decoder.soft_cap), False, window=window)
         return found.out.transpose(1, 2).flatten(0, 1)
 
     return attend

@@ -13,6 +13,7 @@ from h2o_flexgen.cache import kv_cache
 from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.kernels import DecodeAttention, decode_attention
 from h2o_flexgen.kernels.decode import NativeAttend, available
+from h2o_flexgen.kernels.types import Logits
 from tests.cache import harness
 
 needs_native = pytest.mark.skipif(
@@ -45,17 +46,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[DecodeAttention]:
     """What every decode attention returned, the row included even where the policy asked for none."""
     seen: list[DecodeAttention] = []
 
-    def spy(
-        q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, want_row: bool, *others: Any
-    ) -> DecodeAttention:
-        result = decode_attention(q, k, v, scale, valid, True, *others)
+    def spy(q: Tensor, k: Tensor, v: Tensor, logits: Logits, valid: Tensor | None, want_row: bool) -> DecodeAttention:
+        result = decode_attention(q, k, v, logits, valid, True)
         seen.append(result)
         return result if want_row else DecodeAttention(result.out, None)
 
-    def native_spy(kernel: NativeAttend, number: int, qkv: Any, scale: float, **options: Any) -> Tensor:
+    def native_spy(kernel: NativeAttend, number: int, qkv: Any, logits: Logits, **options: Any) -> Tensor:
         rows, kv_heads, _ = qkv[1].shape
         row = options.setdefault("probs", torch.empty(rows, kv_heads, kernel.capacity))
-        out = native_step(kernel, number, qkv, scale, **options)
+        out = native_step(kernel, number, qkv, logits, **options)
         seen.append(DecodeAttention(out, row))
         return out
 

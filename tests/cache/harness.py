@@ -118,7 +118,7 @@ class CacheRun:
         if self.turning is not None:
             seen_q, seen_k = (self.turning.tensor(x, torch.arange(length)) for x in (q, k))
         wants = self.cache.wants_column_sums
-        attention = prefill_attention(seen_q, seen_k, v, self.logits.scale, wants, window=self.window)
+        attention = prefill_attention(seen_q, seen_k, v, self.logits, wants, window=self.window)
         self.prompt_outputs += list(attention.out)
         self.cache.fill(rows, k, v, self.cache.scores_of(rows, self._attended(seen_q, q, seen_k, k, v, attention)))
 

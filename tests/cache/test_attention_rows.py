@@ -26,7 +26,7 @@ def test_all_rows_add_up_to_the_column_sums(
     k, v = torch.randn(2, 2, 2, past + 12, 8, generator=generator)
     k[1, :, :past], v[1, :, :past] = k[0, :, :past], v[0, :, :past]
     logits = torch.randn(4, generator=generator) if sinks else None
-    expected = torch_attention.prefill_attention(q, k, v, 0.3, True, window=window, sink_logits=logits).column_sums
+    expected = torch_attention.prefill_attention(q, k, v, Logits(0.3, sinks=logits), True, window=window).column_sums
     shared = (k[0, :, :past], v[0, :, :past], k[0, :, :past]) if past else None
     own = (x[:, :, past:] for x in (k, v, k))
     prompts = AttendedPrompts(*own, Logits(0.3, sinks=logits), shared, q)

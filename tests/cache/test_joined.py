@@ -91,7 +91,7 @@ class GpuBatch:
             length = self.streams[row].prompt
             q, k, v = (x[:, :length].unsqueeze(0) for x in self.streams[row][:3])
             seen = [x if self.turning is None else self.turning.tensor(x, torch.arange(length)) for x in (q, k)]
-            sums = prefill_attention(*seen, v, D**-0.5, fresh.wants_column_sums, window=self.window).column_sums
+            sums = prefill_attention(*seen, v, Logits(D**-0.5), fresh.wants_column_sums, window=self.window).column_sums
             attended = AttendedPrompts(seen[1], v, k, Logits(D**-0.5), None, seen[0], sums)
             fresh.fill([place], k, v, fresh.scores_of([place], attended))
             self.times[row] = length

@@ -160,9 +160,7 @@ class CountOps(TorchDispatchMode):
 def test_a_step_takes_the_same_operations_whatever_the_shape(
     policy: PolicyRow, turning: Turning | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_attention(
-        q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Any, want_row: bool, *others: Any
-    ) -> DecodeAttention:
+    def no_attention(q: Tensor, k: Tensor, v: Tensor, logits: Logits, valid: Any, want_row: bool) -> DecodeAttention:
         return DecodeAttention(q, zeros[:, :, : k.shape[2]] if want_row else None)
 
     counts = set()

@@ -12,7 +12,7 @@ from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.kernels import prefill_attention
-from h2o_flexgen.kernels.types import KeysValues
+from h2o_flexgen.kernels.types import KeysValues, Logits
 from tests.cache.conftest import by_torch
 from tests.cache.harness import CacheRun, Stream, make_stream
 from tests.cache.traps import each_evicting, run_of
@@ -60,7 +60,7 @@ def test_trap_03_uniform_attention_ranks_by_harmonic_tails() -> None:
     length = 40
     zeros = torch.zeros(1, length + 20, 4)
     run = CacheRun([Stream(zeros, zeros, zeros, length)], [Budget(10, 6, 4, 0, False)], H2OPolicy())
-    sums = prefill_attention(*[zeros[None, :, :length]] * 3, 0.5, True).column_sums
+    sums = prefill_attention(*[zeros[None, :, :length]] * 3, Logits(0.5), True).column_sums
     assert sums is not None
     tails = torch.tensor([sum(1 / (i + 1) for i in range(j, length)) for j in range(length)])
     torch.testing.assert_close(sums[0, 0], tails, atol=1e-5, rtol=1e-5)
@@ -104,7 +104,7 @@ def test_trap_04_order_of_query_heads_in_a_group_changes_nothing(policy: PolicyR
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 1000])
 def test_trap_10_column_sums_equal_dense_softmax(length: int) -> None:
     stream = make_stream(length, 0, kv_heads=2, group=2, d=8)
-    sums = prefill_attention(stream.q[None], stream.k[None], stream.v[None], 8**-0.5, True).column_sums
+    sums = prefill_attention(stream.q[None], stream.k[None], stream.v[None], Logits(8**-0.5), True).column_sums
     assert sums is not None
     logits = stream.q.double() @ stream.k.double().repeat_interleave(2, 0).transpose(-1, -2) * 8**-0.5
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
@@ -116,7 +116,7 @@ def test_trap_10_column_sums_equal_dense_softmax(length: int) -> None:
 @by_torch
 def test_trap_10_prompt_statistics_are_what_the_cache_holds() -> None:
     stream = make_stream(50, 0)
-    sums = prefill_attention(stream.q[None], stream.k[None], stream.v[None], 0.5, True).column_sums
+    sums = prefill_attention(stream.q[None], stream.k[None], stream.v[None], Logits(0.5), True).column_sums
     cache = CacheRun([stream], [Budget(20, 10, 10, 0, False)], H2OPolicy()).cache
     assert cache._slots.score is not None
     assert sums is not None

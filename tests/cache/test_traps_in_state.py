@@ -13,6 +13,7 @@ from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.kernels import DecodeAttention, prefill_attention
+from h2o_flexgen.kernels.types import Logits
 from tests.cache.conftest import by_torch
 from tests.cache.harness import CacheRun, held_counts, make_stream
 from tests.cache.traps import each_evicting, each_policy, run_of
@@ -76,7 +77,7 @@ def test_trap_06_evicted_equals_masked(policy: PolicyRow) -> None:
 def test_trap_06_nothing_evicted_equals_full_attention() -> None:
     stream = make_stream(12, 20, group=2)
     run = CacheRun([stream], [Budget(1000, 500, 500, 0, False)], H2OPolicy())
-    expected = prefill_attention(stream.q[None], stream.k[None], stream.v[None], 0.5, False).out[0, :, 12:]
+    expected = prefill_attention(stream.q[None], stream.k[None], stream.v[None], Logits(0.5), False).out[0, :, 12:]
     torch.testing.assert_close(run.steps(20)[:, 0].transpose(0, 1), expected, atol=1e-5, rtol=1e-5)
 
 

@@ -20,7 +20,7 @@ from h2o_flexgen.cache.eviction.scissorhands import ScissorhandsPolicy
 from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.kernels.decode import NativeAttend, available
 from h2o_flexgen.kernels.pieces import expand, pack
-from h2o_flexgen.kernels.types import RankedBy, Ranking, RankRule, RoundingErrors, SlotRule
+from h2o_flexgen.kernels.types import Logits, RankedBy, Ranking, RankRule, RoundingErrors, SlotRule
 from tests.cache.conftest import needs_native
 from tests.oracles import attention as reference
 from tests.pairs import pairs
@@ -71,13 +71,15 @@ def step_of(
     kernel = NativeAttend([in_order(count) for count in counts], (rows, kv_heads, capacity, d))
     kernel.attach(k, v)
     probs = torch.full((rows, kv_heads, capacity), 7.0)
-    out = kernel.step(0, (q, new_k, new_v), 0.3, probs=probs, soft_cap=soft_cap)
+    out = kernel.step(0, (q, new_k, new_v), Logits(0.3, soft_cap), probs=probs)
     expected_k, expected_v = k.clone(), v.clone()
     for row, count in enumerate(counts):
         assert kernel.used[row].tolist() == [count - 1] * kv_heads
         expected_k[row, :, count - 1], expected_v[row, :, count - 1] = new_k[row], new_v[row]
         expected_k[row, :, count:], expected_v[row, :, count:] = 0, 0
-    slow = reference.decode_attention(q, expected_k, expected_v, 0.3, valid.expand(-1, kv_heads, -1), True, soft_cap)
+    slow = reference.decode_attention(
+        q, expected_k, expected_v, Logits(0.3, soft_cap), valid.expand(-1, kv_heads, -1), True
+    )
     assert slow.row is not None
     return [out, probs, k.nan_to_num(0), v.nan_to_num(0)], [slow.out, slow.row, expected_k, expected_v]
 
@@ -166,13 +168,13 @@ def test_long_packed_rows_are_those_of_their_numbers(dtype: torch.dtype, bits: t
         buffers = [pack(x, packing) for x, packing in zip(held, packings, strict=True)]
         kernel.attach(*buffers)
         probs = torch.empty(1, heads, slots)
-        results.append((kernel.step(0, tuple(new), 0.3, probs=probs), probs))
+        results.append((kernel.step(0, tuple(new), Logits(0.3), probs=probs), probs))
     torch.set_num_threads(before)
     k, v = (expand(x, packing, torch.float32) for x, packing in zip(buffers, packings, strict=True))
     for x, lost, packing in zip((k, v), errors.lost, packings, strict=True):
         x[:, :, -1] += expand(lost[:, :, 0], packing, torch.float32)
     wanted = reference.decode_attention(
-        new[0].float(), k, v, 0.3, torch.ones(1, heads, slots, dtype=torch.bool), True, None
+        new[0].float(), k, v, Logits(0.3), torch.ones(1, heads, slots, dtype=torch.bool), True
     )
     for out, row in results:
         assert torch.equal(out, results[0][0])
@@ -208,7 +210,7 @@ def test_rounding_errors_count_for_tokens_that_have_them(
     kernel = NativeAttend([in_order(n) for n in counts], size, packings=packings, errors=errors)
     buffers = [pack(x, packing) for x, packing in zip(held, packings, strict=True)]
     kernel.attach(*buffers)
-    out = kernel.step(0, tuple(new), 0.3, soft_cap=soft_cap)
+    out = kernel.step(0, tuple(new), Logits(0.3, soft_cap))
     assert errors.slots[:, :, errors.at].tolist() == [[n - 1] * heads for n in counts]
     for row, count in enumerate(counts):
         k, v = (expand(x[row, :, :count], packing, torch.float32) for x, packing in zip(buffers, packings, strict=True))
@@ -218,7 +220,9 @@ def test_rounding_errors_count_for_tokens_that_have_them(
                 v[head, slot] += expand(errors.lost.v[row, head, j], packings[1], torch.float32)
         torch.testing.assert_close(k[:, -1], new[1][row].float(), atol=1e-3 if bits[0] == 8 else 4e-2, rtol=0)
         seen = torch.ones(1, heads, count, dtype=torch.bool)
-        wanted = reference.decode_attention(new[0][row : row + 1].float(), k[None], v[None], 0.3, seen, True, soft_cap)
+        wanted = reference.decode_attention(
+            new[0][row : row + 1].float(), k[None], v[None], Logits(0.3, soft_cap), seen, True
+        )
         close = {"atol": 1e-4, "rtol": 1e-3} if dtype == torch.float32 else {"atol": 4e-3, "rtol": 1e-2}
         torch.testing.assert_close(out[row : row + 1].float(), wanted.out, **close)
 
@@ -236,7 +240,7 @@ def test_what_little_a_token_leaves_to_many_others_is_not_lost(slots: int, bits:
     buffers = [pack(x.bfloat16(), packing) for x, packing in zip((k, v), packings, strict=True)]
     kernel.attach(*buffers)
     probs, new = torch.empty(1, 1, slots), tuple(x[:, :, -1].bfloat16() for x in (q, k, v))
-    out = kernel.step(0, new, 1.0, probs=probs)[0, 0].float()
+    out = kernel.step(0, new, Logits(1.0), probs=probs)[0, 0].float()
     wanted = probs[0, 0] @ expand(buffers[1], packings[1], torch.float32)[0, 0]
     assert probs.max() > 0.9
     torch.testing.assert_close(out, wanted, atol=0.02, rtol=0)
@@ -250,7 +254,7 @@ def rows_of_logits(logits: Tensor) -> Tensor:
     kernel = NativeAttend([in_order(n)], (1, 1, n, 1))
     kernel.attach(k, torch.zeros_like(k))
     probs, one = torch.empty(1, 1, n), torch.ones(1, 1, 1)
-    kernel.step(0, (one, k[:, :, -1].clone(), one), 1.0, probs=probs)
+    kernel.step(0, (one, k[:, :, -1].clone(), one), Logits(1.0), probs=probs)
     return probs[0, 0]
 
 
@@ -276,7 +280,7 @@ def test_equal_keys_get_equal_probabilities_wherever_they_lie(dtype: torch.dtype
     k = one.repeat(1, 1, slots, 1)
     kernel.attach(k, k)
     probs = torch.empty(1, 2, slots)
-    kernel.step(0, (new, one[:, :, 0], one[:, :, 0]), 0.5, probs=probs)
+    kernel.step(0, (new, one[:, :, 0], one[:, :, 0]), Logits(0.5), probs=probs)
     assert (probs == probs[..., :1]).all()
 
 
@@ -325,7 +329,7 @@ def test_ties_and_windows_choose_as_by_hand(
     )
     zeros, new = torch.zeros(rows, heads, capacity, 4), torch.zeros(rows, heads, 4)
     kernel.attach(zeros, zeros.clone())
-    kernel.step(0, (new, new, new), 1.0)
+    kernel.step(0, (new, new, new), Logits(1.0))
     for row, count in enumerate(counts):
         before[row, :, count - 1] = 0
         before[row, :, :count] += 1 / count if adds else 0
@@ -359,7 +363,7 @@ def test_rules_of_its_own_choose_as_torch_does(dtype: torch.dtype, by: RankedBy,
     kernel.attach(k, torch.randn(k.shape, generator=generator).to(dtype))
     before, old = squares.clone(), score.clone()
     probs, new = torch.empty(rows, heads, max(counts)), torch.randn(3, rows, heads, d, generator=generator).to(dtype)
-    kernel.step(0, tuple(new), 0.3, probs=probs)
+    kernel.step(0, tuple(new), Logits(0.3), probs=probs)
     at = torch.tensor(now).view(1, 1, 1)
     for row, count in enumerate(counts):
         before[row, :, count - 1] = 0
@@ -410,12 +414,12 @@ def test_packed_keys_are_centred_and_scaled_as_a_caller_would(dtype: torch.dtype
         kernel.attach(*buffers)
         if new[0] is q:
             kernel.scale_keys(of, mean)
-        found.append([kernel.step(0, new, 0.3), *buffers, *errors.lost])
+        found.append([kernel.step(0, new, Logits(0.3)), *buffers, *errors.lost])
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
     kernel.scale_keys(of.double(), None)
     with pytest.raises(ValueError, match="scaled in another dtype"):
-        kernel.step(0, (q, k, v), 0.3)
+        kernel.step(0, (q, k, v), Logits(0.3))
     with pytest.raises(ValueError, match=r"needed .2, 3, 48., contiguous"):
         kernel.scale_keys(of[:1], mean)
 
@@ -433,16 +437,16 @@ def test_what_does_not_fit_is_refused() -> None:
     new = (torch.zeros(1, 2, 4),) * 3
     occupied = in_order(3).held + 1
     with pytest.raises(ValueError, match=f"{occupied} are occupied"):
-        kernel.step(0, new, 1.0, probs=torch.zeros(1, 2, occupied - 1))
+        kernel.step(0, new, Logits(1.0), probs=torch.zeros(1, 2, occupied - 1))
     kernel.detach()
     with pytest.raises(RuntimeError, match="no K and V"):
-        kernel.step(0, (torch.zeros(1, 2, 4),) * 3, 1.0)
+        kernel.step(0, (torch.zeros(1, 2, 4),) * 3, Logits(1.0))
     kernel.attach(*torch.zeros(2, 1, 2, 3, 4))
     q, k = torch.zeros(1, 3, 4), torch.zeros(1, 2, 4)
     with pytest.raises(ValueError, match="for new tokens"):
-        kernel.step(0, (q, k, k), 1.0)
+        kernel.step(0, (q, k, k), Logits(1.0))
     with pytest.raises(ValueError, match="for new tokens"):
-        kernel.step(0, (k, k[:, :1], k), 1.0)
+        kernel.step(0, (k, k[:, :1], k), Logits(1.0))
     with pytest.raises(ValueError, match="no kernel for"):
         NativeAttend([in_order(3)], (1, 2, 3, 641))
     assert not available(torch.float16, 64, CPU)

@@ -49,20 +49,20 @@ def test_attention_is_that_of_each_prompt_alone(heads: int, kv_heads: int, windo
     q, k, v = fused.split([heads, kv_heads, kv_heads], dim=1)
     assert prompt.takes_packed(q, k, v, 0.3, prompts)
     out = torch.full(q.shape, 7.0, dtype=torch.bfloat16)
-    sums = prompt.packed_attention((q, k, v), prompts, 0.3, True, out, window=window)
+    sums = prompt.packed_attention((q, k, v), prompts, Logits(0.3), True, out, window=window)
     assert sums is not None
     others = torch.ones(len(out), dtype=torch.bool)
     for row in rows:
         span = slice(row.first, row.first + row.length)
         alone = [x[span].transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
-        expected = prompt.prefill_attention(*alone, 0.3, True, window=window)
+        expected = prompt.prefill_attention(*alone, Logits(0.3), True, window=window)
         assert torch.equal(out[span], expected.out[0].transpose(0, 1))
         found = sums[row.first * kv_heads : (row.first + row.length) * kv_heads]
         assert torch.equal(found.view(kv_heads, -1), expected.column_sums[0])
         others[span] = False
     assert (out[others] == 7).all(), "tokens of no prompt"
     silent = torch.full_like(out, 7.0)
-    assert prompt.packed_attention((q, k, v), prompts, 0.3, False, silent, window=window) is None
+    assert prompt.packed_attention((q, k, v), prompts, Logits(0.3), False, silent, window=window) is None
     assert torch.equal(silent, out)
 
 
@@ -77,9 +77,9 @@ def test_what_is_better_divided_or_for_torch_is_not_taken() -> None:
 def test_refusals() -> None:
     q, prompts = torch.randn(30, 2, D).bfloat16(), PackedPrompts.of(rows_of([5, 30]))
     with pytest.raises(ValueError, match=r"30, 30, 30. tokens, and prompts up to the 39th"):
-        prompt.packed_attention((q, q, q), prompts, 0.3, False, torch.empty_like(q))
+        prompt.packed_attention((q, q, q), prompts, Logits(0.3), False, torch.empty_like(q))
     with pytest.raises(ValueError, match="no kernel for prompts packed"):
-        prompt.packed_attention((q, q, q), prompts, 0.3, False, torch.empty(30, 2, D))
+        prompt.packed_attention((q, q, q), prompts, Logits(0.3), False, torch.empty(30, 2, D))
     cache = KeysValues(*torch.zeros(2, 2, 2, 30, D).bfloat16())
     for packed, places in ((q, cache), (q.float(), cache), (torch.cat([q, q]), KeysValues(cache.k[:1], cache.v[:1]))):
         with pytest.raises(ValueError, match="for a cache of"):

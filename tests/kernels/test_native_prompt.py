@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.kernels import KeysValues, prompt, torch_attention
 from h2o_flexgen.kernels.native import why_not
-from h2o_flexgen.kernels.types import PrefillAttention
+from h2o_flexgen.kernels.types import Logits, PrefillAttention
 from h2o_flexgen.schedule import workspace
 from h2o_flexgen.schedule.request import BlockShape, Caps, PlanRequest
 from tests.oracles import attention as reference
@@ -68,14 +67,14 @@ def check(
 ) -> None:
     """Output within the rounding of weights and output to bfloat16, column sums as exact as float32 has them."""
     exact_past = None if past is None else KeysValues(*(t.float() for t in past))
-    how: dict[str, Any] = {"window": window, "soft_cap": soft_cap}
-    slow = reference.prefill_attention(*(t.float() for t in qkv), scale, True, past=exact_past, **how)
-    fast = prompt.prefill_attention(*qkv, scale, True, past=past, **how)
+    logits = Logits(scale, soft_cap)
+    slow = reference.prefill_attention(*(t.float() for t in qkv), logits, True, past=exact_past, window=window)
+    fast = prompt.prefill_attention(*qkv, logits, True, past=past, window=window)
     assert fast.out.dtype == torch.bfloat16
     assert fast.column_sums is not None
     torch.testing.assert_close(fast.out.float(), slow.out, atol=0.01, rtol=0.01)
     torch.testing.assert_close(fast.column_sums, slow.column_sums, atol=2e-5, rtol=1e-5)
-    silent = prompt.prefill_attention(*qkv, scale, False, past=past, **how)
+    silent = prompt.prefill_attention(*qkv, logits, False, past=past, window=window)
     assert silent.column_sums is None
     assert torch.equal(silent.out, fast.out)
 
@@ -122,12 +121,12 @@ def test_every_size_of_a_head(d: int) -> None:
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_long_prompt_is_divided_and_threads_change_no_bit(window: int | None) -> None:
     qkv, past = make(1, 4, 2, 1100, 16), make_past(2, 40, 16)
-    assert prompt._task(*qkv, past, window, None).parts > 1
+    assert prompt._task(*qkv, Logits(0.25), past, window).parts > 1
     check(qkv, 0.25, past, window)
     found = []
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        found.append(prompt.prefill_attention(*qkv, 0.25, True, past=past, window=window))
+        found.append(prompt.prefill_attention(*qkv, Logits(0.25), True, past=past, window=window))
     assert all(torch.equal(other.out, found[0].out) for other in found)
     assert all(torch.equal(other.column_sums, found[0].column_sums) for other in found)
 
@@ -138,9 +137,9 @@ def test_more_threads_than_scratch_and_tasks() -> None:
     for shape in ((1, 2, 2, 5), (2, 1, 1, 30), (3, 4, 2, 80)):
         qkv = make(*shape, 64)
         torch.set_num_threads(1)
-        one = prompt.prefill_attention(*qkv, 0.1, True)
+        one = prompt.prefill_attention(*qkv, Logits(0.1), True)
         torch.set_num_threads(4)
-        four = prompt.prefill_attention(*qkv, 0.1, True)
+        four = prompt.prefill_attention(*qkv, Logits(0.1), True)
         assert torch.equal(one.out, four.out)
         assert torch.equal(one.column_sums, four.column_sums)
 
@@ -170,7 +169,7 @@ def test_probabilities_are_those_of_float64() -> None:
     q = torch.zeros(1, 1, keys, 16).bfloat16()
     q[..., 0] = 1.0
     past = KeysValues(k[0], k[0])
-    sums = prompt.prefill_attention(q[:, :, :1], k[:, :, :1], k[:, :, :1], 1.0, True, past=past).column_sums
+    sums = prompt.prefill_attention(q[:, :, :1], k[:, :, :1], k[:, :, :1], Logits(1.0), True, past=past).column_sums
     exact = torch.cat([k[0, 0, :, 0], k[0, 0, :1, 0]]).double().softmax(-1)
     error = (sums.flatten() - exact).abs() / exact
     assert error[exact > 1e-6].max() < 1e-6
@@ -184,8 +183,8 @@ def test_large_logits(size: float) -> None:
     """Up to the largest that float32 holds; ordinary numbers would overflow in the exponential."""
     q, k, v = make(2, 2, 2, 90, 64)
     q, k = (q.float() * size).bfloat16(), (k.float() * size).bfloat16()
-    slow = reference.prefill_attention(q.double(), k.double(), v.double(), 0.125, True)
-    fast = prompt.prefill_attention(q, k, v, 0.125, True)
+    slow = reference.prefill_attention(q.double(), k.double(), v.double(), Logits(0.125), True)
+    fast = prompt.prefill_attention(q, k, v, Logits(0.125), True)
     assert fast.out.isfinite().all()
     # The softmax is close to a choice of one key: a choice between equals may fall otherwise, but seldom.
     assert ((fast.out.float() - slow.out).abs() > 0.05).float().mean() < 0.01
@@ -200,8 +199,8 @@ def test_what_is_no_number_stays_visible(value: float) -> None:
     q, k, v = make(2, 4, 2, 70, 32)
     q[1, 1, 30, 3] = value
     k[0, 1, 50, 7] = value
-    slow = reference.prefill_attention(q.float(), k.float(), v.float(), 0.2, True)
-    fast = prompt.prefill_attention(q, k, v, 0.2, True)
+    slow = reference.prefill_attention(q.float(), k.float(), v.float(), Logits(0.2), True)
+    fast = prompt.prefill_attention(q, k, v, Logits(0.2), True)
     if value != value:
         assert torch.equal(fast.out.isnan(), slow.out.isnan())
         assert fast.column_sums[1, 0, :31].isnan().all()
@@ -225,13 +224,13 @@ def test_torch_has_what_is_not_for_this_kernel(monkeypatch: pytest.MonkeyPatch) 
     single = [t.float() for t in make(1, 2, 2, 20, 32)]
     turned = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in make(1, 2, 2, 20, 32)]
     for qkv in (odd, single, turned):
-        slow = reference.prefill_attention(*(t.float() for t in qkv), 0.2, True)
-        fast = prompt.prefill_attention(*qkv, 0.2, True)
+        slow = reference.prefill_attention(*(t.float() for t in qkv), Logits(0.2), True)
+        fast = prompt.prefill_attention(*qkv, Logits(0.2), True)
         assert seen.pop() is qkv[0]
         torch.testing.assert_close(fast.column_sums, slow.column_sums, atol=0.02, rtol=0.02)
     monkeypatch.setattr(prompt, "library", lambda: None)
     qkv = make(1, 2, 2, 20, 32)
-    prompt.prefill_attention(*qkv, 0.2, True)
+    prompt.prefill_attention(*qkv, Logits(0.2), True)
     assert seen.pop() is qkv[0]
 
 
@@ -274,7 +273,7 @@ def test_the_footprint_allows_what_it_takes(
     torch.set_num_threads(64)  # on any number of cores
     qkv, past = make(n, heads, kv_heads, length, d), make_past(kv_heads, before, d)
     with Live() as live:
-        out, sums = prompt.prefill_attention(*qkv, 0.1, True, past=past)
+        out, sums = prompt.prefill_attention(*qkv, Logits(0.1), True, past=past)
     assert sums is not None
     assert live.peak - out.nbytes - sums.nbytes <= workspace._prompt_kernel(block)
 
@@ -284,13 +283,13 @@ def test_the_footprint_allows_what_it_takes(
 def test_logits_of_sinks_take_their_share(window: int | None) -> None:
     q, k, v = make(2, 6, 2, 45, 32)
     sinks = 2 * torch.randn(6, generator=torch_generator(3))
-    ours = prompt.prefill_attention(q, k, v, 0.2, True, window=window, sink_logits=sinks)
+    ours = prompt.prefill_attention(q, k, v, Logits(0.2, sinks=sinks), True, window=window)
     theirs = torch_attention.prefill_attention(
-        q.float(), k.float(), v.float(), 0.2, True, window=window, sink_logits=sinks
+        q.float(), k.float(), v.float(), Logits(0.2, sinks=sinks), True, window=window
     )
     torch.testing.assert_close(ours.out.float(), theirs.out, rtol=0, atol=2e-2)
     assert ours.column_sums is not None
     assert theirs.column_sums is not None
     torch.testing.assert_close(ours.column_sums, theirs.column_sums, rtol=0, atol=2e-3)
-    without = prompt.prefill_attention(q, k, v, 0.2, True, window=window)
+    without = prompt.prefill_attention(q, k, v, Logits(0.2), True, window=window)
     assert (without.out - ours.out).abs().max() > 0.05

@@ -18,6 +18,7 @@ from h2o_flexgen.errors import UsageError
 from h2o_flexgen.kernels import layers, native, torch_attention
 from h2o_flexgen.kernels.native import has_matrix_unit, tiers
 from h2o_flexgen.kernels.native.building import IS_ARM
+from h2o_flexgen.kernels.types import Logits
 from h2o_flexgen.models.hf.attention import Absorbed
 
 ROOT = Path(__file__).parents[2]
@@ -117,7 +118,7 @@ def test_torch_multiplies_what_it_is_slow_at_in_float32(monkeypatch: pytest.Monk
     relu = layers.linear(x, w, bias, relu=True)
     assert torch.equal(relu, found.relu())
     q, k = (torch.randn(1, 2, 5, 16).bfloat16() for _ in range(2))
-    out = torch_attention.prefill_attention(q, k, k, 0.25, True)
+    out = torch_attention.prefill_attention(q, k, k, Logits(0.25), True)
     expected = torch.nn.functional.scaled_dot_product_attention(
         q.double(), k.double(), k.double(), is_causal=True, scale=0.25
     )

@@ -12,6 +12,7 @@ from tests.kernels.triton_device import DEVICE  # isort: skip  (before Triton is
 
 from h2o_flexgen.kernels import triton_decode
 from h2o_flexgen.kernels.triton_decode import SCAN, TritonAttend, candidates
+from h2o_flexgen.kernels.types import Logits
 from h2o_flexgen.quant import Quantised, dequantise, quantise
 from tests.cache.harness import budget_of, compare, make_stream
 from tests.kernels.triton_pair import CLOSE, Pair, Row, copies, holds, keeps
@@ -142,7 +143,7 @@ def test_equal_keys_get_equal_probabilities_wherever_they_lie(group: int, dtype:
     held = [x.contiguous() for x in copies(k, v)]
     kernel.attach(*held)
     (row,) = copies(torch.empty(1, 1, 200))
-    kernel.step(199, copies(torch.randn(1, group, 64).to(dtype), k[:, :, 0], v[:, :, 0]), 0.3, probs=row)
+    kernel.step(199, copies(torch.randn(1, group, 64).to(dtype), k[:, :, 0], v[:, :, 0]), Logits(0.3), probs=row)
     assert len(row.unique()) == 1
 
 
@@ -163,13 +164,13 @@ def test_the_row_for_policies_that_want_it(group: int, width: int, splits: int) 
     q, new_k, new_v = (torch.randn(2, n, 32, generator=random) for n in (2 * group, 2, 2))
     slots = torch.tensor([5, 50 + 7, 100 + 19, 150])
     given, probs = copies(slots, torch.full((2, 2, width), torch.nan))
-    out = kernel.step(0, copies(q, new_k, new_v), 0.3, slots=given, probs=probs).cpu()
+    out = kernel.step(0, copies(q, new_k, new_v), Logits(0.3), slots=given, probs=probs).cpu()
     for held, written, new in ((k, held_k, new_k), (v, held_v, new_v)):
         held.view(-1, 32)[slots] = new.view(-1, 32)
         torch.testing.assert_close(written.cpu(), held, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(kernel.used.cpu().view(-1), slots % 50)
     valid = (torch.arange(50) < torch.tensor(counts).view(2, 1, 1)).expand(2, 2, 50)
-    exact = reference.decode_attention(q, k.nan_to_num(), v.nan_to_num(), 0.3, valid, True)
+    exact = reference.decode_attention(q, k.nan_to_num(), v.nan_to_num(), Logits(0.3), valid, True)
     torch.testing.assert_close(out, exact.out, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(probs.cpu(), exact.row[..., :width], atol=1e-6, rtol=1e-5)
     assert not probs[1, :, 20:].any()
@@ -190,14 +191,14 @@ def test_packed_keys_and_values(dim: int, group: int, splits: int) -> None:
     packed = [Quantised(*copies(*one)) for one in held]
     kernel.attach_packed(*packed)
     q, *new = (torch.randn(2, n, dim, generator=random) for n in (group, 1, 1))
-    out = kernel.step(0, copies(q, *new), 0.3).cpu()
+    out = kernel.step(0, copies(q, *new), Logits(0.3)).cpu()
     rows = []
     for one, fresh, after in zip(held, new, packed, strict=True):
         for part, small, written in zip(one, quantise(fresh), after, strict=True):
             part.view(80, -1)[[33, 42]] = small.view(2, -1)
             assert torch.equal(part, written.cpu())
         rows.append(dequantise(Quantised(*one), torch.float32))
-    exact = reference.decode_attention(q, *rows, 0.3, None, True)
+    exact = reference.decode_attention(q, *rows, Logits(0.3), None, True)
     torch.testing.assert_close(out, exact.out, atol=1e-5, rtol=1e-5)
     score.view(-1)[[33, 42]] = 0
     torch.testing.assert_close(state[0].cpu(), score + exact.row, atol=1e-6, rtol=1e-5)
@@ -249,13 +250,13 @@ def test_what_is_refused() -> None:
     kernel = TritonAttend([rule], (1, 1, 8, 16), "cpu")
     new = torch.randn(3, 1, 1, 16).unbind(0)
     with pytest.raises(RuntimeError, match="attached"):
-        kernel.step(0, new, 1.0)
+        kernel.step(0, new, Logits(1.0))
     with pytest.raises(ValueError, match="needed contiguous"):
         kernel.attach(torch.zeros(1, 1, 8, 16), torch.zeros(1, 1, 9, 16))
     kernel.attach(torch.zeros(1, 1, 8, 16), torch.zeros(1, 1, 8, 16))
     with pytest.raises(ValueError, match="for a cache of"):
-        kernel.step(0, (new[0], new[1].squeeze(1).unsqueeze(1).repeat(1, 2, 1), new[2]), 1.0)
+        kernel.step(0, (new[0], new[1].squeeze(1).unsqueeze(1).repeat(1, 2, 1), new[2]), Logits(1.0))
     with pytest.raises(ValueError, match="17 query heads"):
-        kernel.step(0, (torch.zeros(1, 17, 16), new[1], new[2]), 1.0)
+        kernel.step(0, (torch.zeros(1, 17, 16), new[1], new[2]), Logits(1.0))
     with pytest.raises(ValueError, match="3 are occupied"):
-        kernel.step(2, new, 1.0, probs=torch.zeros(1, 1, 2))
+        kernel.step(2, new, Logits(1.0), probs=torch.zeros(1, 1, 2))

@@ -41,7 +41,7 @@ class Prompts:
         """What the slow kernel says, and each query's sum of exponentials, as logarithms."""
         q, k, v = (x.float() for x in self.qkv)
         past = None if self.past is None else KeysValues(*(x.float() for x in self.past))
-        known = reference.prefill_attention(q, k, v, SCALE, True, past=past, window=window, soft_cap=soft_cap)
+        known = reference.prefill_attention(q, k, v, Logits(SCALE, soft_cap), True, past=past, window=window)
         keys = k if past is None else torch.cat([past.k.expand(len(k), -1, -1, -1), k], 2)
         logits = q @ keys.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2) * SCALE
         logits = reference.capped(logits, soft_cap)
@@ -119,7 +119,7 @@ def test_sums_are_those_of_the_queries_alone() -> None:
     late = triton_prompt.prefill_attention(*second, Logits(SCALE), True, past, None)
     torch.testing.assert_close(torch.cat([early.out, late.out], 2), whole.out, atol=1e-5, rtol=1e-5)
     window = triton_prompt.prefill_attention(q, k, v, Logits(SCALE), True, None, 30)
-    known = reference.prefill_attention(*(x.cpu() for x in (q, k, v)), SCALE, True, window=30)
+    known = reference.prefill_attention(*(x.cpu() for x in (q, k, v)), Logits(SCALE), True, window=30)
     torch.testing.assert_close(window.column_sums.cpu(), known.column_sums, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(window.out.cpu(), known.out, atol=1e-5, rtol=1e-5)
     late.column_sums[..., :50] += early.column_sums

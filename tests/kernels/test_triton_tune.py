@@ -20,6 +20,7 @@ from triton.runtime.errors import OutOfResources
 from h2o_flexgen.kernels import triton_decode, triton_tune
 from h2o_flexgen.kernels.triton_decode import TritonAttend, candidates
 from h2o_flexgen.kernels.triton_tune import COMPILE_S, Config, compiling, fastest
+from h2o_flexgen.kernels.types import Logits
 from tests.kernels.triton_pair import Pair, holds, keeps
 
 CONFIGS = [Config(64, 4, 2), Config(128, 4, 2), Config(32, 8, 3)]
@@ -159,7 +160,7 @@ def attends(rows: int, kv_heads: int, slots: int, *, held: int | None = None, sp
 def kind_of(kernel: TritonAttend, heads: int = 1) -> tuple[object, ...]:
     rows, kv_heads, _, dim = kernel.size
     qkv = [torch.randn(rows, n * kv_heads, dim, device=DEVICE) for n in (heads, 1, 1)]
-    return kernel._launch(0, tuple(qkv), 1.0).kind
+    return kernel._launch(0, tuple(qkv), Logits(1.0)).kind
 
 
 def test_a_choice_holds_for_work_of_its_size() -> None:
@@ -182,13 +183,13 @@ def test_a_full_cache_is_not_tuned_on_its_first_tokens() -> None:
     """Rehearsals have every slot occupied, as after all steps, and write where no token is yet."""
     kernel = attends(2, 1, 40, held=5)
     launch = kernel._launch(
-        torch.full((2, 1), 3, device=DEVICE), torch.randn(3, 2, 1, 16, device=DEVICE).unbind(0), 1.0
+        torch.full((2, 1), 3, device=DEVICE), torch.randn(3, 2, 1, 16, device=DEVICE).unbind(0), Logits(1.0)
     )
     rules = launch._rehearsal().rules
     assert (rules[:, 0] + 3 == 39).all()
     assert torch.equal(rules[:, 1:], kernel._slots.rules[:, 1:])
     few = torch.empty(2, 1, 9, device=DEVICE)
-    launch = kernel._launch(3, torch.randn(3, 2, 1, 16, device=DEVICE).unbind(0), 1.0, probs=few)
+    launch = kernel._launch(3, torch.randn(3, 2, 1, 16, device=DEVICE).unbind(0), Logits(1.0), probs=few)
     assert (launch._rehearsal().rules[:, 0] + 3 == 8).all(), "no more than there is room for their probabilities"
 
 
@@ -233,7 +234,8 @@ def test_nor_does_it_where_slots_are_taken_in_order(counts: bool, tried: list[ob
     for step in range(4):
         qkv = torch.randn(3, 2, 1, 16, device=DEVICE).unbind(0)
         outs = [
-            kernel.step(number if counts else step, qkv, 0.5) for kernel, number in zip(kernels, numbers, strict=True)
+            kernel.step(number if counts else step, qkv, Logits(0.5))
+            for kernel, number in zip(kernels, numbers, strict=True)
         ]
         torch.testing.assert_close(*outs, atol=1e-6, rtol=1e-5)
         assert torch.equal(kernels[0].used, kernels[1].used)

@@ -23,6 +23,7 @@ from benchmarks.gpu import kernels
 from benchmarks.gpu.kernels import Shape, compile_decode, decode_cache
 from benchmarks.gpu.section import Section
 from h2o_flexgen.kernels import triton_decode
+from h2o_flexgen.kernels.types import Logits
 from tests.kernels.triton_compile_only import Machine, NoGpu
 
 SMALL = Shape(2, 2, 2, 40, 16, "small")
@@ -63,7 +64,7 @@ def together() -> dict[str, int]:
     compile_decode(with_scores)
     ahead = len(compiled)
     kernel, qkv = decode_cache(SMALL, packed=False, scored=True)
-    launch = kernel._launch(0, qkv, 0.25)
+    launch = kernel._launch(0, qkv, Logits(0.25))
     for config in kernel._candidates(launch):
         launch.run(config)
         launch.rehearse(config)

@@ -79,7 +79,7 @@ def decode(group: int, *, bits: int = 16, splits: int = 1) -> None:
         kernel.attach(k, v)
     # Counted on the device, as the engine has it, or told.
     number = 5 if bits != 16 else torch.full((2, 2), 5)
-    kernel.step(number, tuple(torch.randn(2, heads, 128).bfloat16() for heads in (2 * group, 2, 2)), 0.1)
+    kernel.step(number, tuple(torch.randn(2, heads, 128).bfloat16() for heads in (2 * group, 2, 2)), Logits(0.1))
 
 
 def prompt() -> None:

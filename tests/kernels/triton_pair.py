@@ -13,7 +13,7 @@ from h2o_flexgen.cache.lengths import CacheLengths, slots_needed
 from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.kernels.triton_decode import TritonAttend
-from h2o_flexgen.kernels.types import KeysValues
+from h2o_flexgen.kernels.types import KeysValues, Logits
 from tests.oracles import attention as reference
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.seeds import torch_generator
@@ -92,13 +92,13 @@ class Pair:
         """One step of both, compared."""
         q, k, v = self.new()
         number = self.lengths.step if self.count is None else self.count
-        out = self.kernel.step(number, copies(q, k, v), self.scale, soft_cap=self.soft_cap).cpu()
+        out = self.kernel.step(number, copies(q, k, v), Logits(self.scale, self.soft_cap)).cpu()
         flat, (rows, kv_heads, capacity, dim) = self.slots.allocate(), self.size
         for held, one in ((self.seen_k, k), (self.seen_v, v)):
             held.view(-1, dim).index_copy_(0, flat, one.reshape(-1, dim))
         assert torch.equal(self.kernel.used.cpu(), (flat % capacity).view(rows, kv_heads))
         valid = self.valid()
-        exact = reference.decode_attention(q, self.seen_k, self.seen_v, self.scale, valid, True, self.soft_cap)
+        exact = reference.decode_attention(q, self.seen_k, self.seen_v, Logits(self.scale, self.soft_cap), valid, True)
         close = CLOSE[self.dtype]
         torch.testing.assert_close(out, exact.out, atol=close, rtol=close)
         score, pos, free = (part.cpu() for part in self.state)

@@ -5,27 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.types import DecodeAttention, KeysValues, PrefillAttention
+from h2o_flexgen.kernels.types import DecodeAttention, KeysValues, Logits, PrefillAttention
 
 
 def prefill_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scale: float,
+    by: Logits,
     column_sums: bool,
     *,
     past: KeysValues | None = None,
     window: int | None = None,
-    soft_cap: float | None = None,
 ) -> PrefillAttention:
     """Causal attention of whole prompts, or ends of prompts, of one length, and how much attention each key received.
 
     q: (n, heads, S, d); k, v: (n, kv_heads, S, d); past: keys and values (kv_heads, P, d) of P earlier tokens that all
     n rows have in common. Query i has position P + i and sees the keys up to there, with a window only the last
     `window` of them. `column_sums` (n, kv_heads, P + S): the sum over these S queries of the softmax probability of
-    each key, averaged over the query heads that share a KV head (H2O section 3; accumulated score). soft_cap: c
-    tanh(logit / c) is what a logit counts.
+    each key, averaged over the query heads that share a KV head (H2O section 3; accumulated score). `by` has no sinks.
     """
     if past is not None:
         k, v = (torch.cat([p.expand(len(own), -1, -1, -1), own], dim=2) for p, own in zip(past, (k, v), strict=True))
@@ -33,7 +31,7 @@ def prefill_attention(
     kv_heads, total = k.shape[1:3]
     group = heads // kv_heads
     keys, values = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
-    logits = capped(q.float() @ keys.transpose(-1, -2) * scale, soft_cap)
+    logits = capped(q.float() @ keys.transpose(-1, -2) * by.scale, by.soft_cap)
     distance = torch.arange(total - length, total).unsqueeze(1) - torch.arange(total)
     hidden = (distance < 0) | (distance >= (total if window is None else window))
     probs = logits.masked_fill(hidden.to(q.device), float("-inf")).softmax(-1)
@@ -47,13 +45,7 @@ def capped(logits: Tensor, soft_cap: float | None) -> Tensor:
 
 
 def decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    valid: Tensor | None,
-    want_row: bool,
-    soft_cap: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, by: Logits, valid: Tensor | None, want_row: bool
 ) -> DecodeAttention:
     """One query per sequence over the kept slots.
 
@@ -63,7 +55,7 @@ def decode_attention(
     b, heads, d = q.shape
     kv_heads = k.shape[1]
     queries = q.float().view(b, kv_heads, heads // kv_heads, d)
-    logits = capped(queries @ k.float().transpose(-1, -2) * scale, soft_cap)
+    logits = capped(queries @ k.float().transpose(-1, -2) * by.scale, by.soft_cap)
     if valid is not None:
         logits = logits.masked_fill(~valid.unsqueeze(2), float("-inf"))
     probs = logits.softmax(-1)

@@ -18,6 +18,7 @@ from h2o_flexgen.cost.model import CostModel
 from h2o_flexgen.cost.search import search
 from h2o_flexgen.engine.limits.plan import Plan, by_rule, make_plan
 from h2o_flexgen.kernels import KeysValues, prompt, torch_attention
+from h2o_flexgen.kernels.types import Logits
 from h2o_flexgen.schedule import workspace
 from h2o_flexgen.schedule.footprint import footprint
 from h2o_flexgen.schedule.request import BlockShape, Caps, PlanRequest
@@ -138,7 +139,7 @@ def attended(prefill: Prefill, rows: int, length: int, before: int, device: str)
     q, k, v = (torch.empty(size, dtype=torch.bfloat16, device=device) for _ in range(3))
     shared = torch.empty(2, LARGE.num_heads, before, LARGE.head_dim, dtype=torch.bfloat16, device=device)
     with Live() as live:
-        out, sums = prefill(q, k, v, 0.1, True, past=KeysValues(*shared) if before else None)
+        out, sums = prefill(q, k, v, Logits(0.1), True, past=KeysValues(*shared) if before else None)
     live.peak -= out.nbytes + sums.nbytes
     return live
 
@@ -167,8 +168,8 @@ def test_flash_attention_stays_within_what_is_allowed(rows: int, length: int, be
     pytest.importorskip("triton")
     from h2o_flexgen.kernels import triton_prompt
 
-    def prefill(q: Any, k: Any, v: Any, scale: float, sums: bool, past: KeysValues | None) -> tuple[Any, Any]:
-        out, lse = triton_prompt.flash(q, k, v, scale, past)
+    def prefill(q: Any, k: Any, v: Any, logits: Logits, sums: bool, past: KeysValues | None) -> tuple[Any, Any]:
+        out, lse = triton_prompt.flash(q, k, v, logits.scale, past)
         assert out.dtype == torch.bfloat16
         return out, lse
 

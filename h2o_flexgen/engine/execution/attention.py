@@ -145,7 +145,7 @@ class PromptAttention:
         if prompts is None or not takes_packed(*qkv, self.logits.scale, prompts):
             return chunk.segments
         wanted = self.cache.wants_column_sums
-        sums = packed_attention(qkv, prompts, self.logits.scale, wanted, out, **self._how)
+        sums = packed_attention(qkv, prompts, self.logits, wanted, out, window=self.window)
         self.cache.settle_packed(prompts, qkv[0], stored_k)
         self.cache.fill_packed(prompts, stored_k, qkv[2], sums)
         return [segment for segment in chunk.segments if not segment.rows or segment.depth]
@@ -181,34 +181,31 @@ class PromptAttention:
             if segment.new is not None:
                 segment.new.add(self.layer, piece)
 
-    @property
-    def _how(self) -> dict[str, Any]:
-        return {"window": self.window, "sink_logits": self.logits.sinks, "soft_cap": self.logits.soft_cap}
-
     def _attend(
         self, q: Tensor, own: KeysValues, past: KeysValues | None, wanted: bool, first: int
     ) -> PrefillAttention:
         """See `prefill_attention`. `first`: the segment's first token in the chunk."""
-        how, scale, before, length = self._how, self.logits.scale, 0 if past is None else past.k.shape[1], q.shape[2]
+        logits, window = self.logits, self.window
+        before, length = 0 if past is None else past.k.shape[1], q.shape[2]
         if self.choice is not None and before + length > self.choice.choice.most:
             choice, indexed = self.choice
             shared = None if past is None else past.k[0]
-            how["seen"] = choice.of_prompts(self.behind + first, own.k[:, 0], shared, indexed)
-            return torch_attention.prefill_attention(q, *own, scale, wanted, past=past, **how)
+            seen = choice.of_prompts(self.behind + first, own.k[:, 0], shared, indexed)
+            return torch_attention.prefill_attention(q, *own, logits, wanted, past=past, window=window, seen=seen)
         chunk = self.cache.chunk
         if chunk is None or before + length <= chunk:
-            return prefill_attention(q, *own, scale, wanted, past=past, **how)
+            return prefill_attention(q, *own, logits, wanted, past=past, window=window)
         outs, sums, start = [], None, before
         if wanted:
             sums = torch.zeros(len(q), own.k.shape[1], before + length, device=q.device)
         while start < before + length:
             begin = start // chunk * chunk
             stop = min(begin + chunk, before + length)
-            seen = None if past is None or begin >= before else KeysValues(*(part[:, begin:] for part in past))
+            held = None if past is None or begin >= before else KeysValues(*(part[:, begin:] for part in past))
             mine = slice(max(begin, before) - before, stop - before)
             keys, values = (part[:, :, mine] for part in own)
             asked = q[:, :, start - before : stop - before]
-            mixed, added = prefill_attention(asked, keys, values, scale, wanted, past=seen, **how)
+            mixed, added = prefill_attention(asked, keys, values, logits, wanted, past=held, window=window)
             outs.append(mixed)
             if sums is not None and added is not None:
                 sums[..., begin:stop] = added
