@@ -12,14 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cache.eviction.base import (
-    AttendedPrompts,
-    AttendedStep,
-    PromptRows,
-    PromptScores,
-    RankedPolicy,
-    attention_rows,
-)
+from h2o_flexgen.cache.eviction import base
 from h2o_flexgen.config.eviction import Budget
 
 CEILING = "ceiling"
@@ -52,7 +45,7 @@ class Foresight:
         self.to_come[layer, row] = torch.cat([sums, torch.zeros_like(sums[:, :1])], dim=1)
 
 
-class CeilingPolicy(RankedPolicy):
+class CeilingPolicy(base.RankedPolicy):
     """The score is the attention that a token receives in all later steps of the full run."""
 
     name = CEILING
@@ -64,21 +57,23 @@ class CeilingPolicy(RankedPolicy):
     def queries(self, length: int, budget: Budget) -> int:
         return 0 if self._foresight.steps is None else max(self._foresight.steps)
 
-    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+    def prompt_scores(self, prompts: base.AttendedPrompts, rows: base.PromptRows) -> base.PromptScores:
         foresight, layer = self._foresight, rows.tokens.layer
         names = [int(row) for row in rows.tokens.row_ids.flatten()]
         if foresight.steps is None:
             scores = [foresight.to_come[layer, row][:, 0, : prompts.length] for row in names]
-            return PromptScores(torch.stack(scores).to(prompts.k.device))
+            return base.PromptScores(torch.stack(scores).to(prompts.k.device))
         steps = [foresight.steps[row] for row in names]
-        parts = [part.mean(2) for _, part in attention_rows(prompts, max(steps), rows.window)] if max(steps) else []
+        parts = (
+            [part.mean(2) for _, part in base.attention_rows(prompts, max(steps), rows.window)] if max(steps) else []
+        )
         for place, (row, count) in enumerate(zip(names, steps, strict=True)):
             none = prompts.keys.new_zeros(prompts.keys.shape[1], 0, prompts.length, dtype=torch.float32)
             received = torch.cat([part[place] for part in parts], dim=1)[:, -count:] if count else none
             foresight.record(layer, row, received)
-        return PromptScores(torch.ones(len(names), prompts.keys.shape[1], prompts.length, device=prompts.k.device))
+        return base.PromptScores(torch.ones(len(names), prompts.keys.shape[1], prompts.length, device=prompts.k.device))
 
-    def ranks(self, step: AttendedStep) -> Tensor:
+    def ranks(self, step: base.AttendedStep) -> Tensor:
         found = []
         for place, row in enumerate(step.tokens.row_ids.flatten().tolist()):
             to_come = self._foresight.to_come.get((step.tokens.layer, row))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores, RankedPolicy, attention_rows
+from h2o_flexgen.cache.eviction import base
 
 POOL = 5
 
 
-class DefensivePolicy(RankedPolicy):
+class DefensivePolicy(base.RankedPolicy):
     """The score is the most that any of the last `recent` queries, of any head, pays a token; no less than the mean of
     that over tokens; times the L1 norm of its value.
 
@@ -21,12 +21,12 @@ class DefensivePolicy(RankedPolicy):
     name = "defensivekv"
     asks = "recent"
 
-    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+    def prompt_scores(self, prompts: base.AttendedPrompts, rows: base.PromptRows) -> base.PromptScores:
         recent, length = rows.budget.recent, prompts.length
         end = max(1, length - recent)
         n, kv_heads = prompts.k.shape[:2]
         worst, sums = (torch.zeros(n, kv_heads, size, device=prompts.k.device) for size in (end, length))
-        for _, part in attention_rows(prompts, recent, rows.window):
+        for _, part in base.attention_rows(prompts, recent, rows.window):
             sums += part.mean(2).sum(2)
             own = part[..., :end]
             smooth = F.avg_pool1d(own.flatten(0, 3), POOL, 1, POOL // 2, count_include_pad=False).view_as(own)
@@ -34,4 +34,4 @@ class DefensivePolicy(RankedPolicy):
             worst = torch.maximum(worst, smooth.amax((2, 3)))
         worst = torch.maximum(worst, worst.mean(-1, keepdim=True))
         ranks = worst * prompts.values[:, :, :end].float().abs().sum(-1)
-        return PromptScores(F.pad(ranks, (0, length - end)), sums)
+        return base.PromptScores(F.pad(ranks, (0, length - end)), sums)

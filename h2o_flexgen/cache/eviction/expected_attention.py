@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores, RankedPolicy
+from h2o_flexgen.cache.eviction import base
 from h2o_flexgen.errors import required
 
 FUTURE = 512
 """Positions that queries to come are expected at."""
 
 
-class ExpectedAttentionPolicy(RankedPolicy):
+class ExpectedAttentionPolicy(base.RankedPolicy):
     """The score is exp(the expected logit), normalised, the mean over query heads, times the norm of the value.
 
     Queries to come are taken for normal, with the mean and the covariance of the prompt's behind the sinks, turned by
@@ -23,7 +23,7 @@ class ExpectedAttentionPolicy(RankedPolicy):
     raw_queries = True
     asks = "all"
 
-    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+    def prompt_scores(self, prompts: base.AttendedPrompts, rows: base.PromptRows) -> base.PromptScores:
         length, sinks = prompts.length, rows.budget.sinks
         first = min(length, sinks if rows.window is None else max(sinks, length - rows.window + 1))
         keys, scale = prompts.keys.float(), prompts.logits.scale
@@ -41,7 +41,7 @@ class ExpectedAttentionPolicy(RankedPolicy):
         seen = keys[:, :, first:].unsqueeze(2)
         logits = scale * (seen * mean).sum(-1) + scale**2 / 2 * ((seen @ covariance) * seen).sum(-1)
         expected = logits.softmax(-1).mean(2) * prompts.values[:, :, first:].float().norm(dim=-1)
-        return PromptScores(torch.cat([expected.new_zeros(n, kv_heads, first), expected], dim=-1))
+        return base.PromptScores(torch.cat([expected.new_zeros(n, kv_heads, first), expected], dim=-1))
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

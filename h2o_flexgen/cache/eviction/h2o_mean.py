@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from h2o_flexgen.cache.eviction.base import AttendedPrompts, AttendedStep, PromptRows, PromptScores
+from h2o_flexgen.cache.eviction import base
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 
 
@@ -17,9 +17,9 @@ class H2OMeanPolicy(H2OPolicy):
     name = "h2o_mean"
     by = "mean"
 
-    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+    def prompt_scores(self, prompts: base.AttendedPrompts, rows: base.PromptRows) -> base.PromptScores:
         sums = super().prompt_scores(prompts, rows).rank
-        return PromptScores(sums / (prompts.length - rows.tokens.positions), sums)
+        return base.PromptScores(sums / (prompts.length - rows.tokens.positions), sums)
 
-    def ranks(self, step: AttendedStep) -> Tensor:
+    def ranks(self, step: base.AttendedStep) -> Tensor:
         return step.score / (step.now + 1 - step.pos)

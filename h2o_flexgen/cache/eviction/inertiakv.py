@@ -6,13 +6,7 @@ from functools import reduce
 
 import torch
 
-from h2o_flexgen.cache.eviction.base import (
-    AttendedPrompts,
-    AttendedStep,
-    PromptRows,
-    PromptScores,
-    attention_rows,
-)
+from h2o_flexgen.cache.eviction import base
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 
 INERTIA = 0.8  # the kernel in C has it, too
@@ -29,13 +23,13 @@ class InertiaPolicy(H2OPolicy):
     by = "fading"
     asks = _QUERIES
 
-    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+    def prompt_scores(self, prompts: base.AttendedPrompts, rows: base.PromptRows) -> base.PromptScores:
         last, rank = prompts.length - 1, super().prompt_scores(prompts, rows).rank
         parts = (
             torch.einsum("c,nkcs->nks", (1 - INERTIA) * INERTIA ** (last - at).float(), received.mean(2))
-            for at, received in attention_rows(prompts, _QUERIES, rows.window)
+            for at, received in base.attention_rows(prompts, _QUERIES, rows.window)
         )
-        return PromptScores(rank, reduce(torch.add, parts))
+        return base.PromptScores(rank, reduce(torch.add, parts))
 
-    def update(self, step: AttendedStep) -> None:
+    def update(self, step: base.AttendedStep) -> None:
         step.score.mul_(INERTIA).add_(step.received, alpha=1 - INERTIA)

@@ -5,18 +5,12 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.cache.eviction.base import (
-    AttendedPrompts,
-    AttendedStep,
-    PromptRows,
-    PromptScores,
-    RankedPolicy,
-)
+from h2o_flexgen.cache.eviction import base
 from h2o_flexgen.kernels import ranks
 from h2o_flexgen.kernels.states import serves
 
 
-class KeyDiffPolicy(RankedPolicy):
+class KeyDiffPolicy(base.RankedPolicy):
     """The score of a token is 1 - cos(key, anchor), the anchor being the mean direction of all keys that are cached.
 
     The anchor is taken anew at each eviction, the newest key included.
@@ -25,10 +19,10 @@ class KeyDiffPolicy(RankedPolicy):
     name = "keydiff"
     by = "difference"
 
-    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
-        return PromptScores(_difference(prompts.stored_keys, None))
+    def prompt_scores(self, prompts: base.AttendedPrompts, rows: base.PromptRows) -> base.PromptScores:
+        return base.PromptScores(_difference(prompts.stored_keys, None))
 
-    def ranks(self, step: AttendedStep) -> Tensor:
+    def ranks(self, step: base.AttendedStep) -> Tensor:
         keys = step.held().k
         return ranks.differences(keys, step.pos) if serves(keys) else _difference(keys, step.pos >= 0)
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores, RankedPolicy, Tokens
+from h2o_flexgen.cache.eviction import base
 from h2o_flexgen.errors import required
 
 
-class KnormPolicy(RankedPolicy):
+class KnormPolicy(base.RankedPolicy):
     """The score of a token is one over the norm of its key: queries look most at short keys."""
 
     name = "knorm"
     scores_keys = True
 
-    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
-        return PromptScores(_shortness(prompts.stored_keys))
+    def prompt_scores(self, prompts: base.AttendedPrompts, rows: base.PromptRows) -> base.PromptScores:
+        return base.PromptScores(_shortness(prompts.stored_keys))
 
-    def new_scores(self, tokens: Tokens, keys: Tensor | None) -> Tensor:
+    def new_scores(self, tokens: base.Tokens, keys: Tensor | None) -> Tensor:
         return _shortness(required(keys, "the new keys are needed")).unsqueeze(-1)
 
 

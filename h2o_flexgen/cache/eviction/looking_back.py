@@ -11,15 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.cache.eviction.base import (
-    AttendedPrompts,
-    AttendedStep,
-    PromptRows,
-    PromptScores,
-    RankedPolicy,
-    Tokens,
-    in_spans,
-)
+from h2o_flexgen.cache.eviction import base
 from h2o_flexgen.cache.vectors import index_of, reordered
 from h2o_flexgen.config.eviction import ROW_LOGITS, Budget
 from h2o_flexgen.errors import required
@@ -44,7 +36,7 @@ class Look:
     v: Tensor
     pos: Tensor
     chosen: Tensor
-    tokens: Tokens
+    tokens: base.Tokens
     budget: Budget
     window: int | None
     soft_cap: float | None
@@ -71,7 +63,7 @@ class Look:
         return torch.where(hidden.unsqueeze(2), -torch.inf, logits).softmax(-1).nan_to_num_(0.0).mean((2, 3))
 
 
-class LookingBack(RankedPolicy):
+class LookingBack(base.RankedPolicy):
     """Lets tokens go in bursts by what `score` makes of a `Look`. The prompt is pruned in the same way."""
 
     reads_values: ClassVar[bool] = False  # else those of a `Look` are anything
@@ -87,10 +79,10 @@ class LookingBack(RankedPolicy):
     def score(self, look: Look) -> Tensor:
         """(n, kv_heads, N) float32, never negative; read where a token is a candidate."""
 
-    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+    def prompt_scores(self, prompts: base.AttendedPrompts, rows: base.PromptRows) -> base.PromptScores:
         length, count = prompts.length, min(prompts.length, self.window_of(rows.budget))
         places = torch.arange(length, device=prompts.k.device).expand(1, prompts.k.shape[1], -1)
-        pinned = in_spans(rows.budget, length, places.device).expand_as(places) if rows.budget.spans else None
+        pinned = base.in_spans(rows.budget, length, places.device).expand_as(places) if rows.budget.spans else None
         queries = required(prompts.queries, _NEEDED)
         some = max(1, ROW_LOGITS // (queries.shape[1] * count * length))
         scores = []
@@ -103,9 +95,9 @@ class LookingBack(RankedPolicy):
             scores.append(
                 self.score(self._look(rows._replace(tokens=tokens), asked, asked_at, held, pos, part, pinned))
             )
-        return PromptScores(torch.cat(scores))
+        return base.PromptScores(torch.cat(scores))
 
-    def ranks(self, step: AttendedStep) -> Tensor:
+    def ranks(self, step: base.AttendedStep) -> Tensor:
         asked, asked_at = required(step.queries, _NEEDED), required(step.asked_at, _NEEDED)
         # Where one token goes at a time, the next takes its slot: neighbours are so in time. Bursts keep the order.
         pos, order = step.pos.to(torch.int64), None
@@ -116,7 +108,7 @@ class LookingBack(RankedPolicy):
         for budget, rows in self._parts(step, asked.shape[1]):
             recent, own = last[rows, -self.window_of(budget) :], None if order is None else order[rows]
             queries = reordered(asked[rows], recent.unsqueeze(1).expand(-1, asked.shape[1], -1))
-            of = PromptRows(step.tokens._replace(row_ids=step.tokens.row_ids[rows]), budget, step.window)
+            of = base.PromptRows(step.tokens._replace(row_ids=step.tokens.row_ids[rows]), budget, step.window)
             pinned, kept = None if step.pinned is None else step.pinned[rows], KeysValues(held.k[rows], held.v[rows])
             if own is not None:
                 pinned = None if pinned is None else pinned.gather(-1, own)
@@ -127,7 +119,7 @@ class LookingBack(RankedPolicy):
             found[rows] = scores if own is None else torch.empty_like(scores).scatter_(-1, own, scores)
         return found
 
-    def _parts(self, step: AttendedStep, heads: int) -> Iterator[tuple[Budget, slice | Tensor]]:
+    def _parts(self, step: base.AttendedStep, heads: int) -> Iterator[tuple[Budget, slice | Tensor]]:
         """Rows of one budget, some at a time: of many at once, logits would leave the processor's caches between one
         operation and the next."""
         for budget in dict.fromkeys(step.budgets):
@@ -138,17 +130,17 @@ class LookingBack(RankedPolicy):
                 together = part[-1] - part[0] < len(part)  # whose keys and values are not copied
                 yield budget, slice(part[0], part[-1] + 1) if together else index_of(part, step.pos.device)
 
-    def update(self, step: AttendedStep) -> None:
+    def update(self, step: base.AttendedStep) -> None:
         """No state is kept from step to step but the queries."""
 
     def _look(
         self,
-        rows: PromptRows,
+        rows: base.PromptRows,
         q: Tensor,
         at: Tensor,
         held: KeysValues,
         pos: Tensor,
-        attended: AttendedPrompts | AttendedStep,
+        attended: base.AttendedPrompts | base.AttendedStep,
         pinned: Tensor | None,
     ) -> Look:
         budget, now = rows.budget, at.amax(-1).view(-1, 1, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores, RankedPolicy, summed_rows
+from h2o_flexgen.cache.eviction import base
 from h2o_flexgen.cache.eviction.random import uniform
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.splits import SPLITS, Share
@@ -14,7 +14,7 @@ CHANCE = 0.35
 """The part of what is chosen that is drawn."""
 
 
-class NaclPolicy(RankedPolicy):
+class NaclPolicy(base.RankedPolicy):
     """The score is the attention of the last tenth of the prompt; 35 % of what is chosen is drawn by it instead.
 
     Drawn without replacement, each with a probability proportional to exp(score), from the seed, the sequence, the
@@ -28,14 +28,14 @@ class NaclPolicy(RankedPolicy):
             return budget.recent
         return min(length, SPLITS.get(self.name).recent(Share(budget.total, budget.total, budget.after_prompt, length)))
 
-    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+    def prompt_scores(self, prompts: base.AttendedPrompts, rows: base.PromptRows) -> base.PromptScores:
         length = prompts.length
-        votes = summed_rows(prompts, self.queries(length, rows.budget), rows.window)
+        votes = base.summed_rows(prompts, self.queries(length, rows.budget), rows.window)
         first = rows.budget.sinks if rows.window is None else max(rows.budget.sinks, length - rows.window + 1)
         last = length - rows.budget.recent
         chosen = rows.budget.heavy - int(CHANCE * rows.budget.heavy)
         if last - first <= rows.budget.heavy:
-            return PromptScores(votes, votes)
+            return base.PromptScores(votes, votes)
         candidates = votes[..., first:last]
         best = _order(candidates).argsort(-1) < chosen
         # The largest of scores with Gumbel noise are such a draw.
@@ -45,7 +45,7 @@ class NaclPolicy(RankedPolicy):
         )
         ranks = torch.zeros_like(votes)
         ranks[..., first:last] = (last - first - drawn).float()
-        return PromptScores(ranks, votes)
+        return base.PromptScores(ranks, votes)
 
 
 def _order(values: Tensor) -> Tensor:

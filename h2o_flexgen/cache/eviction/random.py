@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores, RankedPolicy, Tokens
+from h2o_flexgen.cache.eviction import base
 
 _MASK = 0xFFFFFFFF
 
@@ -25,7 +25,7 @@ def _absorb(state: Any, part: Any) -> Any:
     return _mix((part + state + 0x9E3779B9) & _MASK)
 
 
-def uniform(seed: int, tokens: Tokens) -> Tensor:
+def uniform(seed: int, tokens: base.Tokens) -> Tensor:
     """A number in [0, 1) for each token, float32: a hash of (seed, layer, sequence, KV head, position).
 
     It depends on nothing else: neither on the other sequences of a GPU batch nor on where the cache lives.
@@ -36,13 +36,13 @@ def uniform(seed: int, tokens: Tokens) -> Tensor:
     return (hashed >> 8).to(torch.float32) / (1 << 24)
 
 
-class RandomPolicy(RankedPolicy):
+class RandomPolicy(base.RankedPolicy):
     """The score of a token is a hash of where it stands."""
 
     name = "random"
 
-    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
-        return PromptScores(uniform(self.seed, rows.tokens))
+    def prompt_scores(self, prompts: base.AttendedPrompts, rows: base.PromptRows) -> base.PromptScores:
+        return base.PromptScores(uniform(self.seed, rows.tokens))
 
-    def new_scores(self, tokens: Tokens, keys: Tensor | None) -> Tensor:
+    def new_scores(self, tokens: base.Tokens, keys: Tensor | None) -> Tensor:
         return uniform(self.seed, tokens)

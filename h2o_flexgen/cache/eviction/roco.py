@@ -7,15 +7,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cache.eviction.base import (
-    AttendedPrompts,
-    AttendedStep,
-    PromptRows,
-    PromptScores,
-    RankedPolicy,
-    attention_rows,
-    in_spans,
-)
+from h2o_flexgen.cache.eviction import base
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.errors import required
 
@@ -23,7 +15,7 @@ VOLATILE = 3  # tenths of the budget
 _TWO = "roco keeps two numbers"
 
 
-class RoCoPolicy(RankedPolicy):
+class RoCoPolicy(base.RankedPolicy):
     """The score is the mean attention received, and of the 0.3 B tokens whose attention varies most none goes.
 
     Kept are sums of attention and of its squares. A token's attention varies most when it is young.
@@ -37,23 +29,23 @@ class RoCoPolicy(RankedPolicy):
     def scope(self, budget: Budget) -> int:
         return _scope(budget, 1)
 
-    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+    def prompt_scores(self, prompts: base.AttendedPrompts, rows: base.PromptRows) -> base.PromptScores:
         budget, last = rows.budget, prompts.length - 1
-        received = (part.mean(2) for _, part in attention_rows(prompts, prompts.length, rows.window))
+        received = (part.mean(2) for _, part in base.attention_rows(prompts, prompts.length, rows.window))
         sums, squares = reduce(torch.add, (torch.stack([part.sum(2), part.square().sum(2)]) for part in received))
         seen = torch.full((1, 1, 1), last, device=sums.device)
         pos, scope = rows.tokens.positions, _scope(budget, max(1, prompts.length - budget.total))
         protected = (pos < budget.sinks) | (pos > last - budget.recent)
         if budget.spans:
-            protected |= in_spans(budget, prompts.length, pos.device)
+            protected |= base.in_spans(budget, prompts.length, pos.device)
         ranks = _ranks(sums, squares, pos, seen, scope, protected)
-        return PromptScores(ranks, sums, squares)
+        return base.PromptScores(ranks, sums, squares)
 
-    def update(self, step: AttendedStep) -> None:
+    def update(self, step: base.AttendedStep) -> None:
         step.score.add_(step.received)
         required(step.extra, _TWO).addcmul_(step.received, step.received)
 
-    def ranks(self, step: AttendedStep) -> Tensor:
+    def ranks(self, step: base.AttendedStep) -> Tensor:
         numbers = [(budget.sinks, budget.recent, self.scope(budget)) for budget in step.budgets]
         limits = step.once("limits of roco", lambda: torch.tensor(numbers, device=step.pos.device))
         sinks, recent, scopes = limits.view(-1, 3, 1, 1).unbind(1)

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import torch
 
-from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores, RankedPolicy
+from h2o_flexgen.cache.eviction import base
 from h2o_flexgen.config.eviction import Budget
 
 _WINDOW = 32
 
 
-class ThenH2O(RankedPolicy):
+class ThenH2O(base.RankedPolicy):
     """Keeps the tokens of the prompt that `first` ranks highest, beside the sinks and H2O's recent half.
 
     H2O's sums then start with the plain attention that `first` made its ranks of; with 0 where it used none.
@@ -21,7 +21,7 @@ class ThenH2O(RankedPolicy):
     name = "+h2o"
     needs_rows = True
 
-    def __init__(self, first: RankedPolicy) -> None:
+    def __init__(self, first: base.RankedPolicy) -> None:
         super().__init__(first.seed)
         self._first = first
 
@@ -32,9 +32,9 @@ class ThenH2O(RankedPolicy):
     def queries(self, length: int, budget: Budget) -> int:
         return self._first.queries(length, _narrow(budget))
 
-    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+    def prompt_scores(self, prompts: base.AttendedPrompts, rows: base.PromptRows) -> base.PromptScores:
         rank, state, _ = self._first.prompt_scores(prompts, rows._replace(budget=_narrow(rows.budget)))
-        return PromptScores(rank, torch.zeros_like(rank) if state is None else state)
+        return base.PromptScores(rank, torch.zeros_like(rank) if state is None else state)
 
 
 def _narrow(budget: Budget) -> Budget:

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from h2o_flexgen.cache.eviction.base import (
-    AttendedPrompts,
-    AttendedStep,
-    PromptRows,
-    PromptScores,
-    RankedPolicy,
-    summed_rows,
-)
+from h2o_flexgen.cache.eviction import base
 
 
-class TovaPolicy(RankedPolicy):
+class TovaPolicy(base.RankedPolicy):
     """The score is the newest query's attention, the mean over all query heads of the layer: one set for all.
 
     The prompt is pruned at once, by its last query.
@@ -24,13 +17,13 @@ class TovaPolicy(RankedPolicy):
     needs_rows = True
     asks = 1
 
-    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
-        return PromptScores(_over_heads(summed_rows(prompts, 1, rows.window)))
+    def prompt_scores(self, prompts: base.AttendedPrompts, rows: base.PromptRows) -> base.PromptScores:
+        return base.PromptScores(_over_heads(base.summed_rows(prompts, 1, rows.window)))
 
-    def update(self, step: AttendedStep) -> None:
+    def update(self, step: base.AttendedStep) -> None:
         """No state is kept between steps."""
 
-    def ranks(self, step: AttendedStep) -> Tensor:
+    def ranks(self, step: base.AttendedStep) -> Tensor:
         return _over_heads(step.received)
 
 
