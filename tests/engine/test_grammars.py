@@ -355,6 +355,17 @@ def test_grammars_are_compiled_once_per_schema(grammars: Grammars) -> None:
     assert grammars.of(ResponseFormat.of_schema(schema, strict=False), "b") is not first
 
 
+def test_a_likeliest_token_without_text_is_passed_over_in_silence(
+    grammars: Grammars, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The library wrote a line to stderr for each."""
+    guide = guide_of(grammars, ResponseFormat.of_schema({"enum": ["ab"]}))
+    assert not guide.tries(ord("\t"))
+    assert [guide.tries(token) for token in (*b'"ab"', END)] == [True] * 5
+    assert not guide.error
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize("kind", [3, ["string", 3], {}], ids=str)
 def test_a_type_has_a_name(kind: Any) -> None:
     with pytest.raises(UsageError, match="needed a type's name or a list of them"):

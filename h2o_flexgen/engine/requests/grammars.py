@@ -38,11 +38,13 @@ _NO_TEXT = re.compile(b"|".join((b"[\xc0\xc1\xf5-\xff]", *_PAIRS)))
 
 class Grammar(NamedTuple):
     """A form, compiled for a vocabulary: `compiled` is a future of xgrammar's CompiledGrammar; `beside` makes masks, in
-    order, on a thread; `cuts`: by tokens that end within a character, the mask of those that may follow."""
+    order, on a thread; `cuts`: by tokens that end within a character, the mask of those that may follow; `silent`:
+    tokens without text."""
 
     compiled: Future[Any]
     beside: ThreadPoolExecutor
     cuts: Mapping[int, Tensor]
+    silent: frozenset[int]
 
 
 class Grammars:
@@ -54,6 +56,7 @@ class Grammars:
         self._pools: list[ThreadPoolExecutor] = []
         self._pieces: dict[bool, list[bytes]] = {}
         self._cuts: dict[int, Tensor] = {}
+        self._silent: dict[bool, frozenset[int]] = {}
         self._compilers: dict[bool, Any] = {}
 
     def of(self, form: ResponseFormat, where: str) -> Grammar:
@@ -75,8 +78,9 @@ class Grammars:
         if spelt not in self._pieces:
             self._pieces[spelt] = token_bytes(self._codec.light, self._size, spelt)
             self._cuts = cuts(self._pieces[spelt])
+            self._silent[spelt] = frozenset(token for token, piece in enumerate(self._pieces[spelt]) if not piece)
         compiled = self._pools[0].submit(lambda: self._compiler(spelt).compile_grammar(parsed))
-        grammar = self._made[form] = Grammar(compiled, self._pools[1], self._cuts)
+        grammar = self._made[form] = Grammar(compiled, self._pools[1], self._cuts, self._silent[spelt])
         if len(self._made) > _KEPT:
             self._made.popitem(last=False)
         return grammar
@@ -172,6 +176,7 @@ class Guide:
             self.fault = "response_format"
             self._error = f"its response_format cannot be followed: {_why(error)}"
         self._mask, self._cuts = library.allocate_token_bitmask(1, vocab_size), row.grammar.cuts
+        self._silent = row.grammar.silent.difference(eos)
         self._cut: Tensor | None = None
         self._filled = False
         self._tried: int | None = None
@@ -210,7 +215,10 @@ class Guide:
             self._error = f"its grammar does not go on with token {token}"
 
     def _accepts(self, token: int) -> bool:
-        if self._error or (self._cut is not None and not self._cut[0, token // 32] >> token % 32 & 1):
+        # The library writes a warning when it is asked about a token without text.
+        if self._error or token in self._silent:
+            return False
+        if self._cut is not None and not self._cut[0, token // 32] >> token % 32 & 1:
             return False
         try:
             accepted = bool(self._matcher.accept_token(token))
