@@ -144,7 +144,7 @@ def known_keys(data: object, cls: type[Any], *, derived: tuple[str, ...] = ()) -
     `derived` keys may be there but are left out of the result.
     """
     if not isinstance(data, Mapping):
-        raise UsageError(f"a {cls.__name__} cannot be made from {data!r}", "needed a JSON object")
+        raise UsageError(f"a {cls.__name__} cannot be made from {shown(data)}", "needed a JSON object")
     fields = {item.name: item for item in dataclasses.fields(cls) if item.init}
     for key in data:
         if key not in fields and key not in derived:

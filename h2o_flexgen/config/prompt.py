@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from h2o_flexgen.config.budget import Range
-from h2o_flexgen.config.checks import known_keys, one_of, token_ids, truth, whole
+from h2o_flexgen.config.checks import known_keys, one_of, shown, token_ids, truth, whole
 from h2o_flexgen.errors import UsageError
 
 _UNITS = ("token", "char")
@@ -31,7 +31,7 @@ class Span:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise UsageError(f"the name of a span is {self.name!r}", "needed a text")
+            raise UsageError(f"the name of a span is {shown(self.name)}", "needed a text")
         start, end = whole(self.start, f"start of {self}", 0), whole(self.end, f"end of {self}", 0)
         object.__setattr__(self, "start", start)
         object.__setattr__(self, "end", end)
@@ -41,7 +41,7 @@ class Span:
         one_of(self.unit, f"the unit of {self}", _UNITS)
 
     def __str__(self) -> str:
-        return f"span {self.name!r} [{self.start}, {self.end})"
+        return f"span {shown(self.name)} [{shown(self.start)}, {shown(self.end)})"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Prompt:
 
     def __post_init__(self) -> None:
         if isinstance(self.spans, str | Mapping) or not isinstance(self.spans, Sequence):
-            raise UsageError(f"spans are {self.spans!r}", "needed a list of them")
+            raise UsageError(f"spans are {shown(self.spans)}", "needed a list of them")
         object.__setattr__(self, "ends", token_ids(self.ends, "ends of a prompt"))
         spans = (each if isinstance(each, Span) else Span(**known_keys(each, Span)) for each in self.spans)
         object.__setattr__(self, "spans", tuple(sorted(spans, key=lambda span: span.start)))

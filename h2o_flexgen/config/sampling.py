@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -152,8 +153,9 @@ class SamplingParams(Checked):
             for token in tokens:
                 whole(token, f"a token id in {name}", 0)
         for _, bias in self.sequence_bias:
-            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not bias < math.inf:
-                raise UsageError(f"sequence_bias holds the bias {bias!r}", "needed a number")
+            known = not isinstance(bias, bool) and isinstance(bias, (int, float))
+            if not (known and (bias == -math.inf or abs(bias) <= sys.float_info.max)):
+                raise UsageError(f"sequence_bias holds the bias {shown(bias)}", "needed a number")
         for name in ("forced_bos_token_id", "forced_eos_token_id"):
             forced = _tokens(getattr(self, name))
             if forced and set(forced) <= set(self.suppress_tokens):

@@ -7,6 +7,7 @@ line's own.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -396,7 +397,8 @@ class _Body:
     def number(self, name: str, usual: float) -> float:
         value = self.get(name, usual)
         low, high = _BOUNDS[name]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        most = min(high, sys.float_info.max)  # whole numbers have no end
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= most:
             raise Refused(f"{name} is {shown(value)}, needed a number from {low} to {high}", param=name)
         return float(value)
 
@@ -445,9 +447,9 @@ def _messages(given: Any) -> list[dict[str, Any]]:
             raise Refused(f"messages holds {shown(message)}, needed objects", param="messages")
         content = message.get("content")
         if isinstance(content, list):
-            texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-            kinds = {part.get("type") for part in content if isinstance(part, dict)}
-            if kinds != {"text"} or not all(isinstance(text, str) for text in texts):
+            told = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+            texts = [part.get("text") for part in told]
+            if not 0 < len(texts) == len(content) or not all(isinstance(text, str) for text in texts):
                 raise Refused("messages holds content that is not text", "unsupported_field", param="messages")
             message = {**message, "content": "".join(text for text in texts if text)}
         talk.append(message)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from h2o_flexgen.config.checks import shown
 from h2o_flexgen.config.fold import Thinking
 from h2o_flexgen.config.response_format import ResponseFormat
 from h2o_flexgen.config.sampling import SamplingParams
@@ -86,13 +87,14 @@ def with_reasoning(codec: TextCodec | None, model: str, arguments: Any, said: Ma
             name, value = "enable_thinking", False
         if not isinstance(value, bool if name == "enable_thinking" else str):
             needed = "true or false" if name == "enable_thinking" else "a text such as low, medium or high"
-            raise Refused(f"{name} is {value!r}, needed {needed}", param=name)
+            raise Refused(f"{name} is {shown(value)}, needed {needed}", param=name)
         if name not in template:
             found = f"the chat template of {model} does not know {name}"
             raise Refused(found, "unsupported_field", param=name)
         if isinstance(arguments, Mapping) and name in arguments:
             raise Refused(f"{name} is given in the body and in chat_template_kwargs", param=name)
-        arguments = {**(arguments or {}), name: value}
+        if arguments is None or isinstance(arguments, Mapping):  # else refused where templates are rendered
+            arguments = {**(arguments or {}), name: value}
     return arguments
 
 
@@ -234,15 +236,15 @@ class Speaker:
         limits = [(name, body[name]) for name in LIMITS if body.get(name) is not None]
         for name, value in limits:
             if len(limits) > 1 or type(value) is not int or value < 0:
-                raise Refused(f"{name} is {value!r}, needed one whole number from 0", param=name)
+                raise Refused(f"{name} is {shown(value)}, needed one whole number from 0", param=name)
             if not self._marks.known:
                 found = f"{name} is given, and the chat template of {self._model} marks no reasoning"
                 raise Refused(found, "unsupported_field", param=name)
-        shown = body.get("include_reasoning")
-        if shown is not None and not isinstance(shown, bool):
-            raise Refused(f"include_reasoning is {shown!r}, needed true or false", param="include_reasoning")
+        told = body.get("include_reasoning")
+        if told is not None and not isinstance(told, bool):
+            raise Refused(f"include_reasoning is {shown(told)}, needed true or false", param="include_reasoning")
         form = None if tools is None else tools.form(self._calls)
-        return Speech(messages, arguments, tools, limits[0][1] if limits else None, shown is not False, form)
+        return Speech(messages, arguments, tools, limits[0][1] if limits else None, told is not False, form)
 
     def thinking(self, speech: Speech, ids: Sequence[int], params: SamplingParams) -> SamplingParams:
         """The settings of a chat, whose prompt is `ids`, with what the engine has to know of reasoning."""

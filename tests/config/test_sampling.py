@@ -39,6 +39,7 @@ from h2o_flexgen.errors import UsageError
         {"bad_words_ids": [5]},
         {"bad_words_ids": [[]]},
         {"sequence_bias": {(1,): "x"}},
+        {"sequence_bias": {(1,): 10**400}},
         {"sequence_bias": [[[1], float("nan")]]},
         {"sequence_bias": [[[1], float("inf")]]},
         {"exponential_decay_length_penalty": (3,)},

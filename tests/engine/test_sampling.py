@@ -182,6 +182,16 @@ def test_max_time_ends_a_sequence_after_its_next_token(llm) -> None:
     assert [(len(output.token_ids), output.finish_reason) for output in outputs] == [(1, "length")] * 2
 
 
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.5}, {"presence_penalty": 1.0}], ids=str)
+def test_an_eos_that_is_no_token_is_none(llm, settings: dict[str, Any]) -> None:
+    """That of another model: forbidding it ended the call, and with it all other rows."""
+    params = {"max_new_tokens": 4, "min_new_tokens": 2, **settings}
+    prompts = prompts_of([4, 9])
+    wanted = [output.token_ids for output in llm.generate(prompts, **params, eos_token_id=())]
+    for eos in (VOCAB, (VOCAB, 10**30), -1):
+        assert [output.token_ids for output in llm.generate(prompts, **params, eos_token_id=eos)] == wanted
+
+
 def test_greedy_repetition_penalty_and_min_new_tokens_equal_transformers() -> None:
     prompt, logits = [3, 4, 4, 9], torch.randn(1, 12)
     logits[0, EOS] = 10.0

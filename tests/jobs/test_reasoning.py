@@ -110,6 +110,7 @@ def test_answers_with_bounded_reasoning(tmp_path: Path, thinker: Path, batch: Ca
         line("twice", enable_thinking=True, chat_template_kwargs={"enable_thinking": True}),
         line("negative", max_reasoning_tokens=-1),
         line("no switch", enable_thinking="no"),
+        line("no arguments", enable_thinking=True, chat_template_kwargs=["a"]),
     )
     ran = batch("-i", path, "-o", tmp_path / "out.jsonl", "--model", thinker, "--quiet", "--dtype", "float32")
     assert ran.code == 3
@@ -138,7 +139,7 @@ def test_answers_with_bounded_reasoning(tmp_path: Path, thinker: Path, batch: Ca
     refused = {name: body["error"]["param"] for name, body in bodies.items() if "error" in body}
     assert refused == {
         "effort": "reasoning_effort", "twice": "enable_thinking", "negative": "max_reasoning_tokens",
-        "no switch": "enable_thinking",
+        "no switch": "enable_thinking", "no arguments": "chat_template_kwargs",
     }  # fmt: skip
 
 

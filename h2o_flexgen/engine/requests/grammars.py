@@ -165,7 +165,7 @@ class Guide:
     """
 
     def __init__(self, row: Sequence, vocab_size: int) -> None:
-        library, eos = _library(), sorted(token for token in row.eos if token >= 0)
+        library, eos = _library(), sorted(row.eos)
         self.ends_by_itself, self._error = not eos, ""
         self.fault: Fault | None = None
         try:

@@ -198,7 +198,7 @@ class RequestReader:
             return self._known(prompt_ids(self._tokenizer(where), prompt, where, bare=True), where)
         if not _listed(prompt):
             raise UsageError(
-                f"{where}: {prompt!r} is not a prompt",
+                f"{where}: {shown(prompt)} is not a prompt",
                 "needed a string or a list of token ids",
                 "wrap the token ids of one prompt: [[1, 2, 3]]",
             )
@@ -219,7 +219,7 @@ class RequestReader:
     def _known(self, ids: list[int], where: str) -> list[int]:
         for token in ids:
             if not 0 <= token < self.spec.vocab_size:
-                raise UsageError(f"{where} holds token id {token}", f"needed 0 to {self.spec.vocab_size - 1}")
+                raise UsageError(f"{where} holds token id {shown(token)}", f"needed 0 to {self.spec.vocab_size - 1}")
         return ids
 
     def _sequence(
@@ -265,7 +265,7 @@ class RequestReader:
             spans=spans,
             turn=turn,
             replays=self.eviction.split.replays and not budget.full,
-            eos=_eos(params.eos_token_id, self.spec.eos_token_ids),
+            eos=_eos(params.eos_token_id, self.spec.eos_token_ids, self.spec.vocab_size),
             seed=self.seed if params.seed is None else params.seed,
             grammar=self._grammar(params, f"prompt {index}"),
         )
@@ -314,7 +314,7 @@ def _listed(value: object) -> bool:
 
 def _as_int(token: Any, where: str) -> int:
     if isinstance(token, bool) or not hasattr(token, "__index__"):
-        raise UsageError(f"{where} holds {token!r}", "needed a string or a list of token ids")
+        raise UsageError(f"{where} holds {shown(token)}", "needed a string or a list of token ids")
     return int(token)
 
 
@@ -327,10 +327,11 @@ def _budget(eviction: EvictionConfig, prompt_len: int, gen_len: int, ranges: tup
 
 
 @lru_cache(64)
-def _eos(given: int | tuple[int, ...] | None, own: tuple[int, ...]) -> frozenset[int]:
-    """Tokens that end a sequence: the `given` ones, else the model's `own`."""
+def _eos(given: int | tuple[int, ...] | None, own: tuple[int, ...], vocab_size: int) -> frozenset[int]:
+    """Tokens that end a sequence: the `given` ones, else the model's `own`; without numbers that are no tokens, which
+    never come."""
     eos = own if given is None else given
-    return frozenset((eos,) if isinstance(eos, int) else eos)
+    return frozenset(token for token in ((eos,) if isinstance(eos, int) else eos) if 0 <= token < vocab_size)
 
 
 def workload_of(sequences: SequenceOf[Sequence]) -> Workload:

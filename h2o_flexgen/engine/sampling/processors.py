@@ -67,7 +67,7 @@ class Usual(NamedTuple):
         if not row.params.usual or _watched(row.hooks):
             return None
         values = [getattr(row.params, name) for name in cls._fields[:-1]]
-        return cls._make([*values, tuple(sorted(token for token in row.eos if token >= 0))])
+        return cls._make([*values, tuple(sorted(row.eos))])
 
     def after(self, tokens: int) -> Usual | None:
         """The settings that still matter after so many new tokens; None: the largest logit is the answer."""
@@ -222,7 +222,7 @@ def _corrected(row: Sequence, context: list[int], made: Made, device: torch.devi
 def _corrections(row: Sequence, context: list[int], made: Made, device: torch.device) -> Iterator[LogitsStep]:
     """Processors of greedy and sampled rows. context: the prompt with the caller's padding."""
     params, given = row.params, len(context)
-    eos = sorted(token for token in row.eos if token >= 0)
+    eos = sorted(row.eos)
 
     def shared(name: str, settings: Any, *args: Any, **options: Any) -> LogitsStep:
         key = name, settings, row.eos, device
