@@ -83,6 +83,7 @@ def _listening(arguments: ServeArguments) -> Iterator[socket.socket]:
 def _answering(app: Any, listening: socket.socket) -> Iterator[None]:
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # requests that are no HTTP, clients that go
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # what is still sent to those
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # forms that are none, whose clients are told
     config = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1, server_header=False
     )

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from python_multipart.exceptions import MultipartParseError
+from python_multipart.exceptions import FormParserError, MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from h2o_flexgen.cli.serve.desk import ApiError
@@ -51,7 +51,10 @@ async def receive(stream: AsyncIterator[bytes], content_type: str, path: Path, m
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise ApiError(400, "the body must be multipart/form-data, with a file", "file")
     reader = FormReader(most)
-    parser = MultipartParser(options[b"boundary"], reader.callbacks())
+    try:
+        parser = MultipartParser(options[b"boundary"], reader.callbacks())
+    except FormParserError as error:
+        raise ApiError(400, f"the body is not a form: {error}") from None
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         async for piece in pieces(stream):

@@ -95,7 +95,7 @@ class Guard:
     def _check(self, method: str, path: str, headers: Headers) -> None:
         host = headers.get("host", "").lower()
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != host:
+        if origin is not None and _host_of(origin) != host:
             raise ApiError(403, "pages of other sites may not ask", code="forbidden_origin")
         if self._key is None:
             name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
@@ -106,6 +106,14 @@ class Guard:
             if not hmac.compare_digest(given, self._key):
                 found = "Incorrect API key provided." if given else "You didn't provide an API key."
                 raise ApiError(401, f"{found} It is sent as: Authorization: Bearer KEY", code="invalid_api_key")
+
+
+def _host_of(origin: str) -> str | None:
+    """The host and port of an address; None for what is no address."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return None
 
 
 def _key_of(header: str, *, basic: bool) -> bytes:
