@@ -220,6 +220,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "object", "properties": {}, "required": ["b"]}, "requires 'b'"),
     ({"type": "strin"}, "cannot be followed: Unsupported type"),
     ({"type": "integer", "minimum": 5, "maximum": 3}, "cannot be followed: Invalid range"),
+    ({"type": "integer", "minimum": 1, "maximum": -(10**400)}, "cannot be followed: "),
     ({"properties": 3}, "has properties=3"),
     ({"properties": 3, "required": ["a"]}, "has properties=3"),
     ({"oneOf": [{"properties": 3, "required": ["a"]}, {"required": 3}]}, "has properties=3"),

@@ -236,6 +236,7 @@ def test_what_is_not_understood_is_refused_by_name(tmp_path: Path) -> None:
         "no_such_type": ({}, "which is not supported"),
         "starcoder2": ({"sliding_window": 0}, "has a window of 0 tokens"),
         "moshi": ({"sliding_window": 0}, "has a window of 0 tokens"),
+        "flex_olmo": ({**SIZES, "num_experts_per_tok": 0}, "has experts, of which tokens choose none"),
     }
     for kind, (config, message) in cases.items():
         folder = tmp_path / kind

@@ -103,7 +103,9 @@ class Grammars:
 
 def _why(error: RuntimeError) -> str:
     """The library's message, without the place in its own source before it."""
-    return str(error).strip().splitlines()[-1].rsplit(".cc:", 1)[-1].partition(": ")[2] or str(error)
+    text = str(error).strip()
+    last = text.rpartition("\n")[2].rsplit(".cc:", 1)[-1].partition(": ")[2]
+    return last or text or "the library does not say why"  # as of bounds beyond 64 bits
 
 
 def _parsed(grammar: Any, form: ResponseFormat) -> Any:

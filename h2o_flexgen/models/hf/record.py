@@ -290,6 +290,8 @@ def experts_of(timeline: RecordedUnits, name: str, model: PreTrainedModel) -> tu
     if len(set(found.values())) > 1 or any(each != settings[0] for each in settings):
         raise ModelError(f"{name}: {type(model).__name__} has layers with experts of different kinds")
     form, active = next(iter(found.values()))
+    if active < 1:
+        raise ModelError(f"{name}: {type(model).__name__} has experts, of which tokens choose none", "needed some")
     dense = tuple(layer for layer in range(len(timeline.layers)) if layer not in found)
     spec = ExpertSpec(form.count, active, form.ffn, bias=form.bias, clamp=form.clamp, own=form.own, dense=dense)
     return spec, form.activation
