@@ -526,7 +526,6 @@ static void end(const Step *s, const HeadStep *w) {
         plain_logits(s, w, first, n, bf16, nv); \
     } \
     static void mix_##bf16##_##nv(const Step *s, const HeadStep *w, int64_t first, int64_t n, float *mixed, float *room) { \
-        (void)room; \
         plain_mix(s, w, first, n, mixed, bf16, nv); \
     }
 /* Of any size: slower, as sums do not stay in registers. */
@@ -587,14 +586,12 @@ static void whole_heads(void *task, int64_t first, int64_t last, void *memory) {
 
 static void start_heads(void *task, int64_t first, int64_t last, void *room) {
     const Tasks *all = task;
-    (void)room;
     for (int64_t i = first; i < last; i++)
         all->heads[i] = started(all->step, i, all->parts, all->memory + i * room_of(all->step, all->longest, all->parts));
 }
 
 static void logits_of_parts(void *task, int64_t first, int64_t last, void *room) {
     const Tasks *all = task;
-    (void)room;
     for (int64_t i = first; i < last; i++) {
         const HeadStep *w = all->heads + i / all->parts;
         const int64_t at = i % all->parts * PART;
@@ -604,7 +601,6 @@ static void logits_of_parts(void *task, int64_t first, int64_t last, void *room)
 
 static void weigh_heads(void *task, int64_t first, int64_t last, void *room) {
     const Tasks *all = task;
-    (void)room;
     for (int64_t i = first; i < last; i++) weigh(all->step, all->heads + i);
 }
 
@@ -620,7 +616,6 @@ static void mixtures_of_parts(void *task, int64_t first, int64_t last, void *roo
 
 static void end_heads(void *task, int64_t first, int64_t last, void *room) {
     const Tasks *all = task;
-    (void)room;
     for (int64_t i = first; i < last; i++) {
         const HeadStep *w = all->heads + i;
         for (int64_t part = 1; part * PART < w->h.n; part++) add_part(all->step, w, part);

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-FLAGS = ("-O3", "-fno-math-errno", "-std=c11", "-fPIC", "-pthread", "-Wall", "-Wextra")
+FLAGS = ("-O3", "-fno-math-errno", "-std=c11", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Wno-unused-parameter")
+"""Tasks of threads share one signature, of which not each needs all: a parameter that is not used is no fault."""
 _AVX512 = ("-march=x86-64-v4", "-mavx512vnni")
 IS_ARM = platform.machine() == "aarch64"
 MACHINES = {

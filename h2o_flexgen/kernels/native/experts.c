@@ -50,7 +50,6 @@ typedef struct {
 static void some_rows(void *task, int64_t first, int64_t last, void *room) {
     const Moved *m = task;
     const int64_t hidden = m->t->hidden;
-    (void)room;
     for (int64_t row = first; row < last; row++)
         if (m->results) add_up(m->t, m->first + row, m->results + row * hidden, 0, hidden);
         else memcpy(m->gathered + row * hidden, m->t->x + m->tokens[row] * hidden, (size_t)hidden * sizeof(bf16));
@@ -103,7 +102,6 @@ static void one_expert(void *task, int64_t i, int64_t end, void *room) {
     const Task *t = all->t;
     const int64_t first = t->starts[i];
     float *results = all->results + (first - t->starts[0]) * t->hidden;
-    (void)end;
     if (compute(t, t->which[i], first, t->starts[i + 1] - first, room_in(t, all->rows, room), results, 1))
         __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
 }
@@ -111,7 +109,6 @@ static void one_expert(void *task, int64_t i, int64_t end, void *room) {
 static void some_columns(void *task, int64_t first, int64_t last, void *room) {
     const Spread *all = task;
     const Task *t = all->t;
-    (void)room;
     for (int64_t row = t->starts[0]; row < t->starts[t->count]; row++)
         add_up(t, row, all->results + (row - t->starts[0]) * t->hidden, first, last);
 }

@@ -128,7 +128,6 @@ typedef struct {
 static void pack_panel(void *task, int64_t row, int64_t end, void *room) {
     const Units *all = task;
     const Product *p = &all->p;
-    (void)room;
     pack((Rows){p->x + row * p->x_stride, p->x_stride}, end - row, COLS, p->ins, all->packed + row * p->ins);
 }
 
@@ -205,7 +204,6 @@ static int64_t count_at(const Units *all) {
 
 static void take_units(void *task, int member) {
     Units *all = task;
-    (void)member;
     const int64_t each = all->each, ins = all->p.ins;
     int64_t count = count_at(all), first = claim(&all->next, count);
     if (first >= all->units) return;

@@ -91,7 +91,6 @@ static void keep(const Keep *p, const PackedRow *row, int64_t head, int32_t *kep
 
 static void one_prompt(void *task, int64_t i, int64_t end, void *kept) {
     const Keep *p = task;
-    (void)end;
     for (int64_t head = 0; head < p->kv_heads; head++) keep(p, p->rows + i, head, kept);
 }
 

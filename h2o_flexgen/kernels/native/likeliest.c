@@ -48,7 +48,6 @@ typedef struct {
 
 static void look_at_rows(void *task, int64_t first, int64_t last, void *room) {
     const Rows *all = task;
-    (void)room;
     for (int64_t r = first; r < last; r++) {
         const float *scores = all->scores + r * all->stride;
         int odd;

@@ -267,7 +267,6 @@ typedef struct {
 static void take_pieces(void *task, int member) {
     Pieces *all = task;
     const Product p = all->p;
-    (void)member;
     /* The piece that follows is taken early, so that its first weights are asked for in time. */
     long first = claim(&all->next, all->piece);
     if (first >= p.outs) return;

@@ -190,7 +190,6 @@ static void some_vectors(void *task, int64_t first, int64_t last, void *room) {
     const Vectors *all = task;
     const Pieces *p = &all->pieces;
     const int64_t piece = kept_bytes(p), bytes = vector_bytes(p);
-    (void)room;
     if (!all->packs && !p->block)
         expand_pieces(p, (const uint8_t *)all->from + first * piece, last - first, all->to + first * bytes);
     for (int64_t i = first; !all->packs && p->block && i < last; i++)

@@ -134,7 +134,6 @@ static void pack_eight(const Quantisation *q, int64_t row) {
 
 static void some_rows(void *task, int64_t first, int64_t last, void *room) {
     const Quantisation *q = task;
-    (void)room;
     for (int64_t row = first; row < last; row++) (q->bits == 4 ? pack_four : pack_eight)(q, row);
 }
 

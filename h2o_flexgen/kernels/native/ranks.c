@@ -160,7 +160,6 @@ static void one_head(void *task, int64_t i, int64_t end, void *scratch) {
     const char *keys = r->keys + (row * r->key_row + head * r->key_head) * (r->bf16 ? 2 : 4);
     const int32_t *pos = r->pos ? r->pos + row * r->row + head * r->head : NULL;
     float *rank = r->rank + i * r->count;
-    (void)end;
     if (r->chosen) alike(r, (const float *)keys, r->chosen + i * r->count, rank, scratch);
     else differences(keys, r->count, pos, r->dim, r->bf16 != 0, rank);
 }

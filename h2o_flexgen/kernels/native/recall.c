@@ -345,7 +345,6 @@ typedef struct {
 
 static void one_head(void *task, int64_t i, int64_t end, void *scratch) {
     const Heads *all = task;
-    (void)end;
     step_of(all->r, i, scratch, all->found + i);
 }
 
@@ -391,7 +390,6 @@ static void some_tokens(void *task, int64_t first, int64_t last, void *room) {
     const Filling *f = task;
     const Pieces p = {f->dim, BITS, !f->bf16, f->block};
     const int64_t bytes = vector_bytes(&p);
-    (void)room;
     for (int64_t i = first; i < last; i++) {
         const int64_t head = i / f->count, token = i % f->count, at = head * f->length + f->start + token;
         const char *key = f->new_k + head * f->k_head + token * f->k_token;

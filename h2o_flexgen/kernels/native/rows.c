@@ -21,7 +21,6 @@ typedef struct Rows {
 
 static void some_rows(void *task, int64_t first, int64_t last, void *room) {
     const Rows *all = task;
-    (void)room;
     for (int64_t row = first; row < last; row++)
         all->one(all, all->x + row * all->x_stride, all->y + row * all->y_stride);
 }
@@ -149,7 +148,6 @@ INLINE void rotate_head(const Rotation *p, const bf16 *x, bf16 *y, long row, int
 
 static void rotate_rows(void *task, int64_t first, int64_t last, void *room) {
     const Rotation *p = task;
-    (void)room;
     for (int64_t row = first; row < last; row++)
         for (const Turned *each = p->both; each < p->both + 2; each++)
             for (long h = 0; h < each->heads; h++) {

@@ -53,7 +53,6 @@ static void token(const Selective *s, int64_t row, int64_t t, int64_t channel) {
 static void one_piece(void *task, int64_t i, int64_t end, void *room) {
     const Selective *s = task;
     const int64_t across = up(s->channels, SOME) / SOME, first = i % across * SOME;
-    (void)end, (void)room;
     for (int64_t channel = first; channel < least(first + SOME, s->channels); channel += LANES)
         for (int64_t t = 0; t < s->tokens; t++) token(s, i / across, t, channel);
 }

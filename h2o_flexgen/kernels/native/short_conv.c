@@ -103,7 +103,6 @@ INLINE void piece(const Conv *c, const int wide, const int taps, int64_t row, in
 static void one_piece(void *task, int64_t i, int64_t end, void *room) {
     const Conv *c = task;
     const int64_t across = up(c->channels, SOME) / SOME, along = up(c->tokens, TOKENS) / TOKENS;
-    (void)end, (void)room;
     const int64_t row = i / across / along, start = i / across % along * TOKENS, first = i % across * SOME;
     if (c->bf16) KNOWN(N, c->taps, piece(c, 0, N, row, start, first))
     else KNOWN(N, c->taps, piece(c, 1, N, row, start, first))

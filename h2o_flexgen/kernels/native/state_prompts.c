@@ -188,7 +188,6 @@ static void whole_prompt(const States *s, Place p, float *room) {
 
 static void one_head(void *task, int64_t i, int64_t end, void *room) {
     const States *s = task;
-    (void)end;
     whole_prompt(s, (Place){i / s->heads, 0, i % s->heads}, room);
 }
 

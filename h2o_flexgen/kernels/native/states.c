@@ -115,7 +115,6 @@ static void one_head(void *task, int64_t i, int64_t end, void *room) {
     const States *s = task;
     const Place p = {i / s->heads, 0, i % s->heads};
     float *state = s->state + i * s->key_dim * s->value_dim;
-    (void)end, (void)room;
     if (s->delta) delta_step(s, p, state);
     else scan_step(s, p, state);
 }

@@ -178,7 +178,6 @@ typedef struct {
 
 static void take_turns(void *task, int member) {
     Shared *all = task;
-    (void)member;
     int64_t first = claim(&all->next, all->turn);
     if (first >= all->count) return;
     void *room = all->room ? aligned_alloc(64, (size_t)(all->room + 63) & -64ul) : NULL;

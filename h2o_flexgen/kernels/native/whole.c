@@ -118,7 +118,6 @@ static void round_row(const Whole *all, int64_t row, Fours to) {
 static void round_tiles(void *task, int64_t tile, int64_t end, void *room) {
     const Whole here = *(const Whole *)task; /* bytes that are stored might be any other's fields */
     const int64_t all_rows = here.p.rows, each = all_rows <= FEW_ROWS ? all_rows : tiles_in(here.part);
-    (void)room;
     for (; tile < end; tile++) {
         const int64_t from = tile / each * here.part, turn = tile % each;
         const Cut c = all_rows <= FEW_ROWS ? (Cut){1, 0} : cut(least(here.part, all_rows - from));
@@ -416,7 +415,6 @@ static int64_t next_piece(Whole *all, int64_t piece, int64_t *end) {
 
 static void take_pieces(void *task, int member) {
     Whole *all = task;
-    (void)member;
     int64_t end = 0, piece = next_piece(all, 0, &end);
     if (piece >= all->pieces) return;
     const int64_t supers = blocks_of(all->p.packed) * COLS, scales = all->spans * COLS;
