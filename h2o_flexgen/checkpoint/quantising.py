@@ -62,7 +62,7 @@ class QuantisingSource(WeightSource):
             raise RuntimeError("which inputs matter was not measured")
         weight = None if self.importance is None else self.importance.get(name)
         outs, ins = out.shape
-        some, packed = max(1, _ROWS // (4 * ins)), outs
+        some, packed = min(outs, max(1, _ROWS // (4 * ins))), outs
         # Not from the heap, in which each of thousands of experts would leave a hole.
         values = LARGE.empty(outs, ins, dtype=getattr(torch, self.dtype))
         numbers = LARGE.empty(some, ins, dtype=torch.float32)

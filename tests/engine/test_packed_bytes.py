@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from h2o_flexgen.checkpoint.quantising import QuantisingSource
 from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.huge import LARGE
 from h2o_flexgen.schedule.footprint import Footprint
 from tests.programs import write_model
 
@@ -75,3 +79,26 @@ def test_fewer_bits_take_that_much_less(model: Path) -> None:
             layers[bits] = sum(group.nbytes("float32") for group in groups)
     assert layers[8] / layers[16] == pytest.approx(8.25 / 32, rel=0.03)
     assert layers[4] / layers[16] == pytest.approx(4.5 / 32, rel=0.06)
+
+
+def test_the_widest_matrices_are_packed_first_and_leave_no_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages of the embedding waited beside all that was loaded after it, and an output head's came on top of that: at
+    8 bits OPT-125M took 64 MiB more than the cap that its plan fits into."""
+    config = {"model_type": "llama", "vocab_size": 90_000, "hidden_size": 128, "intermediate_size": 256}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read, seen = QuantisingSource.read_into, list[tuple[int, int]]()
+
+    def noting(source: QuantisingSource, name: str, out: Any) -> None:
+        seen.append((math.prod(out.shape), LARGE.free_bytes))
+        read(source, name, out)
+
+    monkeypatch.setattr(QuantisingSource, "read_into", noting)
+    LARGE.trim()
+    with Engine(str(tmp_path), weights="dummy", dtype="bfloat16", weight_bits=8) as llm:
+        llm.generate([[5, 6, 7]], max_new_tokens=2)
+    wide = [place for place, (numbers, _) in enumerate(seen) if numbers == 90_000 * 128]
+    assert wide == [0, 2], "embedding, and head behind its norm"
+    assert max(free for _, free in seen[3:]) <= 16 << 20

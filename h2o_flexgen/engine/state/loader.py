@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -24,6 +25,7 @@ from h2o_flexgen.engine.limits.devices import note_tiers, return_free_pages
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.state.weights import WeightLocation, WeightStore
 from h2o_flexgen.errors import PlanError, StorageError
+from h2o_flexgen.huge import LARGE
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.device_copies import BOUNCE_BYTES
 from h2o_flexgen.memory.handle import Location, direct_layout, direct_obstacle, packed_layout, torch_dtype, views
@@ -36,6 +38,7 @@ from h2o_flexgen.schedule.weight_room import experts_swap, group_bytes, room_of
 
 log = logging.getLogger(__name__)
 
+_KEPT_PAGES = 16 << 20  # bytes of a packed matrix's pages that may wait for the next one: an expert's, not a head's
 Progress = Callable[[str, int, int], None]
 """(what, bytes done, bytes in all)"""
 
@@ -214,7 +217,7 @@ class _Loading:
         groups = [group for group in self._groups if self._where[group.key] != "disk"]
         total, done = sum(group.nbytes(self._dtype) for group in groups), 0
         kept = self._kept(groups)
-        for group in groups:
+        for group in self._widest_first(groups):
             layout, name = packed_layout(group, self._dtype), self._where[group.key]
             made: dict[Tier, WeightLocation] = {}
             for keys, tiers, own in zip(self._keys, stages, locations, strict=True):
@@ -229,9 +232,18 @@ class _Loading:
                             self._source.read_into(tensor, view)
                     made[tier] = WeightLocation(name, layout, buffer=buffer)
                 own[group.key] = made[tier]
+            if LARGE.free_bytes > _KEPT_PAGES:
+                LARGE.trim()
             done += group.nbytes(self._dtype)
             self._progress("loading weights", done, total)
-        return locations
+        return [{group.key: own[group.key] for group in groups if group.key in own} for own in locations]
+
+    def _widest_first(self, groups: SequenceOf[WeightGroup]) -> SequenceOf[WeightGroup]:
+        """`groups` in the order of loading. A matrix that is packed while it is loaded is whole in memory meanwhile:
+        the largest, embedding and output head, are while there is room, not beside all that was loaded."""
+        if not isinstance(self._source, QuantisingSource):
+            return groups
+        return sorted(groups, key=lambda group: -max(math.prod(tensor.shape) for tensor in group.tensors))
 
     def _swaps(self, group: WeightGroup) -> bool:
         return self._swap and ".experts." in group.key
