@@ -60,4 +60,4 @@ class Registry(Generic[T]):
         return tuple(self._items)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._items
+        return isinstance(name, str) and name in self._items

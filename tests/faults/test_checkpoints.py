@@ -130,6 +130,7 @@ def test_row_13_another_models_config(own_model: Path, refused: Refused) -> None
         (b"[]", "is not a JSON object"),
         (b'{"model_type": "gpt-17"}', "gpt-17"),
         (b'{"vocab_size": 7}', "model_type"),
+        (b'{"model_type": "mistral3", "text_config": {"model_type": [null]}}', "mistral3"),
         (json.dumps(CONFIG | {"hidden_size": -32}).encode(), "hidden_size"),
         (json.dumps(CONFIG | {"hidden_size": "32"}).encode(), "hidden_size"),
         (json.dumps(CONFIG | {"num_attention_heads": 5}).encode(), "head"),
