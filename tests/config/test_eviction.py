@@ -298,6 +298,8 @@ def test_layers_that_are_known_to_look_far() -> None:
     assert counted_in_bytes(auto, known).far_layers == FAR_HEADS["smollm2-135m"]
     assert counted_in_bytes(replace(auto, recall="cpu"), known).far_layers == FAR_LAYERS["smollm2-135m"]
     assert counted_in_bytes(auto, replace(known, num_layers=20)).far_layers is None, "it is another model"
+    coder = replace(spec, name="Qwen/Qwen2.5-Coder-1.5B-Instruct")
+    assert counted_in_bytes(auto, coder).far_layers == FAR_HEADS["qwen2.5-coder-1.5b"]
     assert counted_in_bytes(auto, spec).far_layers is None
     assert counted_in_bytes(replace(auto, far_layers=(1,)), known).far_layers == (1,)
     assert counted_in_bytes(EvictionConfig("h2o", ratio=0.2), known).far_layers is None
