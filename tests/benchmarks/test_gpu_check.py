@@ -244,6 +244,7 @@ def test_a_section_compiles_ahead_for_a_part_of_its_time(tmp_path: Path, monkeyp
     """All kinds that are wanted, each once; after its share of the seconds nothing is begun (`test_triton_tune`)."""
     pytest.importorskip("triton")
     from h2o_flexgen.kernels import triton_tune
+    from h2o_flexgen.kernels.types import Logits
 
     seconds, asked, compiling = list[float](), list[tuple[Any, ...]](), triton_tune.compiling
     kernel = SimpleNamespace(compile=lambda *arguments: asked.append(arguments))
@@ -251,7 +252,7 @@ def test_a_section_compiles_ahead_for_a_part_of_its_time(tmp_path: Path, monkeyp
     monkeypatch.setattr(kernels, "decode_cache", lambda shape, *how: (kernel, how[:2]))
     kernels.compile_decode(Section("kernels", tmp_path, soon(100.0), dry_run=True, only=("with scores",)))
     assert seconds == [pytest.approx(40.0, abs=0.5)]
-    assert asked == [(0, (packed, True), 0.25) for packed in (False, True)]
+    assert asked == [(0, (packed, True), Logits(0.25)) for packed in (False, True)]
 
 
 class Machine:
