@@ -98,27 +98,28 @@ def test_whole_numbers_at_every_number_of_rows(tier: str) -> None:
         taken = x if weight.order is None else x[:, weight.order]
         unit = 3 * 2**-8
         if weight.whole:
-            span, unit = function("most_span", "", "i")(), 2e-5
-            taken = rounded_in_spans(taken, min(packing.group or span, span))
+            span, unit = function("span_of", "P", "i")(ctypes.byref(weight.place)), 2e-5
+            taken = rounded_in_spans(taken, span)
         exact, size = taken.double() @ values, taken.double().abs() @ values.abs() + 1
         for rows in EVERY:
             found = linear(x[:rows], weight, wide=True).double()
             assert ((found - exact[:rows]).abs() <= unit * size[:rows]).all(), (id_of(packing), rows)
 
 
-@pytest.mark.parametrize(("low", "high"), [(-16, 16), (-16, 17), (0, 31), (-32, 32), (-31, 34), (30, 31), (-128, -70)])
-def test_codes_of_a_byte_that_take_fewer_bits(tier: str, low: int, high: int) -> None:
+@pytest.mark.parametrize("packing", [Packing("int8", 32, "float16", "none"), Packing("int8", 16, "super", "none")], ids=id_of)
+@pytest.mark.parametrize(("low", "high"), [(-16, 16), (0, 31), (-32, 31), (-32, 32), (-33, 31), (30, 31), (-128, -70)])
+def test_codes_of_a_byte_that_take_fewer_bits(tier: str, low: int, high: int, packing: Packing) -> None:
     """AVX2 adds more of them up in 16 bits: at their ends there is room, and beside codes that take all bits."""
-    packing, (outs, ins) = Packing("int8", 32, "float16", "none"), (130, 544)
+    outs, ins = 130, 544
     weight = random_weight(packing, (outs, ins), torch.bfloat16)
     codes = weight.parts["codes"].view(torch.int8)
     codes[:, :512].clamp_(low, high)  # its ends mostly; the last inputs of a panel keep theirs, and all of
     codes[64:128, 256:] = torch.where(codes[64:128, 256:] > 0, high, low).to(torch.int8)
     codes[128:, ::7] = 127  # the last panel
     values = weight.in_order(torch.float32).double().t()
-    span = function("most_span", "", "i")()
+    span = function("span_of", "P", "i")(ctypes.byref(weight.place))
     for x in (torch.full((max(EVERY), ins), 1.5), torch.randn(max(EVERY), ins, generator=torch_generator())):
-        taken = rounded_in_spans(x.bfloat16(), min(packing.group, span))
+        taken = rounded_in_spans(x.bfloat16(), span)
         exact, size = taken @ values, taken.abs() @ values.abs() + 1
         for rows in EVERY:
             found = linear(x[:rows].bfloat16(), weight, wide=True).double()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from functools import cache
 
@@ -150,11 +151,11 @@ def test_products(packing: Packing, dtype: torch.dtype) -> None:
             )
             exact, size = x.double() @ values.t(), x.double().abs() @ values.abs().t() + 1
             found = linear(x, weight, bias, wide=True)
-            assert ((found.double() - exact - bias.double()).abs() <= 3 * unit * size).all()
+            assert ((found.double() - exact - bias.double()).abs() <= 4 * unit * size).all()
             onto = torch.randn(rows, shape[0], generator=random).to(dtype)
             wanted = onto.double() + exact
             added = linear(x, weight, onto=onto.clone()).double()
-            assert ((added - wanted).abs() <= 3 * unit * (size + onto.double().abs())).all()
+            assert ((added - wanted).abs() <= 4 * unit * (size + onto.double().abs())).all()
             assert (linear(x, weight, bias, relu=True) >= 0).all()
 
 
@@ -203,7 +204,7 @@ def test_whole_numbers(packing: Packing) -> None:
         weight = random_weight(packing, (outs, ins), torch.bfloat16)
         if not weight.whole:
             pytest.skip("this processor has no instructions for whole numbers")
-        span = function("most_span", "", "i")()
+        span = function("span_of", "P", "i")(ctypes.byref(weight.place))
         values = weight.in_order(torch.float32).double().t()
         sizes = values.abs()
         for rows in EVERY if ins == 96 else (1, 2, 3, 4, 5, 7, 515 if ins < 8192 else 130):
@@ -211,7 +212,7 @@ def test_whole_numbers(packing: Packing) -> None:
             x[0, : ins // 2] = 0
             x[-1, 40:60] *= 100
             taken = x if weight.order is None else x[:, weight.order]
-            taken = rounded_in_spans(taken, min(packing.group or span, span))
+            taken = rounded_in_spans(taken, span)
             size = taken.abs() @ sizes + 1
             assert ((linear(x, weight, wide=True) - taken @ values).abs() <= 2e-5 * size).all()
 

@@ -106,6 +106,7 @@ INLINE __m128i load_quarter(const void *at, size_t bytes) {
 #define TWICE(type, half) ({ __auto_type x_ = (half); (type){x_, x_}; })
 #define _mm512_set1_ps(x) TWICE(f512, _mm256_set1_ps(x))
 #define _mm512_set1_epi32(x) TWICE(i512, _mm256_set1_epi32(x))
+#define _mm512_set1_epi64(x) TWICE(i512, _mm256_set1_epi64x(x))
 #define _mm512_setzero_ps() _mm512_set1_ps(0)
 #define _mm512_setzero_si512() _mm512_set1_epi32(0)
 #undef _mm512_setr_epi32
@@ -202,6 +203,7 @@ INLINE __m128i upper_8(__m128i x) { return _mm_unpackhi_epi64(x, x); }
 #define _mm512_shuffle_epi8(x, y) EACH2(_mm256_shuffle_epi8, x, y)
 #define _mm512_set1_epi8(x) TWICE(i512, _mm256_set1_epi8(x))
 #define _mm512_broadcast_i32x4(x) TWICE(i512, _mm256_broadcastsi128_si256(x))
+#define _mm512_srai_epi16(x, n) I2(_mm256_srai_epi16((x).a, n), _mm256_srai_epi16((x).b, n))
 #define _mm512_srli_epi16(x, n) I2(_mm256_srli_epi16((x).a, n), _mm256_srli_epi16((x).b, n))
 #define _mm512_cvtps_epi32(x) I2(_mm256_cvtps_epi32((x).a), _mm256_cvtps_epi32((x).b))
 INLINE i512 v_unsigned_8(__m128i x) { return I2(_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(upper_8(x))); }
@@ -369,42 +371,40 @@ INLINE reg reg_terms(i512 pairs, const int part) {
 #if defined NEON_H
 #define BY_FOURS 1
 enum { BYTE_OFFSET = 0 };
+#define dot_bytes dot_halves
 #elif defined __AVXVNNI__ || defined EMULATED_VNNI
 #define BY_FOURS 1
 enum { BYTE_OFFSET = 128 };
+#ifdef EMULATED_VNNI
+INLINE __m256i dot_bytes(__m256i sum, __m256i w, __m256i x) {
+    const __m256i even = _mm256_and_si256(w, _mm256_set1_epi16(255)), signs = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8);
+    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
+    return _mm256_add_epi32(sum, _mm256_add_epi32(_mm256_madd_epi16(even, signs), odd));
+}
+#else
+#define dot_bytes _mm256_dpbusd_avx_epi32
+#endif
 #else
 #define BY_FOURS 0
 enum { BYTE_OFFSET = 0 };
 #endif
 
-/* sum plus the products of w, unsigned bytes, and x, signed ones, by fours. */
-INLINE __m256i dot_bytes(__m256i sum, __m256i w, __m256i x) {
-#if defined NEON_H
-    return dot_halves(sum, w, x);
-#elif defined EMULATED_VNNI
-    const __m256i even = _mm256_and_si256(w, _mm256_set1_epi16(255)), signs = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8);
-    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
-    return _mm256_add_epi32(sum, _mm256_add_epi32(_mm256_madd_epi16(even, signs), odd));
-#elif defined __AVXVNNI__
-    return _mm256_dpbusd_avx_epi32(sum, w, x);
+/* What w, unsigned bytes of at most 30, and x, signed ones, and another vector of each add up to by fours, times `by`, twice
+   in each lane of 32 bits; and of w that is signed: of its size and x with its sign. x is never -128. */
+INLINE __m256i two_by(__m256i w, __m256i x, __m256i w2, __m256i x2, __m256i by) {
+    return _mm256_madd_epi16(_mm256_add_epi16(_mm256_maddubs_epi16(w, x), _mm256_maddubs_epi16(w2, x2)), by);
+}
+INLINE __m256i signed_by(__m256i w, __m256i x, __m256i by) {
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)), by);
+}
+#if BY_FOURS
+#define dot_bytes_512(sum, w, x) EACH3(dot_bytes, sum, w, x)
+#define dot_nibbles_512(sum, w, x, w2, x2) dot_bytes_512(dot_bytes_512(sum, w, x), w2, x2)
 #else
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+INLINE i512 dot_nibbles_512(i512 sum, i512 w, i512 x, i512 w2, i512 x2) {
+    const __m256i one = _mm256_set1_epi16(1);
+    return _mm512_add_epi32(sum, I2(two_by(w.a, x.a, w2.a, x2.a, one), two_by(w.b, x.b, w2.b, x2.b, one)));
+}
 #endif
-}
-/* The same of w that is signed, where BYTE_OFFSET is 0: of its size and x with its sign. x is never -128. */
-INLINE __m256i dot_signed(__m256i sum, __m256i w, __m256i x) {
-    return BY_FOURS ? dot_bytes(sum, w, x) : dot_bytes(sum, _mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
-}
-/* Of w that is at most 30, and of another vector of it, which 16 bits have room for. */
-INLINE __m256i dot_two(__m256i sum, __m256i w, __m256i x, __m256i w2, __m256i x2) {
-    if (BY_FOURS) return dot_bytes(dot_bytes(sum, w, x), w2, x2);
-    const __m256i both = _mm256_add_epi16(_mm256_maddubs_epi16(w, x), _mm256_maddubs_epi16(w2, x2));
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(both, _mm256_set1_epi16(1)));
-}
-#define dot_bytes_512(sum, w, x) EACH3(dot_signed, sum, w, x)
-INLINE i512 dot_nibbles_512(i512 sum, i512 w, i512 x, i512 w2, i512 x2, const int with_sign) {
-    if (with_sign && !BY_FOURS) return dot_bytes_512(dot_bytes_512(sum, w, x), w2, x2);
-    return I2(dot_two(sum.a, w.a, x.a, w2.a, x2.a), dot_two(sum.b, w.b, x.b, w2.b, x2.b));
-}
 
 #endif

@@ -72,14 +72,13 @@ INLINE __m512 dot_pairs(__m512 sum, __m512i x, __m512i y) {
 #define BY_FOURS 1
 enum { BYTE_OFFSET = 128 };
 INLINE __m512i dot_bytes_512(__m512i sum, __m512i w, __m512i x) { return _mm512_dpbusd_epi32(sum, w, x); }
-INLINE __m512i dot_nibbles_512(__m512i sum, __m512i w, __m512i x, __m512i w2, __m512i x2, const int with_sign) {
+INLINE __m512i dot_nibbles_512(__m512i sum, __m512i w, __m512i x, __m512i w2, __m512i x2) {
     return _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sum, w, x), w2, x2);
 }
 #else
 #define BY_FOURS 0
 enum { BYTE_OFFSET = 0 };
-/* w has no sign here: files of which it has one take AVX2. */
-INLINE __m512i dot_nibbles_512(__m512i sum, __m512i w, __m512i x, __m512i w2, __m512i x2, const int with_sign) {
+INLINE __m512i dot_nibbles_512(__m512i sum, __m512i w, __m512i x, __m512i w2, __m512i x2) {
     const __m512i both = _mm512_add_epi16(_mm512_maddubs_epi16(w, x), _mm512_maddubs_epi16(w2, x2));
     return _mm512_add_epi32(sum, _mm512_madd_epi16(both, _mm512_set1_epi16(1)));
 }

@@ -72,6 +72,7 @@ INLINE __m256i _mm256_broadcastsi128_si256(__m128i x) { return I8(x, x); }
 #define _mm256_set1_epi8(x) _mm256_broadcastsi128_si256(_mm_set1_epi8(x))
 #define _mm256_set1_epi16(x) _mm256_broadcastsi128_si256(_mm_set1_epi16(x))
 #define _mm256_set1_epi32(x) _mm256_broadcastsi128_si256(_mm_set1_epi32(x))
+#define _mm256_set1_epi64x(x) _mm256_broadcastsi128_si256((__m128i)vdupq_n_s64(x))
 #define _mm_setzero_si128() _mm_set1_epi32(0)
 #define _mm256_setzero_ps() _mm256_set1_ps(0)
 #define _mm256_setzero_si256() _mm256_set1_epi32(0)

@@ -192,7 +192,7 @@ INLINE void products_with(const Order *o, const Query *q, int64_t group, const u
                         sum[c % 2] =
                             dot_nibbles_512(sum[c % 2], _mm512_and_si512(column[c], lower), _mm512_set1_epi32(digit[0][d][c]),
                                             _mm512_and_si512(_mm512_srli_epi16(column[c], 4), lower),
-                                            _mm512_set1_epi32(digit[1][d][c]), 0);
+                                            _mm512_set1_epi32(digit[1][d][c]));
                     _mm512_storeu_si512(to, _mm512_add_epi32(sum[0], sum[1]));
                 }
         }
@@ -305,7 +305,7 @@ INLINE void add_columns(const __m512i *column, const __m512i *digit, int64_t blo
                 UNROLL for (int i = 0; i < together; i++) {
                     const __m512i half = half_of(one[(m + i) / 2], (m + i) % 2), next = half_of(two[(m + i) / 2], (m + i) % 2);
                     UNROLL for (int d = 0; d < digits; d++)
-                        sum[i * digits + d] = dot_nibbles_512(sum[i * digits + d], half, w[d], next, w[digits + d], 0);
+                        sum[i * digits + d] = dot_nibbles_512(sum[i * digits + d], half, w[d], next, w[digits + d]);
                 }
             }
             UNROLL for (int i = 0; i < together * digits; i++) _mm512_storeu_si512(sums + i * LANES, sum[i]);

@@ -109,7 +109,7 @@ INLINE __m512 sums_with(const __m512i *even, const __m512i *odd, const int32_t (
     UNROLL for (int w = 0; w < words; w++)
         UNROLL for (int d = 0; d < digits; d++) {
             __m512i *own = sum + (w & 1 ? digits : 0) + d; /* two sums each: their latency is longer than a turn */
-            *own = dot_nibbles_512(*own, even[w], _mm512_set1_epi32(digit[0][d][w]), odd[w], _mm512_set1_epi32(digit[1][d][w]), 0);
+            *own = dot_nibbles_512(*own, even[w], _mm512_set1_epi32(digit[0][d][w]), odd[w], _mm512_set1_epi32(digit[1][d][w]));
         }
     UNROLL for (int d = 0; d < digits; d++) sum[d] = _mm512_add_epi32(sum[d], sum[digits + d]);
     return joined_digits(sum, digits);

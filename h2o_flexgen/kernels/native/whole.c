@@ -6,7 +6,11 @@
 
    Inputs that share a scale of the weights, at most MOST_SPAN, are a span: x has a scale for each. A span's sums stay whole;
    then they are multiplied by both scales. Codes are unsigned numbers, so what they stand for is `offset` less: sums
-   start at -offset times the sum of x. Other lows are multiplied by that sum, in float32. */
+   start at -offset times the sum of x. Other lows are multiplied by that sum, in float32.
+
+   Scales of K-quants are whole numbers, times one for 256 inputs. Where an instruction adds up two sums of 16 bits as it
+   multiplies them, it does so by these numbers, and a span has all groups of MOST_SPAN inputs. Elsewhere codes of 4 bits in
+   groups of 16 are the halves of a span. */
 
 #define OF_BYTES
 #include "team.h"
@@ -15,11 +19,19 @@
 
 /* Whether `whole` can do products with such weights. */
 int takes_whole(const Packed *w) {
-    return w->levels != E4M3 && !(has_nibbles(w) && w->group == 16) && w->ins % unit_of(w) == 0;
+    return w->levels != E4M3 && !(has_nibbles(w) && w->group == 16 && w->scale_kind != SUPER) && w->ins % unit_of(w) == 0;
 }
 
-/* Inputs that share a scale of x at most. */
-int most_span(void) { return MOST_SPAN; }
+static int has_halves(const Packed *w) { return has_nibbles(w) && w->group == 16; }
+static int is_grouped(const Packed *w) {
+    return has_halves(w) || (BY_TWOS && w->scale_kind == SUPER && w->levels != IQ3S && w->group < MOST_SPAN);
+}
+
+/* Inputs that share a scale of x. */
+int span_of(const Packed *w) {
+    const int64_t grouped = BY_TWOS ? MOST_SPAN : 32;
+    return (int)(is_grouped(w) ? grouped : w->group ? least(MOST_SPAN, w->group & -w->group) : MOST_SPAN);
+}
 
 enum {
     VECTORS_OUT = 4,
@@ -27,14 +39,16 @@ enum {
     DEPTH = 256,                /* inputs: 16 KiB of a panel */
     HEIGHT = BY_FOURS ? 6 : 4,  /* rows of a tile, and */
     PASS = IS_WIDE ? COLS : LANES, /* outputs at a time: as many sums as there are registers for */
-    LEAST_ROWS = 96, MOST_ROWS = 512, /* of a part of x */
+    LEAST_ROWS = 96, MOST_ROWS = 512, /* of a share of x */
     LINE = 64,
     STEP = COLS * 4, /* bytes of four inputs of a panel */
 };
 
-/* Codes of a panel: of 8 bits; of 4 bits, of levels up to 30, and signed ones; of a byte each, up to 32 and up to 64. The
-   latter two, and that there is a difference between the others of 4 bits, are for tiles that add up in 16 bits. */
-enum { BYTES, UP_TO_15, UP_TO_30, SIGNED, UP_TO_32, UP_TO_64 };
+/* Codes of a panel: of 8 bits; of 4 bits, and those in groups of 16; of levels up to 30, and signed ones; the latter in groups
+   of 16; of a byte each, from -32 to 31. Which levels those of 4 bits have, and whether bytes are that small, is for tiles
+   that add up in 16 bits. */
+enum { BYTES, UP_TO_15, HALVES, UP_TO_30, SIGNED, SIGNED_HALVES, SIX_BITS };
+INLINE int are_halves(const int kind) { return kind == HALVES || kind == SIGNED_HALVES; }
 
 /* ---- x */
 
@@ -79,6 +93,32 @@ INLINE float largest_of(const bf16 *from, int64_t count) {
     return wide_number((bf16)(INT16_MAX - _mm_extract_epi16(less, 0)));
 }
 
+/* Where sums of codes start that are 32 too large, of 16 numbers of x: in 16 bits for the first two of each four, and for
+   the others. */
+#if BY_TWOS
+INLINE int32_t six_bits_start(__m512i numbers) {
+    const __m256i eight = _mm256_add_epi32(numbers.a, numbers.b);
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    const __m128i start = _mm_mullo_epi32(_mm_hadd_epi32(four, four), _mm_set1_epi32(-32));
+    return _mm_cvtsi128_si32(_mm_packs_epi32(start, start));
+}
+#else
+INLINE int32_t six_bits_start(__m512i numbers) { return 0; }
+#endif
+
+/* The sums and starts of a unit's halves: of numbers that each are an even and an odd input's together. */
+INLINE void put_halves(const Whole *all, __m512i numbers, float scale, int64_t row, int64_t unit) {
+    int32_t each[LANES];
+    _mm512_storeu_si512(each, numbers);
+    for (int64_t half = 0; half < 2; half++) {
+        const int32_t *n = each + 8 * half, first = n[0] + n[1] + n[4] + n[5], second = n[2] + n[3] + n[6] + n[7];
+        const int64_t part = row * all->parts + 2 * unit + half;
+        const int32_t starts[2] = {-all->offset * first, -all->offset * second}; /* of lanes of 16 bits */
+        all->sum[part] = scale * (float)(first + second);
+        all->start[part] = BY_TWOS ? (starts[0] & 0xFFFF) | (int32_t)((uint32_t)starts[1] << 16) : starts[0] + starts[1];
+    }
+}
+
 /* A span of a row: its numbers, their scale, and the start of sums with it. Numbers that are not finite make the scale so. */
 INLINE void round_span(const Whole *all, int64_t row, Fours to, int64_t span, const int nibbles) {
     const int64_t first = span * all->span, at = row * all->spans + span, left = all->p.ins - first;
@@ -88,24 +128,30 @@ INLINE void round_span(const Whole *all, int64_t row, Fours to, int64_t span, co
         memset(padded, 0, sizeof padded);
         from = memcpy(padded, from, (size_t)most(0, left) * sizeof *from);
     }
-    const float largest = largest_of(from, all->span);
+    const float largest = largest_of(from, all->span), scale = largest / 127 + (largest - largest);
     const __m512 steps = _mm512_set1_ps(largest > 0 ? 127 / largest : 0);
+    const int halves = nibbles && has_halves(all->p.packed);
     __m512i total = _mm512_setzero_si512();
     for (int64_t i = 0; i < all->span; i += nibbles ? 32 : 16) {
+        const int64_t unit = (first + i) >> (nibbles ? 5 : 4);
+        __m512i numbers;
         if (nibbles) {
-            const int64_t unit = (first + i) >> 5, even = (unit & -UNITS) * 32 + (unit & (UNITS - 1)) * 16;
+            const int64_t even = (unit & -UNITS) * 32 + (unit & (UNITS - 1)) * 16;
             const __m512i pairs = _mm512_loadu_si512(from + i);
-            total = _mm512_add_epi32(total, put_numbers(even_halves(pairs), steps, to, even));
-            total = _mm512_add_epi32(total, put_numbers(odd_halves(pairs), steps, to, even + 64));
+            numbers = put_numbers(even_halves(pairs), steps, to, even);
+            numbers = _mm512_add_epi32(numbers, put_numbers(odd_halves(pairs), steps, to, even + 64));
         } else {
-            const __m512 numbers = widened(_mm256_loadu_si256((const __m256i *)(from + i)));
-            total = _mm512_add_epi32(total, put_numbers(numbers, steps, to, first + i));
+            numbers = put_numbers(widened(_mm256_loadu_si256((const __m256i *)(from + i))), steps, to, first + i);
+            if (BY_TWOS) all->start[row * all->starts + unit] = six_bits_start(numbers);
         }
+        total = _mm512_add_epi32(total, numbers);
+        if (halves) put_halves(all, numbers, scale, row, unit);
+        else if (all->grouped) all->sum[row * all->parts + unit] = scale * (float)_mm512_reduce_add_epi32(numbers);
     }
     const int whole = _mm512_reduce_add_epi32(total);
-    all->scale[at] = largest / 127 + (largest - largest);
-    all->sum[at] = all->scale[at] * (float)whole;
-    all->start[at] = -all->offset * whole;
+    all->scale[at] = scale;
+    if (!all->grouped) all->sum[at] = scale * (float)whole;
+    if (!halves && (nibbles || !BY_TWOS)) all->start[at] = -all->offset * whole;
 }
 
 static void round_row(const Whole *all, int64_t row, Fours to) {
@@ -117,10 +163,10 @@ static void round_row(const Whole *all, int64_t row, Fours to) {
 /* Tiles, or of few rows each by itself. Rows of a tile share lines of memory: two threads would take these from each other. */
 static void round_tiles(void *task, int64_t tile, int64_t end, void *room) {
     const Whole here = *(const Whole *)task; /* bytes that are stored might be any other's fields */
-    const int64_t all_rows = here.p.rows, each = all_rows <= FEW_ROWS ? all_rows : tiles_in(here.part);
+    const int64_t all_rows = here.p.rows, each = all_rows <= FEW_ROWS ? all_rows : tiles_in(here.share);
     for (; tile < end; tile++) {
-        const int64_t from = tile / each * here.part, turn = tile % each;
-        const Cut c = all_rows <= FEW_ROWS ? (Cut){1, 0} : cut(least(here.part, all_rows - from));
+        const int64_t from = tile / each * here.share, turn = tile % each;
+        const Cut c = all_rows <= FEW_ROWS ? (Cut){1, 0} : cut(least(here.share, all_rows - from));
         const int64_t first = from + turn * c.height + least(turn, c.taller), rows = c.height + (turn < c.taller);
         for (int64_t i = 0; i < rows; i++)
             round_row(&here, first + i, (Fours){here.x + first * here.padded + 4 * i, 4 * rows});
@@ -131,10 +177,11 @@ static void round_tiles(void *task, int64_t tile, int64_t end, void *room) {
 
 typedef struct {
     uint8_t *codes;       /* (DEPTH / 4, COLS, 4): unit by unit, of 4 bits the even inputs first */
-    float *scale, *low;   /* (spans, COLS) */
-    float *super, *sums;  /* room: (blocks, COLS) and (rows of a part, COLS) */
+    float *scale, *low;   /* (spans, COLS) and (parts, COLS); of grouped spans the former, too, where */
+    float *whole;         /* there are not these: (parts, COLS), twice in 16 bits each */
+    float *super, *sums;  /* room: (blocks, COLS) and (rows of a share, COLS) */
     int64_t out;          /* its first output; -1: none yet */
-    int offset;           /* what sums start at is times this */
+    int six_bits;         /* whether codes of a byte are from -32 to 31, as far as known */
 } Panel;
 
 /* Numbers of 16 outputs: `count` each, written to `each` places, to no more than `end`. They are multiplied by one number,
@@ -157,7 +204,14 @@ INLINE __m512 number_in(__m512i lanes, const int kind, const int bits, const int
     }
 }
 
-INLINE void turn_kind(const void *numbers, int64_t out, int64_t outs, Turn t, float *to, const int kind) {
+/* Of numbers of 8 bits that share a lane one, in both halves of the lane. */
+INLINE __m512 twice_in(__m512i lanes, const int from) {
+    const __m512i number = _mm512_srai_epi32(_mm512_slli_epi32(lanes, 24 - from), 24);
+    const __m512i lower = _mm512_and_si512(number, _mm512_set1_epi32(0xFFFF));
+    return _mm512_castsi512_ps(_mm512_or_si512(_mm512_slli_epi32(number, 16), lower));
+}
+
+INLINE void turn_kind(const void *numbers, int64_t out, int64_t outs, Turn t, float *to, const int kind, const int twice) {
     const int size = (int)size_of(kind), shares = 4 / size;
     const int64_t row = t.count * size;
     for (int64_t at = 0; at < row; at += LINE) {
@@ -174,7 +228,8 @@ INLINE void turn_kind(const void *numbers, int64_t out, int64_t outs, Turn t, fl
                 const int64_t n = first + i * shares + share;
                 if (n >= t.count) continue;
                 const __m512 by = t.shift < 0 ? _mm512_set1_ps(*t.by) : _mm512_load_ps(t.by + (n >> t.shift) * COLS);
-                const __m512 number = _mm512_mul_ps(number_in(lanes[i], kind, 8 * size, 8 * size * share), by);
+                const __m512 number = twice ? twice_in(lanes[i], 8 * share)
+                                            : _mm512_mul_ps(number_in(lanes[i], kind, 8 * size, 8 * size * share), by);
                 const int64_t last = least((n + 1) * t.each, t.end);
                 for (int64_t s = n * t.each; s < last; s++) _mm512_store_ps(to + s * COLS, number);
             }
@@ -183,28 +238,40 @@ INLINE void turn_kind(const void *numbers, int64_t out, int64_t outs, Turn t, fl
 
 static void turn(int64_t kind, const void *numbers, int64_t out, int64_t outs, Turn t, float *to) {
     switch (kind) {
-    case BFLOAT16: turn_kind(numbers, out, outs, t, to, BFLOAT16); return;
-    case FLOAT16: turn_kind(numbers, out, outs, t, to, FLOAT16); return;
-    case FLOAT32: turn_kind(numbers, out, outs, t, to, FLOAT32); return;
-    case E8M0: turn_kind(numbers, out, outs, t, to, E8M0); return;
-    case SUPER: turn_kind(numbers, out, outs, t, to, SUPER); return;
-    default: turn_kind(numbers, out, outs, t, to, ZERO);
+    case BFLOAT16: turn_kind(numbers, out, outs, t, to, BFLOAT16, 0); return;
+    case FLOAT16: turn_kind(numbers, out, outs, t, to, FLOAT16, 0); return;
+    case FLOAT32: turn_kind(numbers, out, outs, t, to, FLOAT32, 0); return;
+    case E8M0: turn_kind(numbers, out, outs, t, to, E8M0, 0); return;
+    case SUPER: turn_kind(numbers, out, outs, t, to, SUPER, 0); return;
+    default: turn_kind(numbers, out, outs, t, to, ZERO, 0);
     }
 }
 
-/* The scales, or the lows, of 16 outputs by span. */
-static void take_numbers(const Whole *all, int64_t out, int lows, const Panel *panel, float *to) {
+/* The scales, or the lows, of 16 outputs, `count` each. */
+static void take_numbers(const Whole *all, int64_t out, int lows, int64_t count, const Panel *panel, float *to) {
     const Packed *w = all->p.packed;
     const int64_t blocks = blocks_of(w), kind = lows ? w->low_kind : w->scale_kind, groups = groups_of(w);
+    const int64_t each = w->group ? w->group * count / all->padded : count;
     const float factor = !lows ? whole_step(w) : kind == SUPER ? -1 : kind == ZERO ? -1 / whole_step(w) : 1;
-    Turn t = {groups, all->each, all->spans, &factor, -1}, super = {blocks, 1, blocks, &factor, -1};
+    Turn t = {groups, each, count, &factor, -1}, super = {blocks, 1, blocks, &factor, -1};
     if (kind == SUPER) {
         turn(FLOAT16, lows ? w->super_low : w->super_scale, out, all->p.outs, super, panel->super);
         t.by = panel->super, t.shift = __builtin_ctzll(256 / (uint64_t)w->group);
     }
     turn(kind, lows ? w->low : w->scale, out, all->p.outs, t, to);
     const __m512 none = _mm512_setzero_ps();
-    for (int64_t s = groups * all->each; s < all->spans; s++) _mm512_store_ps(to + s * COLS, none); /* no inputs */
+    for (int64_t s = groups * each; s < count; s++) _mm512_store_ps(to + s * COLS, none); /* no inputs */
+}
+
+/* The scales of 16 outputs' blocks by span, and by part the whole numbers of their groups. */
+static void take_grouped(const Whole *all, int64_t out, float *scale, float *whole) {
+    const Packed *w = all->p.packed;
+    const float one = 1, step = whole_step(w);
+    const int64_t blocks = blocks_of(w), groups = groups_of(w);
+    const Turn by_span = {blocks, 256 / all->span, all->spans, &step, -1};
+    const Turn by_part = {groups, (w->group << all->log_parts) / all->span, all->parts, &one, -1};
+    turn(FLOAT16, w->super_scale, out, all->p.outs, by_span, scale);
+    turn_kind(w->scale, out, all->p.outs, by_part, whole, SUPER, 1); /* those without inputs may be any */
 }
 
 /* The scales and lows of outputs from `out` on. */
@@ -212,17 +279,20 @@ static void take_scales(const Whole *all, int64_t out, const Panel *panel) {
     for (int64_t col = 0; col < COLS; col += LANES) {
         const int64_t first = least(out + col, all->p.outs - 1);
         float *scale = panel->scale + col, *low = panel->low + col;
-        take_numbers(all, first, 0, panel, scale);
-        if (all->lows) take_numbers(all, first, 1, panel, low);
-        const int64_t times = all->lows && all->p.packed->low_kind == ZERO ? all->spans * COLS : 0; /* so many scales */
+        if (BY_TWOS && all->grouped) take_grouped(all, first, scale, panel->whole + col);
+        else take_numbers(all, first, 0, all->parts, panel, scale);
+        if (all->lows) take_numbers(all, first, 1, all->parts, panel, low);
+        const int64_t times = all->lows && all->p.packed->low_kind == ZERO ? all->parts * COLS : 0; /* so many scales */
         for (int64_t s = 0; s < times; s += COLS)
             _mm512_store_ps(low + s, _mm512_mul_ps(_mm512_load_ps(low + s), _mm512_load_ps(scale + s)));
     }
 }
 
 /* Codes of a row are 64 bytes, of 16 outputs that lie `apart` bytes apart: to a panel at `to`. Of 4 bits even inputs go first. */
+/* Those of a byte become `more`; `any` collects them. */
 #if IS_WIDE
-INLINE void turn_codes(const void *from, int64_t apart, uint8_t *to, const int nibbles, const int tabled, __m512i table) {
+INLINE void turn_codes(const void *from, int64_t apart, uint8_t *to, const int nibbles, const int tabled, __m512i table,
+                       int more, __m512i *any) {
     const int steps = nibbles ? 8 : 4;
     __m512i r[LANES];
     load_columns(from, apart, r);
@@ -242,7 +312,8 @@ INLINE void store_eight(void *to, __m256i codes, const int nibbles, const int ta
     const __m512i both = joined_i(codes, codes);
     _mm256_store_si256(to, (nibbles ? whole_levels(both, tabled, table) : whole_bytes(both)).a);
 }
-INLINE void turn_codes(const void *from, int64_t apart, uint8_t *to, const int nibbles, const int tabled, __m512i table) {
+INLINE void turn_codes(const void *from, int64_t apart, uint8_t *to, const int nibbles, const int tabled, __m512i table,
+                       int more, __m512i *any) {
     const int steps = nibbles ? 8 : 4;
     UNROLL for (int i = 0; i < 8; i++) {
         const int half = i % 2, four = i / 2;
@@ -250,6 +321,10 @@ INLINE void turn_codes(const void *from, int64_t apart, uint8_t *to, const int n
         four_columns((const uint8_t *)from + 8 * half * apart + 16 * four, apart, column);
         UNROLL for (int s = 0; s < 4; s++) {
             uint8_t *even = to + (four * steps + s) * STEP + 32 * half;
+            if (BY_TWOS && !nibbles) {
+                column[s] = _mm256_add_epi8(column[s], _mm256_set1_epi8((char)more));
+                any->a = _mm256_or_si256(any->a, column[s]);
+            }
             store_eight(even, column[s], nibbles, tabled, table);
             if (nibbles) store_eight(even + 4 * STEP, _mm256_srli_epi16(column[s], 4), nibbles, tabled, table);
         }
@@ -257,10 +332,12 @@ INLINE void turn_codes(const void *from, int64_t apart, uint8_t *to, const int n
 }
 #endif
 
-/* Inputs [in, end) of outputs from `out` on. Half as many bytes from `ahead` on are asked for. */
-INLINE void take_codes(const Whole *all, int64_t out, int64_t in, int64_t end, uint8_t *to, const uint8_t *ahead,
-                       const int nibbles, const int tabled) {
+/* Inputs [in, end) of outputs from `out` on, `more` if they are of a byte each. Half as many bytes from `ahead` on are asked
+   for. Returns the bits of any code of a byte. */
+INLINE int take_codes(const Whole *all, int64_t out, int64_t in, int64_t end, uint8_t *to, const uint8_t *ahead, int more,
+                      const int nibbles, const int tabled) {
     const __m512i table = whole_table(all->p.packed);
+    __m512i any = _mm512_setzero_si512();
     const int inputs = nibbles ? 128 : 64;
     const int64_t row_bytes = nibbles ? all->p.ins / 2 : all->p.ins;
     for (; in < end; in += inputs, to += inputs * COLS)
@@ -271,35 +348,51 @@ INLINE void take_codes(const Whole *all, int64_t out, int64_t in, int64_t end, u
             for (int i = 0; i < LANES; i++) _mm_prefetch((const char *)then + i * row_bytes, _MM_HINT_T0);
             for (int i = 0; i < LANES / 2; i++) _mm_prefetch((const char *)ahead + i * LINE, _MM_HINT_T1);
             if (rows >= LANES && left >= LINE) {
-                turn_codes(from, row_bytes, to + col * 4, nibbles, tabled, table);
+                turn_codes(from, row_bytes, to + col * 4, nibbles, tabled, table, more, &any);
                 continue;
             }
             __m512i some[LANES]; /* the last row stands in for those beyond it */
             for (int64_t i = 0; i < LANES; i++)
                 some[i] = _mm512_maskz_loadu_epi8(left >= LINE ? ~0ull : (1ull << left) - 1,
                                                   from + most(0, least(i, rows - 1)) * row_bytes);
-            turn_codes(some, LINE, to + col * 4, nibbles, tabled, table);
+            turn_codes(some, LINE, to + col * 4, nibbles, tabled, table, more, &any);
         }
+    uint8_t bits[64];
+    int found = 0;
+    _mm512_storeu_si512(bits, any);
+    for (int i = 0; i < 64; i++) found |= bits[i];
+    return found;
 }
 
-static void take_inputs(const Whole *all, int64_t out, int64_t in, uint8_t *to, const uint8_t *ahead) {
+/* DEPTH inputs of a panel from `in` on. Returns their kind. */
+static int take_inputs(const Whole *all, Panel *panel, int64_t in, const uint8_t *ahead) {
     const int64_t end = least(in + DEPTH, all->padded), levels = all->p.packed->levels;
-    if (levels == UINT4)
-        take_codes(all, out, in, end, to, ahead, 1, 0);
-    else if (levels <= IQ2)
-        take_codes(all, out, in, end, to, ahead, 1, 1);
-    else
-        take_codes(all, out, in, end, to, ahead, 0, 0);
+    const int more = BY_TWOS && panel->six_bits ? 32 : 0;
+    uint8_t *to = panel->codes;
+    if (levels == UINT4) {
+        take_codes(all, panel->out, in, end, to, ahead, 0, 1, 0);
+    } else if (levels <= IQ2) {
+        take_codes(all, panel->out, in, end, to, ahead, 0, 1, 1);
+    } else if (take_codes(all, panel->out, in, end, to, ahead, more, 0, 0) > 63 && more) {
+        panel->six_bits = 0; /* nor are others that follow */
+        for (int64_t i = 0; i < COLS * (end - in); i++) to[i] -= 32;
+    }
+    const int is_signed = BY_TWOS && has_signed_levels(all->p.packed), other = BY_TWOS && levels != UINT4;
+    if (has_halves(all->p.packed)) return is_signed ? SIGNED_HALVES : HALVES;
+    if (has_nibbles(all->p.packed)) return is_signed ? SIGNED : other ? UP_TO_30 : UP_TO_15;
+    return BY_TWOS && panel->six_bits ? SIX_BITS : BYTES;
 }
 
 /* ---- sums */
 
-/* The factors and the start of a span's sums: of 16 outputs or more, and of a row; other rows' lie `spans` behind. */
+/* The factors and starts of a span's sums: of 16 outputs or more, and of a row; other rows' lie `spans`, `parts` or
+   `starts` behind. Of codes in 16 bits a part's sums are multiplied by whole numbers: the next part's lie `step` behind. */
 typedef struct {
-    const float *scale, *low, *x, *sum;
+    const float *scale, *low, *x, *sum, *whole;
     const int32_t *start;
-    int times;
+    int64_t step;
 } Scales;
+static const int32_t ONES[LANES] __attribute__((aligned(64))) = {[0 ... LANES - 1] = 0x10001};
 
 #if IS_WIDE
 #include "whole_wide.h"
@@ -319,9 +412,11 @@ INLINE void tile(const Whole *all, const Panel *panel, int64_t row, int64_t in, 
         UNROLL for (int r = 0; r < rows && !in; r++)
             UNROLL for (int v = 0; v < PASS; v += LANES) _mm512_store_ps(sums + r * COLS + col + v, _mm512_setzero_ps());
         for (int64_t span = first; span < last; span++, codes += all->span * COLS) {
-            const int64_t at = span * COLS + col, behind = row * all->spans + span;
-            const Scales by = {panel->scale + at, panel->low + at, all->scale + behind, all->sum + behind, all->start + behind,
-                               panel->offset};
+            const int64_t part = span << all->log_parts, start = span << all->log_starts;
+            const Scales by = {panel->scale + (BY_TWOS ? span : part) * COLS + col, panel->low + part * COLS + col,
+                               all->scale + row * all->spans + span, all->sum + row * all->parts + part,
+                               all->grouped ? panel->whole + part * COLS + col : (const float *)ONES,
+                               all->start + row * all->starts + start, all->grouped ? COLS : 0};
             if (all->log_units == 0)
                 take_span(all, x, (uint64_t)span, 1, codes, &ahead, &by, sums + col, rows, kind, asks);
             else
@@ -352,36 +447,29 @@ typedef void Tile(const Whole *, const Panel *, int64_t, int64_t, float *, const
                                                         NAME(4, KIND, ASKS) TALL_NAMES(KIND, ASKS)};
 #define TILES(KIND) SOME_TILES(KIND, 0) SOME_TILES(KIND, 1)
 #define BOTH(KIND) {tiles_##KIND##_0, tiles_##KIND##_1}
-TILES(BYTES) TILES(UP_TO_15)
-#if IS_WIDE
-static Tile *const *const tiles[][2] = {BOTH(BYTES), BOTH(UP_TO_15)};
+TILES(BYTES) TILES(UP_TO_15) TILES(HALVES)
+#if !BY_TWOS
+static Tile *const *const tiles[][2] = {BOTH(BYTES), BOTH(UP_TO_15), BOTH(HALVES)};
 #else
-TILES(UP_TO_30) TILES(SIGNED)
-#if !BY_FOURS
-TILES(UP_TO_32) TILES(UP_TO_64)
-#endif
-static Tile *const *const tiles[][2] = {BOTH(BYTES), BOTH(UP_TO_15), BOTH(UP_TO_30), BOTH(SIGNED),
-#if !BY_FOURS
-                                        BOTH(UP_TO_32), BOTH(UP_TO_64)
-#endif
-};
+TILES(UP_TO_30) TILES(SIGNED) TILES(SIGNED_HALVES) TILES(SIX_BITS)
+static Tile *const *const tiles[][2] = {BOTH(BYTES),  BOTH(UP_TO_15),      BOTH(HALVES),  BOTH(UP_TO_30),
+                                        BOTH(SIGNED), BOTH(SIGNED_HALVES), BOTH(SIX_BITS)};
 #endif
 
-/* Which of the kinds are codes as they are stored. */
-static int kind_of(const Packed *w) {
-    if (IS_WIDE || !has_nibbles(w)) return has_nibbles(w) ? UP_TO_15 : BYTES;
-    return w->levels == UINT4 ? UP_TO_15 : has_signed_levels(w) ? SIGNED : UP_TO_30;
+/* Pieces are shares of x times panels, those of a panel one after the other. */
+static int64_t panel_of(const Whole *all, int64_t piece) { return least(piece / all->shares * COLS, all->p.outs); }
+
+/* A tile's inputs are asked for while the one before is computed: processors do not look for them as far away as they are. */
+static void ask_tile(const Whole *all, int64_t row, int64_t height, int64_t in) {
+    const char *x = (const char *)all->x + row * all->padded + height * in;
+    for (int64_t i = 0; i < height * DEPTH; i += LINE) _mm_prefetch(x + i, _MM_HINT_T0);
 }
-
-/* Pieces are parts of x times panels, those of a panel one after the other. */
-static int64_t panel_of(const Whole *all, int64_t piece) { return least(piece / all->parts * COLS, all->p.outs); }
 
 static void take_piece(const Whole *all, int64_t piece, int64_t following, Panel *panel) {
     const Packed *w = all->p.packed;
-    const int64_t out = panel_of(all, piece), then = panel_of(all, following), from = piece % all->parts * all->part;
-    const int64_t rows = least(all->part, all->p.rows - from), row_bytes = has_nibbles(w) ? w->ins / 2 : w->ins;
+    const int64_t out = panel_of(all, piece), then = panel_of(all, following), from = piece % all->shares * all->share;
+    const int64_t rows = least(all->share, all->p.rows - from), row_bytes = has_nibbles(w) ? w->ins / 2 : w->ins;
     const int nibbles = has_nibbles(w), last = then != out;
-    int kind = kind_of(w); /* of bytes that of each depth */
     const uint8_t *ahead = w->codes + then * row_bytes;
     const Cut c = cut(rows);
     if (panel->out != out) take_scales(all, out, panel);
@@ -390,12 +478,10 @@ static void take_piece(const Whole *all, int64_t piece, int64_t following, Panel
         const uint8_t *next = ahead + in / (1 + nibbles) * COLS;
         const int64_t asked = COLS * in / all->padded;
         if (last) ask_scales(w, then + asked, COLS * (in + DEPTH) / all->padded - asked);
-        take_inputs(all, out, in, panel->codes, next);
-#if !IS_WIDE
-        if (all->fits) kind = smaller_codes(panel->codes, COLS * least(DEPTH, all->padded - in), &panel->offset);
-#endif
+        const int kind = take_inputs(all, panel, in, next);
         for (int64_t row = 0, turn = 0, height; row < rows; row += height, turn++) {
             height = c.height + (turn < c.taller);
+            if (row + height < rows) ask_tile(all, from + row + height, c.height + (turn + 1 < c.taller), in);
             const int asks = last && !turn && in + DEPTH <= w->ins;
             tiles[kind][asks][height - 1](all, panel, from + row, in, panel->sums + row * COLS,
                                           next + DEPTH / (1 + nibbles) * COLS / 2);
@@ -417,13 +503,12 @@ static void take_pieces(void *task, int member) {
     Whole *all = task;
     int64_t end = 0, piece = next_piece(all, 0, &end);
     if (piece >= all->pieces) return;
-    const int64_t supers = blocks_of(all->p.packed) * COLS, scales = all->spans * COLS;
-    const int64_t floats = supers + (1 + all->lows) * scales + all->part * COLS;
-    uint8_t *room = aligned_alloc(LINE, (size_t)(DEPTH * COLS + floats * (int64_t)sizeof(float)));
+    const int64_t supers = blocks_of(all->p.packed) * COLS, scales = all->parts * COLS, lows = all->lows * scales;
+    const int64_t whole = BY_TWOS * all->grouped * scales, floats = scales + lows + whole + supers;
+    uint8_t *room = aligned_alloc(LINE, (size_t)(DEPTH * COLS + (floats + all->share * COLS) * (int64_t)sizeof(float)));
     if (!room) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
     float *behind = (float *)(room + DEPTH * COLS);
-    Panel panel = {room, behind, behind + all->lows * scales, behind + (1 + all->lows) * scales,
-                   behind + (1 + all->lows) * scales + supers, -1, 1};
+    Panel panel = {room, behind, behind + scales, behind + scales + lows, behind + scales + lows + whole, behind + floats, -1, 1};
     while (room && piece < all->pieces) {
         const int64_t following = next_piece(all, piece, &end);
         take_piece(all, piece, following, &panel);
@@ -434,25 +519,26 @@ static void take_pieces(void *task, int member) {
 
 /* ---- the product */
 
-/* Parts of x's rows, as even as can be: each turns a panel's codes anew. They are so many that all threads have some
+/* Shares of x's rows, as even as can be: each turns a panel's codes anew. They are so many that all threads have some
    pieces, one of which may be late. */
 static void divide(Whole *all) {
     const int64_t rows = all->p.rows, panels = (all->p.outs + COLS - 1) / COLS;
     const int64_t fitting = (rows + MOST_ROWS - 1) / MOST_ROWS, wanted = (all->runs + panels - 1) / panels;
-    const int64_t parts = most(fitting, least(wanted, rows / LEAST_ROWS));
-    all->part = (rows + parts - 1) / parts, all->parts = (rows + all->part - 1) / all->part;
-    all->pieces = panels * all->parts;
+    const int64_t shares = most(fitting, least(wanted, rows / LEAST_ROWS));
+    all->share = (rows + shares - 1) / shares, all->shares = (rows + all->share - 1) / all->share;
+    all->pieces = panels * all->shares;
 }
 
 static void describe(Whole *all) {
     const Packed *w = all->p.packed;
-    all->unit = unit_of(w), all->block = UNITS * all->unit;
-    all->span = w->group ? least(MOST_SPAN, w->group & -w->group) : MOST_SPAN;
+    all->unit = has_nibbles(w) ? 32 : 16, all->block = UNITS * all->unit;
+    all->span = span_of(w), all->grouped = is_grouped(w);
     all->padded = up(all->p.ins, all->block), all->spans = all->padded / all->span;
-    all->each = w->group ? w->group / all->span : all->spans;
     all->log_span = __builtin_ctzll((uint64_t)all->span), all->log_units = all->log_span - __builtin_ctzll((uint64_t)all->unit);
-    all->fits = !IS_WIDE && !BY_FOURS && !has_nibbles(w) && all->p.rows > FEW_ROWS;
-    all->offset = all->fits ? 1 : whole_offset(w);
+    all->log_parts = all->grouped ? all->log_units + has_halves(w) : 0, all->parts = all->spans << all->log_parts;
+    all->log_starts = has_halves(w) ? all->log_parts : BY_TWOS && !has_nibbles(w) ? all->log_units : 0;
+    all->starts = all->spans << all->log_starts;
+    all->offset = whole_offset(w);
     all->lows = w->low_kind != NONE && w->low_kind != MIDDLE;
 }
 
@@ -460,13 +546,14 @@ int whole(const Product *p, int threads) {
     Whole all = {.p = *p, .runs = 8 * threads};
     describe(&all);
     divide(&all);
-    const int64_t spans = up(p->rows * all.spans, LANES), bytes = up(p->rows * all.padded, LINE);
-    uint8_t *room = aligned_alloc(LINE, (size_t)(bytes + 3 * spans * (int64_t)sizeof(float)));
+    const int64_t spans = up(p->rows * all.spans, LANES), parts = up(p->rows * all.parts, LANES);
+    const int64_t starts = up(p->rows * all.starts, LANES), bytes = up(p->rows * all.padded, LINE);
+    uint8_t *room = aligned_alloc(LINE, (size_t)(bytes + (spans + parts + starts) * (int64_t)sizeof(float)));
     if (!room) return 1;
     all.x = (int8_t *)room;
-    all.scale = (float *)(room + bytes), all.sum = all.scale + spans, all.start = (int32_t *)(all.sum + spans);
+    all.scale = (float *)(room + bytes), all.sum = all.scale + spans, all.start = (int32_t *)(all.sum + parts);
     const int are_few = p->rows <= FEW_ROWS;
-    const int64_t tiles = are_few ? p->rows : p->rows / all.part * tiles_in(all.part) + tiles_in(p->rows % all.part);
+    const int64_t tiles = are_few ? p->rows : p->rows / all.share * tiles_in(all.share) + tiles_in(p->rows % all.share);
     team_share(round_tiles, &all, tiles, 1, 0, tiles == 1 ? 1 : threads);
     if (are_few)
         all.failed |= few(&all, threads);

@@ -17,15 +17,16 @@ typedef struct {
     Product p;
     int64_t block, unit, span; /* inputs: of a vector of codes, of a quarter of it, that share a scale of x */
     int64_t padded, spans;     /* inputs up to whole vectors, and how many spans those have */
-    int64_t each;              /* spans of a group */
     int log_span, log_units;   /* logarithms to base 2: of `span`, and of the number of units in it */
+    int grouped;               /* whether a span has several groups, or parts of a unit or half a unit */
+    int64_t parts, starts;     /* of a row: there are sums of all parts, and starts of those or of spans */
+    int log_parts, log_starts; /* logarithms: of how many a span has */
     int8_t *x;                 /* (rows, padded): of 4 bits first the even inputs of each block, then the odd ones; or, of more
                                   than FEW_ROWS, by fours of a tile's first row, of its second, and so on */
-    float *scale, *sum;        /* (rows, spans) of x */
-    int32_t *start;
+    float *scale, *sum;        /* (rows, spans) and (rows, parts) of x */
+    int32_t *start;            /* (rows, starts) */
     int offset, lows;          /* the excess of codes over numbers; whether there are other lows */
-    int fits;                  /* whether codes of a byte are looked at for fewer bits: `offset` is for each panel then */
-    int64_t part, parts, pieces; /* rows of a part of x, and how many there are; pieces of the product */
+    int64_t share, shares, pieces; /* rows of a share of x, and how many there are; pieces of the product */
     int64_t next, runs;          /* piece that no thread has taken; of what is left so many runs are made */
     int failed;
 } Whole;

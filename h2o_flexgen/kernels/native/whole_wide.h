@@ -9,10 +9,10 @@
 #define IN_REGISTER(x) __asm__ volatile("" : "+v"(x))
 #endif
 
-/* sums (rows, COLS) += what a span adds up to, scaled. */
-INLINE void add_span(const Whole *all, __m512i whole[][VECTORS_OUT], const Scales *by, float *sums, const int rows,
-                     const int lows) {
-    const int64_t spans = all->spans;
+/* sums (rows, COLS) += what a span, or a part of it, adds up to, scaled. */
+INLINE void add_scaled(const Whole *all, __m512i whole[][VECTORS_OUT], const Scales *by, float *sums, const int rows,
+                       const int lows) {
+    const int64_t spans = all->spans, parts = all->parts;
     UNROLL for (int v = 0; v < VECTORS_OUT; v++) {
         const __m512 scale = _mm512_load_ps(by->scale + v * LANES);
         const __m512 low = lows ? _mm512_load_ps(by->low + v * LANES) : scale;
@@ -20,45 +20,62 @@ INLINE void add_span(const Whole *all, __m512i whole[][VECTORS_OUT], const Scale
             float *to = sums + r * COLS + v * LANES;
             const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(by->x[r * spans]));
             __m512 total = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[r][v]), both, _mm512_load_ps(to));
-            if (lows) total = _mm512_fmadd_ps(low, _mm512_set1_ps(by->sum[r * spans]), total);
+            if (lows) total = _mm512_fmadd_ps(low, _mm512_set1_ps(by->sum[r * parts]), total);
             _mm512_store_ps(to, total);
         }
     }
 }
 
-/* sums (rows, COLS) += a span of x, woven, times `units` units of codes. If it `asks`, memory `ahead` is asked for. */
-INLINE void take_span(const Whole *all, const int8_t *x, uint64_t unit, const uint64_t units, const uint8_t *codes,
-                      const uint8_t **ahead, const Scales *by, float *sums, const int rows, const int nibbles,
-                      const int asks) {
-    const int steps = nibbles ? 8 : 4;
-    __m512i whole[HEIGHT][VECTORS_OUT];
+INLINE void add_span(const Whole *all, __m512i whole[][VECTORS_OUT], const Scales *by, float *sums, const int rows) {
+    if (all->lows) add_scaled(all, whole, by, sums, rows, 1);
+    else add_scaled(all, whole, by, sums, rows, 0);
+}
+
+INLINE void start_at(__m512i whole[][VECTORS_OUT], const int32_t *start, int64_t apart, const int rows) {
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < VECTORS_OUT; v++) whole[r][v] = _mm512_set1_epi32(by->start[r * all->spans]);
-    for (const uint64_t end = unit + units; unit < end; unit++) {
-        const int8_t *at = x + rows * (int64_t)(nibbles ? unit / UNITS * 128 + unit % UNITS * 16 : unit * 16);
-        UNROLL for (int s = 0; s < steps; s++, codes += STEP) {
-            UNROLL for (int i = nibbles; asks && i < 2; i++, *ahead += LINE)
-                _mm_prefetch((const char *)*ahead, _MM_HINT_T1);
-            __m512i w[VECTORS_OUT];
-            UNROLL for (int v = 0; v < VECTORS_OUT; v++) {
-                w[v] = _mm512_load_si512(codes + v * 64);
-                IN_REGISTER(w[v]);
-            }
-            UNROLL for (int r = 0; r < rows; r++) {
-                int32_t four;
-                memcpy(&four, at + rows * (s / 4 * 64 + s % 4 * 4) + 4 * r, sizeof four);
-                const __m512i both = _mm512_set1_epi32(four);
-                UNROLL for (int v = 0; v < VECTORS_OUT; v++) {
-                    whole[r][v] = _mm512_dpbusd_epi32(whole[r][v], w[v], both);
-                    IN_REGISTER(whole[r][v]);
-                }
-            }
+        UNROLL for (int v = 0; v < VECTORS_OUT; v++) whole[r][v] = _mm512_set1_epi32(start[r * apart]);
+}
+
+/* whole (rows, COLS) += a step of inputs at x, woven, times codes. */
+INLINE void add_step(__m512i whole[][VECTORS_OUT], const int8_t *x, const uint8_t *codes, const int rows) {
+    __m512i w[VECTORS_OUT];
+    UNROLL for (int v = 0; v < VECTORS_OUT; v++) {
+        w[v] = _mm512_load_si512(codes + v * 64);
+        IN_REGISTER(w[v]);
+    }
+    UNROLL for (int r = 0; r < rows; r++) {
+        int32_t four;
+        memcpy(&four, x + 4 * r, sizeof four);
+        const __m512i both = _mm512_set1_epi32(four);
+        UNROLL for (int v = 0; v < VECTORS_OUT; v++) {
+            whole[r][v] = _mm512_dpbusd_epi32(whole[r][v], w[v], both);
+            IN_REGISTER(whole[r][v]);
         }
     }
-    if (all->lows)
-        add_span(all, whole, by, sums, rows, 1);
-    else
-        add_span(all, whole, by, sums, rows, 0);
+}
+
+/* sums (rows, COLS) += a span of x, woven, times `units` units of codes, of which halves are scaled apart. If it `asks`,
+   memory `ahead` is asked for. */
+INLINE void take_span(const Whole *all, const int8_t *x, uint64_t unit, const uint64_t units, const uint8_t *codes,
+                      const uint8_t **ahead, const Scales *by, float *sums, const int rows, const int kind,
+                      const int asks) {
+    const int nibbles = kind != BYTES, halves = are_halves(kind), steps = nibbles ? 8 : 4;
+    __m512i whole[HEIGHT][VECTORS_OUT];
+    Scales its = *by;
+    if (!halves) start_at(whole, by->start, all->starts, rows);
+    for (const uint64_t end = unit + units; unit < end; unit++, codes += steps * STEP) {
+        const int8_t *at = x + rows * (int64_t)(nibbles ? unit / UNITS * 128 + unit % UNITS * 16 : unit * 16);
+        UNROLL for (int i = 0; i < steps; i++) {
+            const int s = !halves ? i : i / 4 * 2 + i % 2 + i % 4 / 2 * 4; /* even inputs of a half, odd ones of it */
+            if (halves && i % 4 == 0) start_at(whole, its.start, all->starts, rows);
+            UNROLL for (int j = nibbles; asks && j < 2; j++, *ahead += LINE) _mm_prefetch((const char *)*ahead, _MM_HINT_T1);
+            add_step(whole, at + rows * (s / 4 * 64 + s % 4 * 4), codes + s * STEP, rows);
+            if (!halves || i % 4 < 3) continue;
+            add_span(all, whole, &its, sums, rows);
+            its.scale += COLS, its.low += COLS, its.sum++, its.start++;
+        }
+    }
+    if (!halves) add_span(all, whole, by, sums, rows);
 }
 
 #endif
