@@ -106,7 +106,9 @@ def test_whole_numbers_at_every_number_of_rows(tier: str) -> None:
             assert ((found - exact[:rows]).abs() <= unit * size[:rows]).all(), (id_of(packing), rows)
 
 
-@pytest.mark.parametrize("packing", [Packing("int8", 32, "float16", "none"), Packing("int8", 16, "super", "none")], ids=id_of)
+@pytest.mark.parametrize(
+    "packing", [Packing("int8", 32, "float16", "none"), Packing("int8", 16, "super", "none")], ids=id_of
+)
 @pytest.mark.parametrize(("low", "high"), [(-16, 16), (0, 31), (-32, 31), (-32, 32), (-33, 31), (30, 31), (-128, -70)])
 def test_codes_of_a_byte_that_take_fewer_bits(tier: str, low: int, high: int, packing: Packing) -> None:
     """AVX2 adds more of them up in 16 bits: at their ends there is room, and beside codes that take all bits."""

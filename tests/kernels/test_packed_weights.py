@@ -245,6 +245,17 @@ def test_numbers_that_are_not_finite_stay_so() -> None:
         assert finite[2:].all()
 
 
+@pytest.mark.parametrize("at", [0, 130])
+def test_fp8_weights_that_are_not_numbers_stay_so(at: int) -> None:
+    """Among many inputs and among the last few, with few rows and many."""
+    weight = random_weight(Packing("e4m3", 128, "float32", "none"), (20, 136), torch.bfloat16)
+    weight.parts["codes"][3, at], weight.parts["codes"][7, at] = 0x7F, 0xFF
+    for rows in (1, 5, 9):
+        finite = linear(torch.randn(rows, 136, generator=torch_generator()).bfloat16(), weight).isfinite()
+        assert not finite[:, [3, 7]].any()
+        assert finite[:, [0, 6, 19]].all()
+
+
 def test_all_ways_to_a_product_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to the order of sums: the same rows by tiles, in parts, and by panels, all at once."""
     monkeypatch.setattr(PackedWeight, "whole", False)

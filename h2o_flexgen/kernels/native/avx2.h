@@ -389,8 +389,8 @@ INLINE __m256i dot_bytes(__m256i sum, __m256i w, __m256i x) {
 enum { BYTE_OFFSET = 0 };
 #endif
 
-/* What w, unsigned bytes of at most 30, and x, signed ones, and another vector of each add up to by fours, times `by`, twice
-   in each lane of 32 bits; and of w that is signed: of its size and x with its sign. x is never -128. */
+/* Sums by fours of w, unsigned bytes of at most 30, times x, signed ones, and of another vector of each, times `by`, which is
+   twice in each lane of 32 bits; and of w that is signed: of its size times x with its sign. x is never -128. */
 INLINE __m256i two_by(__m256i w, __m256i x, __m256i w2, __m256i x2, __m256i by) {
     return _mm256_madd_epi16(_mm256_add_epi16(_mm256_maddubs_epi16(w, x), _mm256_maddubs_epi16(w2, x2)), by);
 }

@@ -177,7 +177,7 @@ INLINE Grouped take_grouped(const Few *f, int64_t out, Room room, float *own, __
     return scales;
 }
 
-/* What codes and x add up to, in lanes of 32 bits; of sums in 16 bits, times `by`. */
+/* Sums of codes times x, in lanes of 32 bits; of 16 bits they are multiplied, as they are widened. */
 INLINE __m512i whole_sums(const __m512i w[2], const int8_t *x, const int nibbles, const int tabled, __m512i by) {
     const __m512i first = _mm512_load_si512(x), second = nibbles ? _mm512_load_si512(x + 64) : first;
 #if BY_TWOS

@@ -95,6 +95,9 @@ INLINE __m256 _mm256_castsi256_ps(__m256i x) { return F8((__m128)x.a, (__m128)x.
 INLINE __m256 _mm256_cvtepi32_ps(__m256i x) { return F8(vcvtq_f32_s32(x.a), vcvtq_f32_s32(x.b)); }
 INLINE __m256i _mm256_cvtps_epi32(__m256 x) { return I8(vcvtnq_s32_f32(x.a), vcvtnq_s32_f32(x.b)); }
 INLINE __m256i _mm256_cvttps_epi32(__m256 x) { return I8(vcvtq_s32_f32(x.a), vcvtq_s32_f32(x.b)); }
+INLINE __m256i _mm256_cvtepi8_epi16(__m128i x) {
+    return I8((__m128i)vmovl_s8(vget_low_s8((int8x16_t)x)), (__m128i)vmovl_high_s8((int8x16_t)x));
+}
 INLINE __m256i _mm256_cvtepi16_epi32(__m128i x) {
     return I8(vmovl_s16(vget_low_s16((int16x8_t)x)), vmovl_high_s16((int16x8_t)x));
 }
@@ -145,6 +148,8 @@ ON_BOTH(_mm_max_epi8, _mm256_max_epi8, int8x16_t, vmaxq_s8(x, y))
 ON_BOTH(_mm_max_epi16, _mm256_max_epi16, int16x8_t, vmaxq_s16(x, y))
 ON_BOTH(_mm_max_epi32, _mm256_max_epi32, int32x4_t, vmaxq_s32(x, y))
 ON_BOTH(_mm_cmpgt_epi32, _mm256_cmpgt_epi32, int32x4_t, vcgtq_s32(x, y))
+ON_BOTH(_mm_cmpeq_epi8, _mm256_cmpeq_epi8, uint8x16_t, vceqq_u8(x, y))
+ON_BOTH(_mm_cmpeq_epi16, _mm256_cmpeq_epi16, uint16x8_t, vceqq_u16(x, y))
 ON_BOTH(_mm_cmpeq_epi32, _mm256_cmpeq_epi32, int32x4_t, vceqq_s32(x, y))
 ON_BOTH(_mm_sign_epi8, _mm256_sign_epi8, int8x16_t, (x & (int8x16_t)vtstq_s8(y, y)) * (vshrq_n_s8(y, 7) | 1))
 ON_BOTH(_mm_packs_epi32, _mm256_packs_epi32, int32x4_t, vqmovn_high_s32(vqmovn_s32(x), y))

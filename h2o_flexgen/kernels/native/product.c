@@ -28,6 +28,7 @@ int product(const bf16 *x, const bf16 *w, const void *bias, void *y, long rows, 
             long y_stride, int wide, int relu, int onto, int threads, const Packed *packed, int way) {
     const Product p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto, packed, way == EXACTLY};
     if (way != BY_NUMBERS) return (way == WHOLLY ? whole : exact)(&p, threads);
+    if (packed && takes_fp8(packed, rows)) return few_fp8(&p, threads);
     const int few = rows <= (packed ? FEW_PACKED : FEW) && !long_rows(rows, ins);
     return few || ins % 2 ? linear(&p, threads) : gemm(&p, threads);
 }

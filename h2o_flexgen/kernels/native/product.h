@@ -19,12 +19,14 @@ typedef struct {
 } Product;
 
 /* None of the tensors is empty. Each returns 0, or 1 where memory is short. `gemm` takes an even number of inputs, `whole`
-   packed weights that `takes_whole` says. */
+   and `few_fp8` packed weights that `takes_whole` and `takes_fp8` say. */
 int linear(const Product *p, int threads);
 int gemm(const Product *p, int threads);
 int whole(const Product *p, int threads);
 int exact(const Product *p, int threads);
+int few_fp8(const Product *p, int threads);
 int takes_whole(const Packed *w);
+int takes_fp8(const Packed *w, long rows);
 
 enum { BY_NUMBERS, WHOLLY, EXACTLY };
 

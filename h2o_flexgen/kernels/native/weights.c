@@ -126,18 +126,9 @@ static const uint8_t *codes_of(const Packed *w, int64_t out) {
     return w->codes + out * (has_nibbles(w) ? w->ins / 2 : w->ins);
 }
 
-INLINE __m512 e4m3(__m512i codes) {
-    const __m512i size = _mm512_and_si512(codes, _mm512_set1_epi32(0x7F));
-    const __m512 value = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(size, 20)), _mm512_set1_ps(0x1p120f));
-    const __m512i sign = _mm512_slli_epi32(_mm512_and_si512(codes, _mm512_set1_epi32(0x80)), 24);
-    const __m512 number = _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(value), sign));
-    const __mmask16 none = _mm512_cmpeq_epi32_mask(size, _mm512_set1_epi32(0x7F));
-    return _mm512_mask_mov_ps(number, none, _mm512_set1_ps(__builtin_nanf("")));
-}
-
 INLINE __m512 bytes16(const uint8_t *codes, const int floats) {
     const __m128i bytes = _mm_loadu_si128((const __m128i *)codes);
-    return floats ? e4m3(_mm512_cvtepu8_epi32(bytes)) : _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+    return floats ? e4m3(bytes) : _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
 }
 
 enum { NIBBLES, WHOLE, FLOATS };

@@ -30,6 +30,17 @@ INLINE int has_nibbles(const Packed *w) { return w->levels <= IQ2; }
 /* Inputs that share a scale in the arrays of `unit_scales`: a group has one unit or more. */
 INLINE int64_t unit_of(const Packed *w) { return has_nibbles(w) && w->group != 16 ? 32 : 16; }
 
+/* 16 codes of E4M3 as float16 numbers, which are 256 times too small, denormal ones too; 480 / 256 where they are none. */
+INLINE __m256i e4m3_bits(__m128i codes) {
+    return _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7), _mm256_set1_epi16((short)0xBFFF));
+}
+INLINE __m512 e4m3(__m128i codes) {
+    const __m256i bits = e4m3_bits(codes);
+    const __m256i none = _mm256_set1_epi16(0x3F80), is_none = _mm256_cmpeq_epi16(_mm256_and_si256(bits, none), none);
+    const __m256i halves = _mm256_or_si256(bits, _mm256_and_si256(is_none, _mm256_set1_epi16(0x7E00)));
+    return _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(256));
+}
+
 /* Room for the scales, or the lows, of a row. */
 INLINE int64_t units_room(int64_t ins) { return up(ins, 16 * LANES) / 16 + LANES; }
 
