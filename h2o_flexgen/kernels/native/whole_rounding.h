@@ -58,14 +58,14 @@ INLINE int32_t six_bits_start(__m512i numbers) { return 0; }
 
 /* The sums and starts of a unit's halves: of numbers that each are an even and an odd input's together. */
 INLINE void put_halves(const Whole *all, __m512i numbers, float scale, int64_t row, int64_t unit) {
-    int32_t each[LANES];
+    uint32_t each[LANES]; /* numbers that are not finite may overflow */
     _mm512_storeu_si512(each, numbers);
     for (int64_t half = 0; half < 2; half++) {
-        const int32_t *n = each + 8 * half, first = n[0] + n[1] + n[4] + n[5], second = n[2] + n[3] + n[6] + n[7];
+        const uint32_t *n = each + 8 * half, first = n[0] + n[1] + n[4] + n[5], second = n[2] + n[3] + n[6] + n[7];
+        const uint32_t starts[2] = {first * (uint32_t)-all->offset, second * (uint32_t)-all->offset}; /* of lanes of 16 bits */
         const int64_t part = row * all->parts + 2 * unit + half;
-        const int32_t starts[2] = {-all->offset * first, -all->offset * second}; /* of lanes of 16 bits */
-        all->sum[part] = scale * (float)(first + second);
-        all->start[part] = BY_TWOS ? (starts[0] & 0xFFFF) | (int32_t)((uint32_t)starts[1] << 16) : starts[0] + starts[1];
+        all->sum[part] = scale * (float)(int32_t)(first + second);
+        all->start[part] = (int32_t)(BY_TWOS ? (starts[0] & 0xFFFF) | starts[1] << 16 : starts[0] + starts[1]);
     }
 }
 
