@@ -37,6 +37,8 @@ PACKINGS = [
     Packing("int8", 64, "bfloat16", "bfloat16"),
     Packing("int8", 32, "super", "super"),
     Packing("int8", 0, "float32", "zero"),
+    Packing("int8", 16, "super", "bfloat16"),
+    Packing("uint4", 16, "super", "zero"),
     Packing("e4m3", 128, "float32", "none"),
     Packing("e4m3", 0, "bfloat16", "none"),
 ]

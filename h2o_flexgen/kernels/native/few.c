@@ -311,7 +311,7 @@ int few(const Whole *all, int threads) {
     const Product *p = &all->p;
     const int64_t group = p->packed->group;
     Few f = {.all = all, .blocks = all->padded / all->block, .groups = groups_of(p->packed), .spans = up(all->spans, LANES)};
-    f.whole = p->packed->scale_kind == SUPER && group < MOST_SPAN;
+    f.whole = has_whole_scales(p->packed);
     f.each = (int)(all->block / (f.whole ? group : all->span));
     if (f.whole) {
         f.spans = (f.blocks + 3) * LANES, f.bytes = bytes_of((int)(4 * group / all->unit));

@@ -17,14 +17,15 @@
 #include "tiles.h"
 #include "whole.h"
 
+static int has_halves(const Packed *w) { return has_nibbles(w) && w->group == 16; }
+
 /* Whether `whole` can do products with such weights. */
 int takes_whole(const Packed *w) {
-    return w->levels != E4M3 && !(has_nibbles(w) && w->group == 16 && w->scale_kind != SUPER) && w->ins % unit_of(w) == 0;
+    return w->levels != E4M3 && (!has_halves(w) || has_whole_scales(w)) && w->ins % unit_of(w) == 0;
 }
 
-static int has_halves(const Packed *w) { return has_nibbles(w) && w->group == 16; }
 static int is_grouped(const Packed *w) {
-    return has_halves(w) || (BY_TWOS && w->scale_kind == SUPER && w->levels != IQ3S && w->group < MOST_SPAN);
+    return has_halves(w) || (BY_TWOS && has_whole_scales(w) && w->levels != IQ3S);
 }
 
 /* Inputs that share a scale of x. */

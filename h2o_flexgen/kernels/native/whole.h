@@ -36,6 +36,12 @@ INLINE __m512i whole_bytes(__m512i codes) {
     return BYTE_OFFSET ? _mm512_xor_si512(codes, _mm512_set1_epi8((char)-128)) : codes;
 }
 
+/* Whether scales, and lows if there are any, are whole numbers times one for 256 inputs. */
+INLINE int has_whole_scales(const Packed *w) {
+    const int lows = w->low_kind != NONE && w->low_kind != MIDDLE;
+    return w->scale_kind == SUPER && w->group < MOST_SPAN && (!lows || w->low_kind == SUPER);
+}
+
 /* Whether codes of 4 bits stand for numbers that 16 bits have no room for: these are multiplied as signed ones. */
 INLINE int has_signed_levels(const Packed *w) {
     return !BYTE_OFFSET && (w->levels == IQ4 || w->levels == IQ3 || w->levels == IQ2);
