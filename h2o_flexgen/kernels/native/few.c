@@ -36,14 +36,13 @@ typedef struct {
 
 static void describe(Few *f) {
     const Whole *all = f->all;
-    const int64_t padded = up(f->groups, LANES), each = (all->p.packed->group ? all->p.packed->group : all->padded);
+    const int64_t padded = up(f->groups, LANES), each = all->p.packed->group ? all->p.packed->group : all->padded;
     const float step = whole_step(all->p.packed);
     memset(f->start, 0, (size_t)(all->p.rows * (f->spans + padded)) * sizeof(float)); /* and `sum` */
     for (int64_t r = 0; r < all->p.rows; r++) {
         for (int64_t s = 0; s < f->spans; s++) {
             const int64_t span = f->whole ? s / 4 >> all->log_units : s, at = r * all->spans + span;
-            const float scale = span < all->spans ? step * all->scale[at] : 0;
-            f->scale[r * f->spans + s] = scale;
+            f->scale[r * f->spans + s] = span < all->spans ? step * all->scale[at] : 0;
             if (!f->whole && span < all->spans) f->start[r * f->spans + s] = (float)all->start[at];
         }
         for (int64_t s = 0, g; s < all->parts && (g = s * (all->padded / all->parts) / each) < f->groups; s++)

@@ -12,8 +12,8 @@
    spread_four, spread_eight of so many numbers those that each lane asks for
    picked, picked_wide       of 16 values those that 32 codes of 4 bits stand for, bfloat16 or float32, in their order
    dot_bytes_512             sums in 32 bits, by fours, of unsigned bytes that are less than 8-bit codes by BYTE_OFFSET, with
-                             signed ones; dot_nibbles_512: twice, of at most 30. BY_FOURS: by an instruction for that; BY_TWOS:
-                             by those that add up two in 16 bits: two_by, signed_by */
+                             signed ones, where BY_FOURS: by an instruction for that; dot_nibbles_512: twice, of at most 30.
+                             BY_TWOS: by those that add up two in 16 bits: two_by, signed_by */
 #ifndef SIMD_H
 #define SIMD_H
 

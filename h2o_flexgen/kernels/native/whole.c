@@ -56,8 +56,8 @@ INLINE int are_halves(const int kind) { return kind == HALVES || kind == SIGNED_
 
 typedef struct {
     uint8_t *codes;       /* (DEPTH / 4, COLS, 4): unit by unit, of 4 bits the even inputs first */
-    float *scale, *low;   /* (spans, COLS) and (parts, COLS); of grouped spans the former, too, where */
-    float *whole;         /* there are not these: (parts, COLS), twice in 16 bits each */
+    float *scale, *low;   /* (spans, COLS) where there are whole scales, else (parts, COLS); (parts, COLS) */
+    float *whole;         /* (parts, COLS): the whole scales of grouped spans, twice in 16 bits each */
     float *super, *sums;  /* room: (blocks, COLS) and (rows of a share, COLS) */
     int64_t out;          /* its first output; -1: none yet */
     int six_bits;         /* whether codes of a byte are from -32 to 31, as far as known */

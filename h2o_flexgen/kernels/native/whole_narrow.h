@@ -69,7 +69,7 @@ INLINE void add_part(const Whole *all, __m256i whole[][2], const Scales *by, int
     else add_span(all, whole, &its, sums, rows, 0);
 }
 
-/* The same of a half of a unit: of its even inputs, and of its odd ones. */
+/* whole += a half of a unit: two steps of its even inputs, and two of its odd ones. */
 INLINE void add_half(__m256i whole[][2], const int8_t *x, const uint8_t *codes, const float *scale, const int half,
                      const int rows, const int sixteen) {
     const int from = 2 * half, end = from + 2;
