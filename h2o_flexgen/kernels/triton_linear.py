@@ -20,8 +20,10 @@ from h2o_flexgen.kernels.triton_decode_kernels import product
 from h2o_flexgen.kernels.triton_quant import bytes_to_pairs
 
 _LEVELS = tuple(LEVEL_BITS)
-_UINT4, _E2M1, _IQ4, _IQ3, _IQ3S, _IQ2, _INT8 = (tl.constexpr(number) for number in range(7))
-_IQ4_LEVELS, _IQ2_LEVELS = tl.constexpr(LEVELS["iq4"]), tl.constexpr(LEVELS["iq2"])
+_UINT4, _E2M1, _IQ3, _IQ3S, _INT8 = (
+    tl.constexpr(_LEVELS.index(each)) for each in ("uint4", "e2m1", "iq3", "iq3s", "int8")
+)
+_TABLES = tl.constexpr(tuple(LEVELS.get(each, ()) for each in _LEVELS))
 _SCALES = {"e8m0": 1, "super": 2}
 _POWER, _TWO_LEVELS = tl.constexpr(1), tl.constexpr(2)
 _LOWS = {"none": 1, "middle": 2, "zero": 3, "super": 4}
@@ -171,10 +173,10 @@ def _levels(codes, out, inside, start, form: tl.constexpr):
             level = code.to(tl.float32)
         elif form.levels == _E2M1:
             level = _small_float(code, 1, 3, 1)
-        elif form.levels == _IQ4 or form.levels == _IQ2:
+        elif form.levels != _IQ3 and form.levels != _IQ3S:
             level = code.to(tl.float32)
             for i in tl.static_range(16):
-                level = tl.where(code == i, _IQ4_LEVELS[i] if form.levels == _IQ4 else _IQ2_LEVELS[i], level)
+                level = tl.where(code == i, _TABLES[form.levels][i], level)
         else:
             size = (code & 7).to(tl.float32) * 2.0 + 1.0
             if form.levels == _IQ3:

@@ -21,7 +21,7 @@ from h2o_flexgen.kernels import layers, linear, native
 from h2o_flexgen.kernels.native import building, function, tiers
 from tests.kernels import emulated
 from tests.kernels.test_native_linear import check_rows, exactly, noise
-from tests.kernels.test_packed_weights import EVERY, PACKINGS, id_of, random_weight, rounded_in_spans
+from tests.kernels.test_packed_weights import EVERY, PACKINGS, id_of, multiplied, random_weight, rounded_in_spans
 from tests.seeds import torch_generator
 
 TIERS: dict[str, tuple[str, ...]] = (
@@ -93,8 +93,7 @@ def test_whole_numbers_at_every_number_of_rows(tier: str) -> None:
     for count, packing in enumerate(PACKINGS):
         outs, ins = 67 if count % 8 == 0 else 17, 272 if packing.bits == 8 or packing.group == 16 else 288
         weight = random_weight(packing, (outs, ins), torch.bfloat16)
-        x = torch.randn(max(EVERY), weight.shape[1], generator=random).bfloat16()
-        values = weight.in_order(torch.float32).double().t()
+        x, values = torch.randn(max(EVERY), weight.shape[1], generator=random).bfloat16(), multiplied(weight)
         taken = x if weight.order is None else x[:, weight.order]
         unit = 3 * 2**-8
         if weight.whole:

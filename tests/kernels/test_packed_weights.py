@@ -10,7 +10,7 @@ import gguf
 import pytest
 import torch
 
-from h2o_flexgen.config.model.packing import SUPER, Packing
+from h2o_flexgen.config.model.packing import LEVELS, SUPER, Packing
 from h2o_flexgen.kernels import layers, linear
 from h2o_flexgen.kernels.native import function
 from h2o_flexgen.kernels.packed import PackedWeight, look_up, scales_and_lows
@@ -32,6 +32,8 @@ PACKINGS = [
     Packing("iq3s", 32, "super", "none"),
     Packing("iq2", 16, "super", "none"),
     Packing("iq2", 32, "super", "none"),
+    Packing("nf4", 64, "float32", "none"),
+    Packing("fp4", 64, "float32", "none"),
     Packing("int8", 32, "float16", "none"),
     Packing("int8", 16, "super", "none"),
     Packing("int8", 64, "bfloat16", "bfloat16"),
@@ -51,6 +53,8 @@ SIZES = {
     "iq2": [1 / 8, 7 / 8, 1, 9 / 8, 25 / 8, 43 / 8, 0, 0],
 }
 IQ4 = gguf.quants.IQ4_NL.kvalues
+WHOLE_STEPS = {"nf4": 112, "fp4": 120}
+"""Of levels that are no whole numbers times one: they are multiplied as those that differ least."""
 
 
 def random_weight(packing: Packing, shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> PackedWeight:
@@ -90,6 +94,8 @@ def meaning(weight: PackedWeight) -> torch.Tensor:
             level = SIZES[packing.levels][code & 7] * (-1 if code & 8 else 1)
         elif packing.levels == "iq4":
             level = IQ4[code]
+        elif packing.levels in WHOLE_STEPS:
+            level = LEVELS[packing.levels][code]
         else:
             level = {"uint4": code, "int8": code - 256 if code > 127 else code, "e4m3": floats[code]}[packing.levels]
         scale = parts["scale"][out][group]
@@ -115,6 +121,17 @@ def meaning(weight: PackedWeight) -> torch.Tensor:
 def meaning_of_random(packing: Packing, shape: tuple[int, int]) -> torch.Tensor:
     """Slow, and the same for all ways to expand it."""
     return meaning(random_weight(packing, shape))
+
+
+def multiplied(weight: PackedWeight) -> torch.Tensor:
+    """Its numbers as products take them: (ins, outs) float64, inputs in the order of the codes."""
+    steps = WHOLE_STEPS.get(weight.packing.levels)
+    if steps is None or not weight.whole:
+        return weight.in_order(torch.float32).double().t()
+    levels = torch.tensor(LEVELS[weight.packing.levels]).mul(steps).round().div(steps)
+    codes, scale = weight.parts["codes"].long(), scales_and_lows(weight.packing, weight.parts)[0]
+    pairs = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+    return (levels[pairs] * scale.repeat_interleave(weight.packing.group, -1)[:, : weight.shape[1]]).double().t()
 
 
 def id_of(packing: Packing) -> str:
@@ -145,13 +162,14 @@ def test_products(packing: Packing, dtype: torch.dtype) -> None:
     unit = 2**-8 if dtype is torch.bfloat16 else 2**-20
     for shape in SHAPES:
         weight = random_weight(packing, shape, dtype)
-        values = weight.expanded(torch.float32).double()
+        values = multiplied(weight) if dtype is torch.bfloat16 else weight.in_order(torch.float32).double().t()
         for rows in (1, 2, 3, 5, 33, 70, 401):
             x, bias = (
                 torch.randn(rows, shape[1], generator=random).to(dtype),
                 torch.randn(shape[0], generator=random).to(dtype),
             )
-            exact, size = x.double() @ values.t(), x.double().abs() @ values.abs().t() + 1
+            taken = (x if weight.order is None else x[:, weight.order]).double()
+            exact, size = taken @ values, taken.abs() @ values.abs() + 1
             found = linear(x, weight, bias, wide=True)
             assert ((found.double() - exact - bias.double()).abs() <= 4 * unit * size).all()
             onto = torch.randn(rows, shape[0], generator=random).to(dtype)
@@ -207,7 +225,7 @@ def test_whole_numbers(packing: Packing) -> None:
         if not weight.whole:
             pytest.skip("this processor has no instructions for whole numbers")
         span = function("span_of", "P", "i")(ctypes.byref(weight.place))
-        values = weight.in_order(torch.float32).double().t()
+        values = multiplied(weight)
         sizes = values.abs()
         for rows in EVERY if ins == 96 else (1, 2, 3, 4, 5, 7, 515 if ins < 8192 else 130):
             x = torch.randn(rows, ins, generator=random).bfloat16()
@@ -229,7 +247,7 @@ def test_the_largest_numbers_of_all_have_room(packing: Packing) -> None:
     scale, low = scales_and_lows(packing, weight.parts)
     for code in range(16) if packing.bits == 4 else (0, 1, 127, 128, 129, 255):
         weight.parts["codes"].fill_(code * 17 if packing.bits == 4 else code)
-        values = weight.in_order(torch.float32).double().t()
+        values = multiplied(weight)
         for rows, sign in itertools.product((1, 4, 5, 9), (-1, 1)):
             x = torch.full((rows, shape[1]), 1.5 * sign).bfloat16()
             terms = 256 * scale.abs().max() + (0 if low is None else low.abs().max())  # which may all but cancel

@@ -27,9 +27,16 @@ LEVELS = {
     "iq3": _signed(0.25, 4, 12, 20, 28, 36, 44, 52, 62),
     "iq3s": _signed(1, 1, 3, 5, 7, 9, 11, 13, 15),
     "iq2": _signed(0.125, 1, 7, 8, 9, 25, 43, 0, 0),
+    "nf4": (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+    "fp4": _signed(1 / 12, 0, 0.0625, 8, 12, 4, 6, 2, 3),
 }
-"""The values of the 16 codes of some levels of 4 bits: of OCP's MX, and of GGUF's IQ types (iq2 serves IQ1 too)."""
-LEVEL_BITS = {"uint4": 4, "e2m1": 4, "iq4": 4, "iq3": 4, "iq3s": 4, "iq2": 4, "int8": 8, "e4m3": 8}
+"""The values of the 16 codes of some levels of 4 bits: of OCP's MX, of GGUF's IQ types (iq2 serves IQ1 too), and of
+bitsandbytes: quantiles of a normal distribution (Dettmers et al. 2023, "QLoRA", arXiv 2305.14314), and its floats."""
+LEVEL_BITS = {**dict.fromkeys(("uint4", *LEVELS), 4), "int8": 8, "e4m3": 8}
 """The bits of a code, by its kind of values: 0 to 15; one of LEVELS; -128 to 127; the floats of 8 bits of OCP's FP8."""
 SUPER = 256
 """Inputs of a super-block in GGUF's K formats."""

@@ -14,19 +14,19 @@ typedef struct {
     int64_t ins;
 } Packed;
 
-enum { UINT4, E2M1, IQ4, IQ3, IQ3S, IQ2, INT8, E4M3 };
+enum { UINT4, E2M1, IQ4, IQ3, IQ3S, IQ2, NF4, FP4, INT8, E4M3 };
 enum { BFLOAT16, FLOAT16, FLOAT32, E8M0, SUPER, NONE, MIDDLE, ZERO };
 
-/* The numbers of codes of 4 bits: `numbers`, which are `step` times (`whole` less `offset`). */
+/* The numbers of codes of 4 bits: `numbers`, which are `step` times (`whole` less `offset`), of NF4 and FP4 about so. */
 typedef struct {
     float numbers[16];
     uint8_t whole[16];
     float step;
     int offset;
 } Levels;
-extern const Levels LEVELS[IQ2 + 1];
+extern const Levels LEVELS[INT8];
 
-INLINE int has_nibbles(const Packed *w) { return w->levels <= IQ2; }
+INLINE int has_nibbles(const Packed *w) { return w->levels < INT8; }
 /* Inputs that share a scale in the arrays of `unit_scales`: a group has one unit or more. */
 INLINE int64_t unit_of(const Packed *w) { return has_nibbles(w) && w->group != 16 ? 32 : 16; }
 

@@ -250,7 +250,7 @@ static int take_inputs(const Whole *all, Panel *panel, int64_t in, const uint8_t
     uint8_t *to = panel->codes;
     if (levels == UINT4) {
         take_codes(all, panel->out, in, end, to, ahead, 0, 1, 0);
-    } else if (levels <= IQ2) {
+    } else if (levels < INT8) {
         take_codes(all, panel->out, in, end, to, ahead, 0, 1, 1);
     } else if (take_codes(all, panel->out, in, end, to, ahead, more, 0, 0) > 63 && more) {
         panel->six_bits = 0; /* nor are others that follow */

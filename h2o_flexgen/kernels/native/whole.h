@@ -44,7 +44,7 @@ INLINE int has_whole_scales(const Packed *w) {
 
 /* Whether codes of 4 bits stand for numbers that 16 bits have no room for: these are multiplied as signed ones. */
 INLINE int has_signed_levels(const Packed *w) {
-    return !BYTE_OFFSET && (w->levels == IQ4 || w->levels == IQ3 || w->levels == IQ2);
+    return !BYTE_OFFSET && has_nibbles(w) && w->levels > E2M1 && w->levels != IQ3S;
 }
 
 /* The excess of codes, as they are multiplied, over their numbers. */
