@@ -132,6 +132,7 @@ if __name__ == "__main__":
         linear(Packing(), rows)
     linear(Packing("uint4", 32, "super", "super"), 1)
     linear(Packing("e2m1", 32, "e8m0", "none"), 1)
+    linear(Packing("nf4", 64, "float32", "none"), 1)
     linear(Packing("e4m3", 128, "float32", "none"), 1)
     for rows in (1, 64, 128):
         experts(rows)
