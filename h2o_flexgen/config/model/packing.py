@@ -16,7 +16,7 @@ from math import gcd
 from typing import Literal, NamedTuple
 
 
-def _signed(step: float, *sizes: int) -> tuple[float, ...]:
+def _signed(step: float, *sizes: float) -> tuple[float, ...]:
     """Values of `sizes` in steps: first of codes 0 to 7, then of codes 8 to 15 with the sign turned."""
     return tuple(float(sign * size * step) for sign in (1, -1) for size in sizes)
 
