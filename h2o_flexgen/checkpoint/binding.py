@@ -29,7 +29,8 @@ from h2o_flexgen.checkpoint.wanted import LAYER, Range, Wanted
 from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import WEIGHT_DTYPES
-from h2o_flexgen.models.quantized import SETTINGS_FILES, Quantization
+from h2o_flexgen.models.quantized import SETTINGS_FILES
+from h2o_flexgen.models.schemes import Quantization
 from h2o_flexgen.models.stored import Stored
 
 log = logging.getLogger(__name__)

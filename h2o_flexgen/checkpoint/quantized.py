@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h2o_flexgen.config.model.packing import Packing
-from h2o_flexgen.models.quantized import MXFP4, Scheme
+from h2o_flexgen.models.schemes import MXFP4, Scheme
 
 Array = NDArray[Any]
 Rows = Sequence[tuple[int, int]]

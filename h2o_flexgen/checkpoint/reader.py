@@ -32,7 +32,7 @@ from h2o_flexgen.errors import ModelError, OwnHeadError
 from h2o_flexgen.memory.disk import host_view
 from h2o_flexgen.memory.handle import Location, torch_dtype
 from h2o_flexgen.memory.tiers import HostMemory
-from h2o_flexgen.models.quantized import Quantization
+from h2o_flexgen.models.schemes import Quantization
 from h2o_flexgen.models.stored import Stored
 from h2o_flexgen.quant import PackedWeight, Weight
 

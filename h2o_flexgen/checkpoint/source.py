@@ -17,7 +17,7 @@ from h2o_flexgen.errors import ModelError
 from h2o_flexgen.folders import Closing
 from h2o_flexgen.memory.disk import host_view
 from h2o_flexgen.memory.handle import Location, torch_dtype
-from h2o_flexgen.models.quantized import MXFP4
+from h2o_flexgen.models.schemes import MXFP4
 from h2o_flexgen.quant import PackedWeight, Weight
 
 SERIAL = 1 << 14  # numbers; half of what torch gives to a second thread

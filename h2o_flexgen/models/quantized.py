@@ -14,74 +14,20 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, Literal, TypeVar
 
 from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader, shown
+from h2o_flexgen.models.schemes import MXFP4, Quantization, Scheme, pattern_fault
 
-Layout = Literal["gptq", "awq", "packed", "scaled", "mxfp4"]
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 SETTINGS_FILES = ("quantize_config.json", "quant_config.json")
 """Files beside config.json in which AutoGPTQ and AutoAWQ wrote what transformers keeps in quantization_config."""
-MXFP4 = Packing("e2m1", 32, "e8m0", "none")
-"""The experts of gpt-oss."""
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """How one kind of matrix is stored.
-
-    layout     gptq, awq: words of 32 bits with inputs (awq: outputs) side by side, an input a row; packed: the
-               weight_packed of compressed-tensors; scaled: a weight of one byte a number, and its scale; mxfp4: the
-               blocks and scales of gpt-oss's experts
-    levels     what a number is: uint4, int8 (stored with 128 added, but for scaled), e2m1 or e4m3
-    block      (outputs, inputs) that share a scale, 0 for all; None: all of the matrix or of a row, as the scale's
-               shape says
-    symmetric  whether there are no zero points; gptq has them nevertheless
-    zero_step  what was subtracted from zero points when they were stored
-    """
-
-    layout: Layout
-    levels: Literal["uint4", "int8", "e2m1", "e4m3"]
-    block: tuple[int, int] | None
-    symmetric: bool = True
-    zero_step: int = 0
-
-    @property
-    def bits(self) -> int:
-        return 4 if self.levels in ("uint4", "e2m1") else 8
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """The schemes of a checkpoint that `method` made, by the targets of each, and the modules that are left out.
-
-    A target is the name of a module, "re:" and a pattern that its name begins with, or "Linear" or "Embedding". Which
-    matrices are really packed is seen from a checkpoint's tensors: plain ones are read as what they are. `in_order`:
-    the first scheme with a target that fits is a module's, whatever kind of target that is. `static`: whether scales of
-    activations stand beside matrices, which are not used: activations keep their bits.
-    """
-
-    method: str
-    schemes: tuple[tuple[tuple[str, ...], Scheme], ...]
-    ignore: tuple[str, ...] = ()
-    in_order: bool = False
-    static: bool = False
-
-    def scheme(self, module: str, kind: Literal["Linear", "Embedding"]) -> Scheme | None:
-        """That of `module`; None where quantization_config leaves it out. Names go before patterns before kinds."""
-        if any(_matches(each, module) or each == kind for each in self.ignore):
-            return None
-        pairs = [(target, scheme) for targets, scheme in self.schemes for target in targets]
-        fitting = [pair for pair in pairs if _matches(pair[0], module) or pair[0] == kind]
-        if not self.in_order:
-            fitting.sort(key=lambda pair: (pair[0] != module, pair[0] == kind))
-        return fitting[0][1] if fitting else None
 
 
 def read_quantization(config: Mapping[str, Any], name: str) -> Quantization | None:
@@ -282,7 +228,7 @@ def _compressed(read: ConfigReader) -> Quantization:
     if not schemes:
         raise read.error("config_groups", "at least one group")
     # The tensors show which modules are left out, so that a pattern that may take for ever is not needed.
-    ignored = tuple(text for text in _texts(read, "ignore") if not _pattern_fault(text))
+    ignored = tuple(text for text in _texts(read, "ignore") if not pattern_fault(text))
     return Quantization("compressed-tensors", tuple(schemes), ignored, static=static)
 
 
@@ -408,41 +354,10 @@ def _texts(read: ConfigReader, key: str) -> tuple[str, ...]:
 
 _MOST_PATTERNS = 64
 _MOST_RULES = 4096
-_LONGEST = 200
-_SLOW = re.compile(r"\)\s*[*+?{]|\(\?(?!:)|\\[1-9]")
-"""Repeated groups, looks ahead and references back: with those a pattern may take for ever."""
-_REPEATED = re.compile(r"[*+{]|(?<!\()\?")
 
 
 def _check_pattern(read: ConfigReader, key: str, text: str) -> None:
     """ModelError for a pattern, of those that "re:" begins, that is not safe to search for."""
-    fault = _pattern_fault(text)
+    fault = pattern_fault(text)
     if fault:
         raise read.error(key, fault)
-
-
-def _pattern_fault(text: str) -> str:
-    """The kind of pattern that is needed instead of one behind "re:"; empty for one that is safe to search for."""
-    if not text.startswith("re:"):
-        return ""
-    pattern = text.removeprefix("re:")
-    many = len(_REPEATED.findall(pattern)) > 4 or pattern.count("(") > 3
-    if many or len(pattern) > _LONGEST or _SLOW.search(pattern):
-        what = "4 repetitions and 3 groups, none of them repeated"
-        return f"patterns of at most {_LONGEST} characters with at most {what}"
-    try:
-        _compiled(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        return f"regular expressions ({error})"
-    return ""
-
-
-@cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern)
-
-
-def _matches(target: str, module: str) -> bool:
-    if target.startswith("re:"):
-        return _compiled(target.removeprefix("re:")).match(module) is not None
-    return target == module

@@ -13,7 +13,7 @@ from h2o_flexgen.checkpoint.opening import stored_spec
 from h2o_flexgen.checkpoint.source import DummySource
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import ModelError
-from h2o_flexgen.models.quantized import MXFP4
+from h2o_flexgen.models.schemes import MXFP4
 from h2o_flexgen.quant import PackedWeight
 from tests.checkpoint.models import make_spec, read_all
 from tests.tiny import config_of

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.kernels.packed import PackedWeight
-from h2o_flexgen.models.quantized import MXFP4
+from h2o_flexgen.models.schemes import MXFP4
 from tests.seeds import torch_generator
 from tests.tiny import decided, make_model, prompts_of, save, transformers_greedy
 
