@@ -39,12 +39,14 @@ _MXFP4 = ("blocks", "scales")
 _SMALL = 1 << 20  # bytes
 _TIED_HEADS = ("lm_head.weight", "language_model.lm_head.weight", "embed_out.weight")
 _EMBEDDING = "embed.tokens"
-_OF_ACTIVATIONS = ("activation_scale", "input_scale", "input_zero_point")
+_OF_ACTIVATIONS = ("activation_scale", "input_scale", "input_zero_point", "input_global_scale")
 """Scales of activations, in their module, which are not used."""
+_OF_CACHES = r"\.[kv]_scale$"
+"""Scales of keys and values."""
 
 _QUANTISED = re.compile(
     r"\.(qweight|qzeros|scales|g_idx|weight_packed|weight_shape|weight_g_idx|weight_zero_point|weight_scale(_inv|_2)?"
-    r"|(input|output|k|v)_scale|absmax|nested_absmax|quant_map|nested_quant_map|quant_state\.\w+|SCB|weight_format)$"
+    r"|(weight|input)_global_scale|(input|output|k|v)_scale|absmax|nested_absmax|quant_map|nested_quant_map|quant_state\.\w+|SCB|weight_format)$"
 )
 """Tensors that GPTQ, AWQ, compressed-tensors, FP8 and bitsandbytes store beside or instead of weights."""
 
@@ -102,7 +104,8 @@ class Binding:
     ) -> None:
         self._wanted = Wanted(spec, names)
         self._quantization = quantization
-        self._ignored = [re.compile(pattern) for pattern in ignored]
+        unread = (_OF_CACHES,) if quantization is not None and quantization.cached else ()
+        self._ignored = [re.compile(pattern) for pattern in (*ignored, *unread)]
         self._tied_heads = {name: Stored(name) for name in _TIED_HEADS if spec.arch.tied_head}
         self._vocab_shape = (spec.vocab_size, spec.embed_dim)
         self._layers, self._predicting = self._wanted.layers, spec.arch.predicting
@@ -215,7 +218,8 @@ class Binding:
                 )
                 self._give(stored, None)
             else:
-                matrix = stored_matrix(scheme, (shape[0], shape[1]), list(held))
+                shapes = {part: entry.shape for part, entry in entries.items()}
+                matrix = stored_matrix(scheme, (shape[0], shape[1]), shapes)
                 excused = {part for part in PART_NAMES if f"{module}.{part}" in lost}
                 bound = MatrixParts(module, matrix, entries).bound(excused, self.problems)
                 self._give(stored, partial(_rows_of, bound, shape[1], shape[0]) if turned and bound else bound)
@@ -236,7 +240,7 @@ class Binding:
             entries[part] = entry._replace(shape=(count * outs, math.prod(entry.shape) // (count * outs)))
         bound = None
         if scheme is not None:
-            matrix = stored_matrix(scheme, (count * outs, ins), _MXFP4)
+            matrix = stored_matrix(scheme, (count * outs, ins), {})
             bound = MatrixParts(stored, matrix, entries).bound((), self.problems)
         self._give(stored, None if bound is None else partial(_rows_of, bound, ins, outs))
 
@@ -403,13 +407,15 @@ class MatrixParts(NamedTuple):
 
     def _packing(self, problems: Problems) -> Packing | None:
         """Its layout here, which the groups of its inputs decide too. None, and why, where contents are wrong."""
-        scale = next(entry.dtype for part, entry in self.entries.items() if "scale" in part)
+        scale = next((entry.dtype for part, entry in self.entries.items() if "scale" in part), "float32")
         ordered, before = False, len(problems.texts)
         if "weight_shape" in self.entries:
             said = self._content("weight_shape")
             if said is not None and tuple(said) != self.matrix.shape:
                 text = f"expected {self.matrix.shape} from config.json, found {tuple(said.tolist())}"
                 problems.add(f"tensor '{self.module}.weight_shape': {text}")
+        if fault := self.matrix.fault(self._content):
+            problems.add(f"tensor '{self.module}.{fault}")
         if self.matrix.g_idx in self.entries:
             groups = self._content(self.matrix.g_idx)
             try:
@@ -419,7 +425,7 @@ class MatrixParts(NamedTuple):
         return self.matrix.packing(scale, ordered) if len(problems.texts) == before else None
 
     def _content(self, part: str) -> Array | None:
-        """The whole numbers of a part; None where the file is shorter, which has been reported."""
+        """The numbers of a part; None where the file is shorter, which has been reported."""
         entry = self.entries[part]
         data = entry.file.head(entry.nbytes, entry.offset)
         return np.frombuffer(data, np.dtype(entry.dtype)) if len(data) == entry.nbytes else None

@@ -202,7 +202,8 @@ def _with_settings(config: dict[str, Any], folder: Path) -> dict[str, Any]:
         if (folder / file).is_file():
             settings = read_config(folder, file)
             awq = "w_bit" in settings or "zero_point" in settings
-            whole = {**config, "quantization_config": {"quant_method": "awq" if awq else "gptq", **settings}}
+            method = "modelopt" if file == SETTINGS_FILES[2] else "awq" if awq else "gptq"
+            whole = {**config, "quantization_config": {"quant_method": method, **settings}}
             try:
                 read_quantization(whole, str(folder))
             except ModelError as error:

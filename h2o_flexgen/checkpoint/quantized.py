@@ -7,7 +7,7 @@ may run beside the computation. Codes and scales are moved as they are, and noth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -32,13 +32,32 @@ class Read(Protocol):
 
 PART_NAMES = (
     *("weight", "qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv"),
-    *("weight_zero_point", "weight_shape", "weight_g_idx"),
+    *("weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale", "weight_scale_2"),
 )
 """The names in their module of the tensors that a quantised matrix may be stored as."""
 PACKED_DTYPES = ("float8_e4m3fn", "int8")
 """The dtypes of weights that are stored as codes, to be multiplied by scales."""
 _FLOATS = ("float16", "bfloat16", "float32")
+_WHOLE: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1))
+"""The shapes of one number for all of a matrix."""
+_FLOATS4 = {
+    "mxfp4": ("blocks", "scales", ""),
+    "fp4": ("weight_packed", "weight_scale", "weight_global_scale"),
+    "modelopt": ("weight", "weight_scale", "weight_scale_2"),
+}
+"""The parts of matrices of floats of 4 bits, by layout: codes, scales, and what belongs to all scales."""
 _BLOCK = 4 << 20  # bytes that are read and converted at once
+
+
+def _e4m3() -> Array:
+    size = np.arange(128)
+    floats = np.where(size < 8, size * 2.0**-9, (8 + size % 8) * 2.0 ** (size // 8 - 10.0))
+    floats[127] = np.nan
+    return np.concatenate([floats, -floats]).astype(np.float32)
+
+
+_E4M3 = _e4m3()
+"""The floats of 8 bits of OCP's FP8, by their codes."""
 
 
 class StoredPart(NamedTuple):
@@ -71,6 +90,12 @@ class StoredMatrix:
         """Why no matrix of this shape can be stored so; empty where it can."""
         ins, bits = self.shape[1], self.scheme.bits
         return f"its {ins} inputs of {bits} bits do not end with a byte" if ins * bits % 8 else ""
+
+    def fault(self, content: Callable[[str], Array | None]) -> str:
+        """The fault in the content of a small part, behind the part's name; empty where there is none.
+
+        `content` gives the numbers of a part as they are stored, None of one that its file lacks."""
+        return ""
 
     def packing(self, scale: str, ordered: bool) -> Packing:
         """Its layout here, where its scales have the dtype `scale`; `ordered`: its inputs are not in order."""
@@ -248,6 +273,8 @@ class _Scaled(StoredMatrix):
 
     scale = "weight_scale"
     """Or the inverse by its name, which codes are multiplied by nevertheless."""
+    apart = False
+    """Whether the scales of blocks have a dimension of 1 behind each of their own, as ModelOpt's have."""
 
     def parts(self) -> dict[str, StoredPart]:
         floats = self.scheme.levels == "e4m3"
@@ -262,12 +289,13 @@ class _Scaled(StoredMatrix):
 
     def _scale_shapes(self) -> tuple[tuple[int, ...], ...]:
         outs = self.shape[0]
-        whole, rows = ((), (1,), (1, 1)), ((outs,), (outs, 1))
+        rows = ((outs,), (outs, 1))
         if self.scheme.block is None:
-            return (*whole, *rows)
+            return (*_WHOLE, *rows)
         if self.group:
-            return ((-(-outs // self.scheme.block[0]), self.groups),)
-        return rows if self.scheme.block[0] else whole
+            tall = -(-outs // self.scheme.block[0])
+            return ((tall, 1, self.groups, 1) if self.apart else (tall, self.groups),)
+        return rows if self.scheme.block[0] else _WHOLE
 
     def codes(self, read: Read, rows: Rows) -> Codes:
         return self._codes_by_row(read, rows, "weight", self.shape[1])
@@ -286,35 +314,59 @@ class _Scaled(StoredMatrix):
         return numbers.reshape(-1, self.groups)[outputs // rows]
 
 
-class _Mxfp4(StoredMatrix):
-    """The experts of gpt-oss, one below the other: blocks of 32 inputs in 16 bytes, the lower half of each the first of
-    its two; scales that are powers of two."""
+class _Floats4(StoredMatrix):
+    """Floats of 4 bits, an output a row, the lower half of each byte the first of its two. Groups of 32 have a power of
+    two for a scale, groups of 16 a float of 8 bits, and all of these are divided by one number, by ModelOpt multiplied.
+
+    The scales that come of it are rounded once, to float32, as those programs do that compute in float32.
+    """
+
+    def __init__(self, scheme: Scheme, shape: tuple[int, int]) -> None:
+        super().__init__(scheme, shape)
+        self._codes, self._scales, self._whole = _FLOATS4[scheme.layout]
 
     def parts(self) -> dict[str, StoredPart]:
         outs, ins = self.shape
-        blocks, scales = (outs, ins // 2), (outs, ins // 32)
-        return {"blocks": StoredPart((blocks,), ("uint8",)), "scales": StoredPart((scales,), ("uint8",))}
+        powers = self.group == 32
+        kinds = ("uint8", "float8_e8m0fnu") if powers else ("float8_e4m3fn",)
+        parts = {
+            self._codes: StoredPart(((outs, ins // 2),), ("uint8",)),
+            self._scales: StoredPart(((outs, self.groups),), kinds),
+        }
+        return parts if powers else {**parts, self._whole: StoredPart(_WHOLE, ("float32",))}
 
     def misfit(self) -> str:
-        return f"its {self.shape[1]} inputs are no blocks of 32" if self.shape[1] % 32 else ""
+        return f"its {self.shape[1]} inputs are no blocks of {self.group}" if self.shape[1] % self.group else ""
+
+    def fault(self, content: Callable[[str], Array | None]) -> str:
+        whole = None if self.group == 32 else content(self._whole)
+        if whole is None or 1e-30 < whole[0] < 1e30:
+            return ""
+        return f"{self._whole}': expected a number above 0, found {whole[0]}"
 
     def packing(self, scale: str, ordered: bool) -> Packing:
-        return MXFP4
+        return MXFP4 if self.group == 32 else Packing("e2m1", self.group, "float32", "none")
 
     def codes(self, read: Read, rows: Rows) -> Codes:
-        return self._codes_by_row(read, rows, "blocks", self.shape[1] // 2)
+        return self._codes_by_row(read, rows, self._codes, self.shape[1] // 2)
 
     def scales(self, read: Read, outputs: Array) -> Array:
         first = int(outputs.min())
-        return read("scales", first, int(outputs.max()) + 1)[outputs - first]
+        stored = read(self._scales, first, int(outputs.max()) + 1)[outputs - first]
+        if self.group == 32:
+            return stored
+        floats, whole = _E4M3[stored], read(self._whole).view(np.float32).item()
+        return (floats * whole if self.scheme.layout == "modelopt" else floats / whole).view(np.uint32)
 
 
-def stored_matrix(scheme: Scheme, shape: tuple[int, int], held: Sequence[str]) -> StoredMatrix:
-    """The matrix that `scheme` stores as tensors of which a checkpoint has those called `held`."""
-    layouts = {"gptq": _Gptq, "awq": _Awq, "packed": _Compressed, "scaled": _Scaled, "mxfp4": _Mxfp4}
-    matrix = layouts[scheme.layout](scheme, shape)
-    if isinstance(matrix, _Scaled) and "weight_scale_inv" in held:
-        matrix.scale = "weight_scale_inv"
+def stored_matrix(scheme: Scheme, shape: tuple[int, int], held: Mapping[str, tuple[int, ...]]) -> StoredMatrix:
+    """The matrix that `scheme` stores as tensors of which a checkpoint has those `held`, of these shapes."""
+    layouts = {"gptq": _Gptq, "awq": _Awq, "packed": _Compressed, "scaled": _Scaled}
+    matrix = layouts.get(scheme.layout, _Floats4)(scheme, shape)
+    if isinstance(matrix, _Scaled):
+        matrix.apart = len(held.get("weight_scale", ())) == 4
+        if "weight_scale_inv" in held:
+            matrix.scale = "weight_scale_inv"
     return matrix
 
 

@@ -26,8 +26,9 @@ from h2o_flexgen.models.schemes import MXFP4, Quantization, Scheme, pattern_faul
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-SETTINGS_FILES = ("quantize_config.json", "quant_config.json")
-"""Files beside config.json in which AutoGPTQ and AutoAWQ wrote what transformers keeps in quantization_config."""
+SETTINGS_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""Files beside config.json in which AutoGPTQ, AutoAWQ and ModelOpt wrote what transformers keeps in
+quantization_config."""
 
 
 def read_quantization(config: Mapping[str, Any], name: str) -> Quantization | None:
@@ -202,8 +203,15 @@ def _mxfp4(read: ConfigReader) -> Quantization:
     return _everywhere("mxfp4", Scheme("mxfp4", "e2m1", (1, 32)))
 
 
+_FLOATS4 = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
+"""Formats of floats of 4 bits, and how many share a scale."""
+_COMPRESSED = {"pack-quantized": "packed", **{key: key for key in _FLOATS4}}
+_COMPRESSED |= dict.fromkeys(("float-quantized", "naive-quantized", "int-quantized"), "scaled")
+
+
 def _compressed(read: ConfigReader) -> Quantization:
-    _check_keys(read, "config_groups format ignore quantization_status sparsity_config", "compressed-tensors")
+    known = "config_groups format ignore quantization_status kv_cache_scheme"
+    _check_keys(read, f"{known} sparsity_config", "compressed-tensors")
     read.choice("quantization_status", "compressed", {"compressed": None, "frozen": None})
     sparse = read.section("sparsity_config")
     if sparse.values():
@@ -218,8 +226,7 @@ def _compressed(read: ConfigReader) -> Quantization:
         for target in targets:
             _check_pattern(group, "targets", target)
         stored = group if "format" in group else read
-        layouts = dict.fromkeys(("float-quantized", "naive-quantized", "int-quantized"), "scaled")
-        layout = stored.choice("format", "", {"pack-quantized": "packed", **layouts})
+        layout = stored.choice("format", "", _COMPRESSED)
         _only(group, "compressed-tensors", _TRAINING + "targets weights input_activations output_activations format")
         if not targets or "weights" not in group:
             raise group.error("weights" if targets else "targets", "a group with targets and weights")
@@ -229,7 +236,7 @@ def _compressed(read: ConfigReader) -> Quantization:
         raise read.error("config_groups", "at least one group")
     # The tensors show which modules are left out, so that a pattern that may take for ever is not needed.
     ignored = tuple(text for text in _texts(read, "ignore") if not pattern_fault(text))
-    return Quantization("compressed-tensors", tuple(schemes), ignored, static=static)
+    return Quantization("compressed-tensors", tuple(schemes), ignored, static=static, cached=_has_cached(read))
 
 
 def _has_static(group: ConfigReader) -> bool:
@@ -240,27 +247,42 @@ def _has_static(group: ConfigReader) -> bool:
         if key in group
     }
     for key, value in dynamic.items():
-        if value is not True and (key != "input_activations" or value is not False):
+        if value is not True and (key != "input_activations" or value not in (False, "local")):
             raise group.error(key, "none, or dynamic ones: static scales of activations are not used")
-    if False in dynamic.values():
+    static = any(value is not True for value in dynamic.values())
+    if static:
         _tell_static(group.name)
-    return False in dynamic.values()
+    return static
+
+
+def _has_cached(read: ConfigReader) -> bool:
+    """Whether caches have scales, which are not used."""
+    found = "kv_cache_quant_algo" in read or "kv_cache_scheme" in read
+    if found:
+        _tell(f"{read.name}: its scales of caches are not used: keys and values keep the bits that are asked for")
+    return found
 
 
 def _compressed_scheme(read: ConfigReader, layout: str) -> Scheme:
     known = "num_bits type symmetric group_size strategy block_structure dynamic"
     _only(read, "compressed-tensors", _TRAINING + known)
     read.refuse(["dynamic"])
-    if read.choice("type", "int", {"int": False, "float": True}):
-        if layout == "packed":
-            raise read.error("type", "'int' in the format pack-quantized")
-        _bits(read, "num_bits", (8,))
-    bits = _bits(read, "num_bits", (4, 8) if layout == "packed" else (8,))
+    floats = read.choice("type", "int", {"int": False, "float": True})
+    kinds = {"packed": "int", **dict.fromkeys(_FLOATS4, "float")}
+    if layout in kinds and floats != (kinds[layout] == "float"):
+        name = "pack-quantized" if layout == "packed" else layout
+        raise read.error("type", f"{kinds[layout]!r} in the format {name}")
+    bits = _bits(read, "num_bits", (4,) if layout in _FLOATS4 else (4, 8) if layout == "packed" else (8,))
     symmetric = read.flag("symmetric", True)
-    floats = read.values().get("type") == "float"
     if floats and not symmetric:
         raise read.error("symmetric", "true for numbers of the type float")
-    implied = {None: "tensor", -1: "channel"}.get(read.values().get("group_size"), "group")
+    if layout in _FLOATS4:
+        read.choice("strategy", "group", {"group": None, "tensor_group": None})
+        if _group(read, "group_size", _FLOATS4[layout]) != _FLOATS4[layout]:
+            raise read.error("group_size", f"{_FLOATS4[layout]} in the format {layout}")
+        return Scheme("fp4", "e2m1", (1, _FLOATS4[layout]))
+    size = read.values().get("group_size")
+    implied = "tensor" if size is None else "channel" if size == -1 else "group"
     strategy = read.choice("strategy", implied, {key: key for key in ("tensor", "channel", "group", "block")})
     if strategy == "tensor" and layout == "packed":
         raise read.error("strategy", "'group' or 'channel' in the format pack-quantized")
@@ -276,6 +298,38 @@ def _compressed_scheme(read: ConfigReader, layout: str) -> Scheme:
     return Scheme("packed" if layout == "packed" else "scaled", levels, blocks[strategy], symmetric)
 
 
+_NVFP4 = Scheme("modelopt", "e2m1", (1, 16))
+_ALGORITHMS = {
+    "NVFP4": _NVFP4,
+    "W4A16_NVFP4": _NVFP4,
+    "FP8": Scheme("scaled", "e4m3", (0, 0)),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme("scaled", "e4m3", (1, 0)),
+    "FP8_PB_WO": Scheme("scaled", "e4m3", (128, 128)),
+}
+
+
+def _modelopt(read: ConfigReader) -> Quantization:
+    """NVIDIA's ModelOpt: its hf_quant_config.json, or what config.json has of that."""
+    own = read.section("quantization") if "quantization" in read else read
+    known = "producer quantization quant_algo kv_cache_quant_algo kv_cache_scheme exclude_modules ignore config_groups"
+    for each in (read, own):
+        _only(each, "modelopt", f"{_TRAINING} {known} group_size")
+    cached = _has_cached(own)
+    name = str(own.values().get("quant_algo", "")).upper()
+    if not name and cached:
+        return Quantization("modelopt", (), cached=True)
+    scheme = own.replaced(quant_algo=name or None).choice("quant_algo", "", _ALGORITHMS)
+    groups = own.section("config_groups")
+    for part in [own, *(groups.section(key).section("weights") for key in groups.values())]:
+        if scheme is _NVFP4 and _group(part, "group_size", 16) != 16:
+            raise part.error("group_size", f"16 for {name}")
+        if part.values().get("num_bits", scheme.bits) != scheme.bits or part.values().get("type", "float") != "float":
+            raise part.error("num_bits", f"{scheme.bits} of the type float for {name}")
+    if name in ("NVFP4", "FP8"):
+        _tell_static(read.name)
+    return replace(_everywhere("modelopt", scheme), static=True, cached=cached)
+
+
 _METHODS: dict[str, Callable[[ConfigReader], Quantization]] = {
     "compressed-tensors": _compressed,
     "gptq": _gptq,
@@ -283,6 +337,7 @@ _METHODS: dict[str, Callable[[ConfigReader], Quantization]] = {
     "fp8": _fp8,
     "mxfp4": _mxfp4,
     "auto-round": _auto_round,
+    "modelopt": _modelopt,
 }
 
 

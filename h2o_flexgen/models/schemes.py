@@ -10,7 +10,7 @@ from typing import Literal
 
 from h2o_flexgen.config.model.packing import LEVEL_BITS, Packing
 
-Layout = Literal["gptq", "awq", "packed", "scaled", "mxfp4"]
+Layout = Literal["gptq", "awq", "packed", "scaled", "mxfp4", "fp4", "modelopt"]
 
 MXFP4 = Packing("e2m1", 32, "e8m0", "none")
 """The experts of gpt-oss."""
@@ -22,7 +22,8 @@ class Scheme:
 
     layout     gptq, awq: words of 32 bits with inputs (awq: outputs) side by side, an input a row; packed: the
                weight_packed of compressed-tensors; scaled: a weight of one byte a number, and its scale; mxfp4: the
-               blocks and scales of gpt-oss's experts
+               blocks and scales of gpt-oss's experts; fp4, modelopt: floats of 4 bits as compressed-tensors or
+               NVIDIA's ModelOpt stores them
     levels     what a number is: uint4, int8 (stored with 128 added, but for scaled), e2m1 or e4m3
     block      (outputs, inputs) that share a scale, 0 for all; None: all of the matrix or of a row, as the scale's
                shape says
@@ -48,7 +49,7 @@ class Quantization:
     A target is the name of a module, "re:" and a pattern that its name begins with, or "Linear" or "Embedding". Which
     matrices are really packed is seen from a checkpoint's tensors: plain ones are read as what they are. `in_order`:
     the first scheme with a target that fits is a module's, whatever kind of target that is. `static`: whether scales of
-    activations stand beside matrices, which are not used: activations keep their bits.
+    activations stand beside matrices, which are not used: activations keep their bits. `cached`: the same of caches.
     """
 
     method: str
@@ -56,6 +57,7 @@ class Quantization:
     ignore: tuple[str, ...] = ()
     in_order: bool = False
     static: bool = False
+    cached: bool = False
 
     def scheme(self, module: str, kind: Literal["Linear", "Embedding"]) -> Scheme | None:
         """That of `module`; None where quantization_config leaves it out. Names go before patterns before kinds."""

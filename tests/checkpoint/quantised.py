@@ -233,6 +233,42 @@ def int8(sym: bool = True) -> Format:
     return Format(config, write)
 
 
+_SIZES4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def floats4(names: tuple[str, str, str], config: dict[str, Any], size: int = 16) -> Format:
+    """e2m1 with the names of codes, of scales and, in groups of 16, of what all of these are divided by, or multiplied
+    where it is called weight_scale_2."""
+    weight, scale, whole = names
+
+    def write(generator: torch.Generator, outs: int, ins: int) -> Matrix:
+        codes = _codes(generator, outs, ins, 4)
+        pairs = [[low + 16 * high for low, high in zip(row[::2], row[1::2], strict=True)] for row in codes.tolist()]
+        parts = {weight: torch.tensor(pairs, dtype=torch.uint8)}
+        if size == 32:
+            parts[scale] = torch.randint(118, 123, (outs, ins // 32), generator=generator, dtype=torch.uint8)
+            factors = [[np.float32(2.0 ** (number - 127)) for number in row] for row in parts[scale].tolist()]
+        else:
+            parts[scale] = (torch.rand(outs, ins // 16, generator=generator) * 400 + 1).to(torch.float8_e4m3fn)
+            multiplied = whole == "weight_scale_2"
+            parts[whole] = torch.tensor(1.7e-5) if multiplied else torch.tensor([61234.5])
+            by = np.float32(parts[whole].item())
+            rows = [[np.float32(number) for number in row] for row in parts[scale].float().tolist()]
+            factors = [[number * by if multiplied else number / by for number in row] for row in rows]
+        meant = [
+            [np.float32(_SIZES4[code & 7] * (-1 if code > 7 else 1)) * row[i // size] for i, code in enumerate(line)]
+            for line, row in zip(codes.tolist(), factors, strict=True)
+        ]
+        return Matrix(parts, torch.from_numpy(np.array(meant, np.float32)))
+
+    return Format(config, write)
+
+
+_NVFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": 16, "strategy": "tensor_group"}
+_NVFP4 |= {"dynamic": False, "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
+_MXFP4 = {**_NVFP4, "group_size": 32, "strategy": "group", "scale_dtype": "torch.uint8", "zp_dtype": None}
+_PACKED4 = ("weight_packed", "weight_scale", "weight_global_scale")
+
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
 _FLOAT = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 
@@ -290,6 +326,46 @@ FORMATS: dict[str, Format] = {
 }
 _STATIC = compressed({**_FLOAT, "strategy": "tensor"}, "float-quantized")
 _STATIC["config_groups"]["group_0"]["input_activations"] = {**_FLOAT, "strategy": "tensor"}
+_LOCAL = compressed(_NVFP4, "mixed-precision")
+_LOCAL["config_groups"]["group_0"] |= {
+    "input_activations": {**_NVFP4, "dynamic": "local"},
+    "format": "nvfp4-pack-quantized",
+}
+_ACTS = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+_MODELOPT = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "config_groups": {"group_0": {"input_activations": _ACTS, "weights": _ACTS, "targets": ["Linear"]}},
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+    "ignore": ["lm_head", "model.layers.3.*"],
+    "producer": {"name": "modelopt", "version": "0.29.0"},
+}
+_MODELOPT8 = {**_MODELOPT, "quant_algo": "FP8", "config_groups": {"group_0": {"weights": _FLOAT}}}
+
+
+def tall(form: Format) -> Format:
+    """The same with scales as ModelOpt keeps those of blocks."""
+
+    def write(generator: torch.Generator, outs: int, ins: int) -> Matrix:
+        made = form.write(generator, outs, ins)
+        return Matrix({**made.parts, "weight_scale": made.parts["weight_scale"][:, None, :, None]}, made.dense)
+
+    return Format(form.config, write)
+
+
+FORMATS |= {
+    "modelopt nvfp4": static(floats4(("weight", "weight_scale", "weight_scale_2"), _MODELOPT), "input_scale", {}),
+    "modelopt fp8": static(_scaled(_MODELOPT8, "weight_scale", (0, 0)), "input_scale", {}),
+    "modelopt fp8 channel": _scaled(
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "weight_scale", (1, 0), flat=True
+    ),
+    "modelopt fp8 blocks": tall(
+        _scaled({"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}, "weight_scale", (128, 128))
+    ),
+    "nvfp4": floats4(_PACKED4, compressed(_NVFP4, "nvfp4-pack-quantized")),
+    "nvfp4 static": static(floats4(_PACKED4, _LOCAL), "input_global_scale", {}),
+    "mxfp4 packed": floats4(_PACKED4, compressed(_MXFP4, "mxfp4-pack-quantized"), 32),
+}
 FORMATS["float static"] = static(FORMATS["float tensor"], "input_scale", _STATIC)
 
 

@@ -191,6 +191,44 @@ def test_settings_of_awq_beside(tmp_path: Path) -> None:
         Engine(str(tmp_path))
 
 
+def test_settings_of_modelopt_beside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With scales of keys and values, and of activations, none of which is used."""
+    written = checkpoint(FORMATS["modelopt nvfp4"])
+    written.config.pop("quantization_config")
+    for name in ("k_proj.k_scale", "v_proj.v_scale"):
+        written.tensors[f"model.layers.0.self_attn.{name}"] = torch.tensor(0.5)
+    written.write(tmp_path)
+    said = {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head*"]}
+    settings = {"producer": {"name": "modelopt", "version": "0.27.1"}, "quantization": said}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(settings))
+    with caplog.at_level(logging.WARNING), Engine(str(tmp_path), dtype="float32") as llm:
+        assert len(llm.model.spec.packings) == 7
+    for what in ("static scales of activations", "scales of caches"):
+        assert f"its {what} are not used" in caplog.text
+    said["quant_algo"] = "W4A8_AWQ"
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=r"quantization\.quant_algo is 'W4A8_AWQ' in hf_quant_config\.json"):
+        Engine(str(tmp_path))
+
+
+def test_scales_of_caches_alone(tmp_path: Path) -> None:
+    written = checkpoint(FORMATS["modelopt fp8"])
+    for name in [name for name in written.dense if name.endswith("_proj.weight")]:
+        written.put(name.removesuffix(".weight"), written.dense[name].half())
+    written.tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(0.5)
+    del written.config["quantization_config"]["quant_algo"]
+    with written.open(written.write(tmp_path)) as source:
+        assert (source.format, source.packings) == (None, {})
+    scheme = written.config["quantization_config"].pop("kv_cache_scheme")
+    with pytest.raises(ModelError, match="quant_algo is ''"):
+        written.open(written.write(tmp_path))
+    packed = checkpoint(FORMATS["packed 4"])
+    packed.config["quantization_config"]["kv_cache_scheme"] = scheme
+    packed.tensors["model.layers.0.self_attn.k_scale"] = torch.tensor(0.5)
+    with packed.open(packed.write(tmp_path)) as source:
+        assert len(source.packings) == 7
+
+
 @pytest.mark.parametrize("form", [None, "gptq"])
 def test_more_layers_than_config_json_says(tmp_path: Path, form: str | None, caplog: pytest.LogCaptureFixture) -> None:
     if form is None:

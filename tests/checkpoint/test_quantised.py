@@ -12,6 +12,7 @@ from h2o_flexgen.checkpoint import quantized, reader
 from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.kernels.packed import PackedWeight
+from h2o_flexgen.models.schemes import MXFP4
 from tests.checkpoint.models import write_shards
 from tests.checkpoint.quantised import FORMATS, checkpoint, expected_tensors, read_tensor, shapes_of
 from tests.seeds import torch_generator
@@ -42,7 +43,7 @@ OPT = {"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 64}
 
 FUSED = (
     *("gptq 8 act-order", "gptq zeros", "awq", "packed 4 zeros", "packed 8 act-order", "float channel"),
-    *("float block", "int8 zeros", "fp8 tensor", "fp8 blocks"),
+    *("float block", "int8 zeros", "fp8 tensor", "fp8 blocks", "nvfp4", "mxfp4 packed"),
 )
 
 
@@ -69,7 +70,7 @@ def test_rows_of_fused_matrices(tmp_path: Path, name: str, changes: dict[str, ob
 
 
 @pytest.mark.parametrize("changes", [{}, NEOX], ids=["llama", "gpt_neox"])
-@pytest.mark.parametrize("name", ["gptq 8 act-order", "gptq", "awq", "packed 4 zeros", "fp8 blocks"])
+@pytest.mark.parametrize("name", ["gptq 8 act-order", "gptq", "awq", "packed 4 zeros", "fp8 blocks", "nvfp4"])
 def test_matrices_in_many_blocks(
     tmp_path: Path, name: str, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +96,9 @@ def test_the_layouts_that_formats_become(tmp_path: Path) -> None:
         "int8": Packing("int8", 0, "bfloat16", "none"),
         "float tensor": Packing("e4m3", 0, "bfloat16", "none"),
         "fp8 128": Packing("e4m3", 128, "float32", "none"),
+        "nvfp4": Packing("e2m1", 16, "float32", "none"),
+        "modelopt nvfp4": Packing("e2m1", 16, "float32", "none"),
+        "mxfp4 packed": MXFP4,
     }
     for name, packing in expected.items():
         written = checkpoint(FORMATS[name])

@@ -83,6 +83,21 @@ def _extra(part: str) -> Callable[[dict[str, Tensor]], object]:
         ("fp8 tensor", _with("weight", lambda x: x.to(torch.float8_e5m2)), "dtype float8_e4m3fn, found F8_E5M2"),
         ("fp8 tensor", _with("weight", lambda x: x.half()), "expected dtype float8_e4m3fn, found float16"),
         ("int8", _with("weight", lambda x: x.to(torch.uint8)), "weight': expected dtype int8, found uint8"),
+        ("nvfp4", _without("weight_global_scale"), f"tensor '{UP}.weight_global_scale' is missing"),
+        ("nvfp4", _with("weight_global_scale", lambda x: x * 0), "expected a number above 0, found 0.0"),
+        ("nvfp4", _with("weight_global_scale", lambda x: x * torch.nan), "expected a number above 0, found nan"),
+        ("nvfp4", _with("weight_global_scale", lambda x: x.repeat(2)), "expected shape () or (1,) or (1, 1), found"),
+        ("nvfp4", _with("weight_packed", lambda x: x.to(torch.int32)), "expected dtype uint8, found int32"),
+        ("nvfp4", _with("weight_scale", lambda x: x.half()), "expected dtype float8_e4m3fn, found float16"),
+        ("nvfp4", _extra("input_global_scale"), "input_global_scale' of model.safetensors is not part of this model"),
+        ("mxfp4 packed", _with("weight_scale", lambda x: x[:, :1]), "expected shape (96, 2), found (96, 1)"),
+        ("mxfp4 packed", _extra("weight_global_scale"), "weight_global_scale' has no place"),
+        ("modelopt nvfp4", _without("weight_scale_2"), f"tensor '{UP}.weight_scale_2' is missing"),
+        ("modelopt nvfp4", _with("weight_scale_2", lambda x: -x), "weight_scale_2': expected a number above 0"),
+        ("modelopt nvfp4", _extra("pre_quant_scale"), "pre_quant_scale' of model.safetensors is not part of"),
+        ("modelopt fp8", _extra("weight_scale_2"), "weight_scale_2' has no place"),
+        ("modelopt fp8", _with("weight", lambda x: x.view(torch.uint8)), "expected dtype float8_e4m3fn, found uint8"),
+        ("modelopt fp8 blocks", _with("weight_scale", lambda x: x.repeat(2, 1, 1, 1)), "expected shape (1, 1, 1, 1), "),
     ],
 )  # fmt: skip
 def test_tensors_that_are_not_as_config_json_says(
@@ -218,8 +233,21 @@ def _targets(targets: list[str]) -> dict[str, Any]:
         (_config("fp8 128", weight_block_size="128"), "weight_block_size is '128'"),
         (_config("fp8 128", fmt="e5m2"), "fmt is 'e5m2'"),
         (_config("packed 4", format="marlin-24"), "format is 'marlin-24'"),
-        (_config("packed 4", format="nvfp4-pack-quantized"), "format is 'nvfp4-pack-quantized'"),
-        (_config("packed 4", kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is {'num_bits': 8}"),
+        (_config("packed 4", format="mxfp6-pack-quantized"), "format is 'mxfp6-pack-quantized'"),
+        (_config("packed 4", format="nvfp4-pack-quantized"), "type is 'int' in config.json. needed 'float' in the f"),
+        (_config("nvfp4", weights_num_bits=8), "weights.num_bits is 8 in config.json. needed 4"),
+        (_config("nvfp4", weights_symmetric=False), "weights.symmetric is False"),
+        (_config("nvfp4", weights_strategy="channel"), "weights.strategy is 'channel'"),
+        (_config("nvfp4", weights_group_size=32), "group_size is 32 in config.json. needed 16 in the format nvfp4"),
+        (_config("mxfp4 packed", weights_group_size=16), "group_size is 16 in config.json. needed 32 in the format mx"),
+        (_config("modelopt fp8", quant_algo="W4A16_AWQ"), "quant_algo is 'W4A16_AWQ' in config.json. needed one of NV"),
+        (_config("modelopt fp8", quant_algo="MIXED_PRECISION"), "quant_algo is 'MIXED_PRECISION'"),
+        (_config("modelopt fp8", quant_algo="NVFP4"), "weights.num_bits is 8 in config.json. needed 4 of the type"),
+        (_config("modelopt nvfp4", group_size=32), "group_size is 32 in config.json. needed 16 for NVFP4"),
+        (_config("modelopt nvfp4", pre_quant_scale=True), "pre_quant_scale is True"),
+        (_config("modelopt nvfp4", config_groups={"a": 1}), "config_groups.a is 1"),
+        ({"quant_method": "modelopt"}, "quant_algo is ''"),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": [8]}}, "quantization.quant_algo is '[8]'"),
         (_config("packed 4", transform_config={"config_groups": {"R1": {}}}), "transform_config is {"),
         (_config("packed 4", sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format is 'sparse-24"),
         (_config("packed 4", quantization_status="initialized"), "quantization_status is 'initialized'"),
@@ -274,6 +302,7 @@ def test_configs_that_are_not_understood(config: object, fault: str) -> None:
         ("fp8 128", {"modules_to_not_convert": ["lm_head"], "ignored_layers": None, "method": "fp8", "novel": 1}),
         ("packed 4", {"ignore": ["lm_head", "re:(a+)+b", "re:^(?!.*mlp).*x$", "re:["]}),
         ("awq", {"avg_bits": 4.25, "weight_only": True, "duo_scaling": True, "n_grid": 20}),
+        ("packed 4", {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}}),
         ("packed 4", {"run_compressed": True, "novel": {"a": 1}, "producer": "llmcompressor 1.0"}),
     ],
 )
@@ -336,16 +365,17 @@ def test_patterns_that_people_have(pattern: str) -> None:
 def test_static_scales_of_activations(caplog: pytest.LogCaptureFixture) -> None:
     config = _config("int8")
     inputs = config["config_groups"]["group_0"].pop("input_activations")
-    for where, said in (("input_activations", "local"), ("output_activations", False)):
+    for where, said in (("input_activations", "once"), ("output_activations", "local")):
         config["config_groups"]["group_0"] |= {where: {**inputs, "dynamic": said}}
         with pytest.raises(ModelError, match=f"{where} is .* static scales of activations are not used"):
             read_quantization({"quantization_config": config}, "tiny")
         del config["config_groups"]["group_0"][where]
-    config["config_groups"]["group_0"]["input_activations"] = {**inputs, "dynamic": False}
-    found = read_quantization({"quantization_config": config}, "static tiny")
-    assert found is not None
-    assert found.static
-    assert "static tiny: its static scales of activations are not used" in caplog.text
+    for name, said in (("static", False), ("local", "local")):
+        config["config_groups"]["group_0"]["input_activations"] = {**inputs, "dynamic": said}
+        found = read_quantization({"quantization_config": config}, f"{name} tiny")
+        assert found is not None
+        assert found.static
+        assert f"{name} tiny: its static scales of activations are not used" in caplog.text
 
 
 def test_the_first_name_of_the_section_is_known() -> None:
@@ -357,8 +387,10 @@ def test_the_first_name_of_the_section_is_known() -> None:
 
 JUNK: list[Any] = [0, -1, 1, 4, 8, 128, 10**400, 1e300, float("nan"), "", "x", "int", "float", "block", True, False]
 JUNK += [{".*": {"bits": 8}}, {"-:x": {}, "+:[": {}}, {"a": {"bits": 16}}, {"a": [1]}, {"": {"group_size": 0}}]
+JUNK += ["nvfp4-pack-quantized", "mxfp4-pack-quantized", "NVFP4", "FP8", {"quant_algo": "FP8"}]
 JUNK += ["gptq", "gptq_v2", "auto_round:auto_awq", "auto_round:auto_gptq", "auto_round", "gemm", "int32"]
 OTHERS = ("dynamic", "extra_config", "method", "packing_format", "checkpoint_format", "pack_dtype", "w_bit", "novel")
+OTHERS += ("quant_algo", "quantization", "kv_cache_quant_algo", "format")
 JUNK += [[], [1], [16, 16], ["Linear"], ["re:.*"], {}, {"a": 1}, {"dynamic": True}, None]
 
 
@@ -373,7 +405,7 @@ def test_junk_in_configs_is_a_model_error(data: st.DataObject) -> None:
         for key in data.draw(st.lists(st.sampled_from(keys), max_size=3)):
             place[key] = data.draw(st.sampled_from(JUNK))
     if data.draw(st.booleans()):
-        config["quant_method"] = data.draw(st.sampled_from(["gptq", "awq", "auto-round", "fp8", "mxfp4"]))
+        config["quant_method"] = data.draw(st.sampled_from(["gptq", "awq", "auto-round", "fp8", "mxfp4", "modelopt"]))
     with contextlib.suppress(ModelError):
         quantization = read_quantization({"quantization_config": config}, "x")
         assert quantization is not None

@@ -13,7 +13,9 @@ from tests.checkpoint.quantised import Format, Matrix, checkpoint, compressed, e
 pytest.importorskip("compressed_tensors")
 
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.nvfp4 import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.lifecycle.forward import dequantize
 
 
 def _official(form: str, **weights: Any) -> Format:
@@ -27,18 +29,29 @@ def _official(form: str, **weights: Any) -> Format:
         shape = {
             "tensor": (1,),
             "channel": (outs, 1),
-            "group": (outs, ins // (args.group_size or 1)),
+            **dict.fromkeys(("group", "tensor_group"), (outs, ins // (args.group_size or 1))),
             "block": (-(-outs // tall), -(-ins // wide)),
         }[str(args.strategy)]
-        peak = 240.0 if args.type == "float" else float(1 << (args.num_bits - 1))
+        floats4 = args.type == "float" and args.num_bits == 4
+        peak = 6.0 if floats4 else 240.0 if args.type == "float" else float(1 << (args.num_bits - 1))
         weight = torch.randn(outs, ins, generator=generator)
         state = {"weight": weight, "weight_scale": (torch.rand(shape, generator=generator) + 2.5) / peak}
         if not args.symmetric:
             half = 1 << (args.num_bits - 1)
             state["weight_zero_point"] = torch.randint(-half, half, shape, generator=generator).to(torch.int8)
         state["weight_scale"] = state["weight_scale"].half().float()  # so that products with codes are exact
+        if args.strategy == "tensor_group":
+            state["weight_global_scale"] = torch.tensor([181.3])
+            state["weight_scale"] = (state["weight_scale"] * 181.3).to(torch.float8_e4m3fn).float()
         parts = compressor.compress(state, scheme)
-        return Matrix(dict(parts), compressor.decompress(parts, scheme)["weight"])
+        meant = compressor.decompress(parts, scheme)["weight"]
+        if floats4:  # which it gives in bfloat16
+            codes = unpack_fp4_from_uint8(parts["weight_packed"], outs, ins, torch.float32)
+            factors = compressor._decompress_scale(parts["weight_scale"], torch.float32)
+            rounded, whole = meant, parts.get("weight_global_scale")
+            meant = dequantize(codes, factors, args=args, global_scale=whole, dtype=torch.float32)
+            assert torch.equal(meant.bfloat16(), rounded)
+        return Matrix(dict(parts), meant)
 
     return Format(compressed(args.model_dump(mode="json"), form), write)
 
@@ -63,6 +76,11 @@ FORMATS = {
         "float-quantized",
         {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, 32]},
     ),
+    "NVFP4": (
+        "nvfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+    ),
+    "MXFP4": ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
 }
 
 

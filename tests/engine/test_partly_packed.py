@@ -58,6 +58,8 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("fp8 channel", NEOX, ("layers.0.attention.query_key_value", "layers.1.mlp.dense_h_to_4h")),
     ("gptq", MIXTRAL, ("experts.0.gate_proj", "experts.1.up_proj", "experts.2.down_proj", "experts.3", "q_proj")),
     ("awq", QWEN3_MOE, ("layers.0.mlp.experts.1.up_proj", "layers.1.mlp.experts.2.gate_proj", "k_proj")),
+    ("modelopt nvfp4", QWEN3_MOE, ("layers.0.mlp.experts.1.up_proj", "layers.1.mlp.experts.2.gate_proj", "k_proj")),
+    ("mxfp4 packed", MIXTRAL, ("experts.0.up_proj", "experts.3", "q_proj")),
     ("packed 4", QWEN2_MOE, ("experts.0.up_proj", "experts.1.down_proj", "shared_expert.gate_proj", "mlp.gate.")),
 ]
 

@@ -33,6 +33,9 @@ NAMES = [
     "int8",
     "fp8 128",
     "fp8 channel",
+    "nvfp4",
+    "mxfp4 packed",
+    "modelopt nvfp4",
 ]
 
 
