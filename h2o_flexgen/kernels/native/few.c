@@ -13,6 +13,9 @@
 
 #include "team.h"
 
+/* Scales of an output's groups: of spans, of half a unit each, or whole numbers. */
+enum { OF_SPANS, OF_HALVES, ARE_WHOLE };
+
 enum {
     PIECE = 384,      /* outputs that a thread takes at a time, less where it would take */
     TURNS = 4,        /* fewer times than this */
@@ -25,14 +28,19 @@ enum {
 /* The state that all threads share. */
 typedef struct {
     const Whole *all;
-    int64_t blocks, spans, groups; /* vectors of codes; spans, or lanes of all vectors, up to whole vectors */
+    int64_t blocks, spans, groups; /* vectors of codes; spans, halves of units, or lanes of all vectors, up to whole vectors */
     int shift;                     /* of a span to its group */
-    int whole, each;               /* whether scales are whole numbers: x has scales of all lanes then; scales of a vector */
+    int kind, each;                /* of scales: if they are whole, x has scales of all lanes; scales of a vector */
     __m512i which, within;         /* of the spans from a block's first on each lane's; of the groups from a span's on */
     __m512i bytes;                 /* of the whole scales from a block's first on each lane's */
     float *scale, *start;          /* (rows, spans) of x, in steps of the weights; the start of whole sums, or of groups' sums */
     float *sum;                    /* (rows, groups up to whole vectors) of x */
 } Few;
+
+/* A start, of halves perhaps of 16 bits twice, in one number. */
+static int32_t start_of(int32_t start, int kind) {
+    return BY_TWOS && kind == OF_HALVES ? (int16_t)start + (start >> 16) : start;
+}
 
 static void describe(Few *f) {
     const Whole *all = f->all;
@@ -41,13 +49,14 @@ static void describe(Few *f) {
     memset(f->start, 0, (size_t)(all->p.rows * (f->spans + padded)) * sizeof(float)); /* and `sum` */
     for (int64_t r = 0; r < all->p.rows; r++) {
         for (int64_t s = 0; s < f->spans; s++) {
-            const int64_t span = f->whole ? s / 4 >> all->log_units : s, at = r * all->spans + span;
-            f->scale[r * f->spans + s] = span < all->spans ? step * all->scale[at] : 0;
-            if (!f->whole && span < all->spans) f->start[r * f->spans + s] = (float)all->start[at];
+            const int64_t span = f->kind == ARE_WHOLE ? s / 4 >> all->log_units : f->kind == OF_HALVES ? s >> all->log_parts : s;
+            f->scale[r * f->spans + s] = span < all->spans ? step * all->scale[r * all->spans + span] : 0;
+            if (f->kind != ARE_WHOLE && span < all->spans)
+                f->start[r * f->spans + s] = (float)start_of(all->start[r * all->starts + s], f->kind);
         }
         for (int64_t s = 0, g; s < all->parts && (g = s * (all->padded / all->parts) / each) < f->groups; s++)
             f->sum[r * padded + g] += all->sum[r * all->parts + s];
-        for (int64_t g = 0; f->whole && g < f->groups; g++)
+        for (int64_t g = 0; f->kind == ARE_WHOLE && g < f->groups; g++)
             f->start[r * f->spans + g] = -step * (float)all->offset * f->sum[r * padded + g];
     }
 }
@@ -211,7 +220,7 @@ INLINE Vector vector_of(const Few *f, int64_t i, const int nibbles) {
 
 /* sum (rows) += a vector of an output's codes times x. */
 INLINE void add_vector(const Few *f, Vector v, const uint8_t *at, const float *by, const int8_t *scales, __m512 *sum,
-                       const int nibbles, const int tabled, const int scaled, const int rows) {
+                       const int nibbles, const int tabled, const int kind, const int rows) {
     const __m512i bytes = v.left >= 64 ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi8((1ull << v.left) - 1, at);
     const __m512i table = whole_table(f->all->p.packed);
     _mm_prefetch((const char *)at + AHEAD, _MM_HINT_T1);
@@ -222,7 +231,7 @@ INLINE void add_vector(const Few *f, Vector v, const uint8_t *at, const float *b
     } else {
         w[0] = whole_bytes(bytes);
     }
-    const __m512i times = scaled ? spread_whole(scales, f->bytes) : _mm512_set1_epi32(0x10001);
+    const __m512i times = kind == ARE_WHOLE ? spread_whole(scales, f->bytes) : _mm512_set1_epi32(0x10001);
     const __m512 scale = _mm512_cvtepi32_ps(times);
 #if !IS_WIDE
     __asm__ volatile("" : "+r"(v.x)); /* else compilers keep x for the next output: there are no registers for it */
@@ -231,8 +240,10 @@ INLINE void add_vector(const Few *f, Vector v, const uint8_t *at, const float *b
     UNROLL for (int r = 0; r < rows; r++) {
         const __m512i whole = whole_sums(w, v.x + r * padded, nibbles, tabled, times);
         const float *own = by + r * spans;
-        __m512 lanes = scaled ? _mm512_load_ps(own) : spread_four(own, f->which);
-        if (scaled && !BY_TWOS) lanes = _mm512_mul_ps(scale, lanes);
+        __m512 lanes = kind == ARE_WHOLE   ? _mm512_load_ps(own)
+                       : kind == OF_HALVES ? spread_eight(_mm256_load_ps(own), f->which)
+                                           : spread_four(own, f->which);
+        if (kind == ARE_WHOLE && !BY_TWOS) lanes = _mm512_mul_ps(scale, lanes);
         sum[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), lanes, sum[r]);
     }
 }
@@ -246,15 +257,15 @@ INLINE void add_block(const Few *f, int64_t first, const uint8_t *codes, Grouped
     UNROLL for (int v = 0; v < each; v++)
         if (first + v < f->blocks)
             add_vector(f, vector_of(f, first + v, nibbles), codes + (first + v) * 64, f->scale + (first + v) * LANES,
-                       scales.whole + (first + v) * f->each, part, nibbles, tabled, 1, rows);
+                       scales.whole + (first + v) * f->each, part, nibbles, tabled, ARE_WHOLE, rows);
     const __m512 super = _mm512_set1_ps(scales.super[first / each]);
     UNROLL for (int r = 0; r < rows; r++) sum[r] = _mm512_fmadd_ps(part[r], super, sum[r]);
 }
 
 /* Outputs [first, last), as many at a time as there are registers for: room.sums (rows, PIECE). */
 INLINE void sum_outputs(const Few *f, int64_t first, int64_t last, Room room, const int nibbles, const int tabled,
-                        const int scaled, const int rows) {
-    const int most_outs = scaled ? TOGETHER / 2 : TOGETHER, fitting = MOST_SUMS / rows;
+                        const int kind, const int rows) {
+    const int scaled = kind == ARE_WHOLE, most_outs = scaled ? TOGETHER / 2 : TOGETHER, fitting = MOST_SUMS / rows;
     const int count = fitting < most_outs ? fitting : most_outs, each = !scaled ? 1 : nibbles ? 2 : 4;
     const Packed *packed = f->all->p.packed;
     const int64_t row_bytes = nibbles ? packed->ins / 2 : packed->ins;
@@ -276,7 +287,7 @@ INLINE void sum_outputs(const Few *f, int64_t first, int64_t last, Room room, co
             const float *by = room.by + b * f->each;
             UNROLL for (int o = 0; o < count; o++)
                 if (scaled) add_block(f, b, codes[o], scales[o], sum[o], nibbles, tabled, rows);
-                else add_vector(f, v, codes[o] + b * 64, by + o * rows * f->spans, NULL, sum[o], nibbles, tabled, 0, rows);
+                else add_vector(f, v, codes[o] + b * 64, by + o * rows * f->spans, NULL, sum[o], nibbles, tabled, kind, rows);
         }
         UNROLL for (int r = 0; r < rows; r++) {
             __m256 halves[TOGETHER];
@@ -296,9 +307,11 @@ static void some_outputs(void *task, int64_t first, int64_t last, void *memory) 
     const Room room = {held, held + numbers, held + 2 * numbers, held + 2 * numbers + by};
     memset(held, 0, (size_t)(2 * numbers) * sizeof *held);
     const int tabled = !has_nibbles(p->packed) || p->packed->levels == UINT4 ? 0 : has_signed_levels(p->packed) ? 2 : 1;
+#define SUMS_OF(NIBBLES, TABLED, KIND) KNOWN(N, p->rows, sum_outputs(f, first, last, room, NIBBLES, TABLED, KIND, N))
 #define SUMS(NIBBLES, TABLED) \
-    if (f->whole) KNOWN(N, p->rows, sum_outputs(f, first, last, room, NIBBLES, TABLED, 1, N)) \
-    else KNOWN(N, p->rows, sum_outputs(f, first, last, room, NIBBLES, TABLED, 0, N))
+    if (f->kind == ARE_WHOLE) SUMS_OF(NIBBLES, TABLED, ARE_WHOLE) \
+    else if (NIBBLES && TABLED < 2 && f->kind == OF_HALVES) SUMS_OF(NIBBLES, TABLED, OF_HALVES) \
+    else SUMS_OF(NIBBLES, TABLED, OF_SPANS)
     if (!has_nibbles(p->packed)) { SUMS(0, 0) }
     else if (tabled == 0) { SUMS(1, 0) }
     else if (tabled == 2) { SUMS(1, 2) }
@@ -309,14 +322,16 @@ static void some_outputs(void *task, int64_t first, int64_t last, void *memory) 
 int few(const Whole *all, int threads) {
     const Product *p = &all->p;
     const int64_t group = p->packed->group;
-    Few f = {.all = all, .blocks = all->padded / all->block, .groups = groups_of(p->packed), .spans = up(all->spans, LANES)};
-    f.whole = has_whole_scales(p->packed);
-    f.each = (int)(all->block / (f.whole ? group : all->span));
-    if (f.whole) {
+    Few f = {.all = all, .blocks = all->padded / all->block, .groups = groups_of(p->packed)};
+    f.kind = has_whole_scales(p->packed) ? ARE_WHOLE : has_halves(p->packed) ? OF_HALVES : OF_SPANS;
+    f.each = (int)(all->block / (f.kind == OF_SPANS ? all->span : group));
+    f.spans = up(f.kind == OF_HALVES ? all->parts : all->spans, LANES);
+    if (f.kind == ARE_WHOLE) {
         f.spans = (f.blocks + 3) * LANES, f.bytes = bytes_of((int)(4 * group / all->unit));
     } else {
-        f.shift = group ? __builtin_ctzll((uint64_t)(group / all->span)) : 62;
-        f.which = each_of((int)(all->span / all->unit * 4)), f.within = each_of(f.shift < 4 ? 1 << f.shift : LANES);
+        const int64_t span = f.kind == OF_HALVES ? group : all->span;
+        f.shift = group ? __builtin_ctzll((uint64_t)(group / span)) : 62;
+        f.which = each_of((int)(span * 4 / all->unit)), f.within = each_of(f.shift < 4 ? 1 << f.shift : LANES);
     }
     const int64_t spans = p->rows * f.spans, share = p->outs / (TURNS * threads) / LANES * LANES;
     f.scale = aligned_alloc(64, (size_t)(2 * spans + p->rows * up(f.groups, LANES)) * sizeof(float));

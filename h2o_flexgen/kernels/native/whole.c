@@ -9,19 +9,18 @@
    start at -offset times the sum of x. Other lows are multiplied by that sum, in float32.
 
    Scales of K-quants are whole numbers, times one for 256 inputs. Where an instruction adds up two sums of 16 bits as it
-   multiplies them, it does so by these numbers, and a span has all groups of MOST_SPAN inputs. Elsewhere codes of 4 bits in
-   groups of 16 are the halves of a span. */
+   multiplies them, it does so by these numbers, and a span has all groups of MOST_SPAN inputs. Codes of 4 bits in groups of
+   16 that have other scales, or elsewhere, are the halves of units, each scaled apart. */
 
 #define OF_BYTES
 #include "team.h"
 #include "tiles.h"
 #include "whole.h"
 
-static int has_halves(const Packed *w) { return has_nibbles(w) && w->group == 16; }
-
 /* Whether `whole` can do products with such weights. */
 int takes_whole(const Packed *w) {
-    return w->levels != E4M3 && (!has_halves(w) || has_whole_scales(w)) && w->ins % unit_of(w) == 0;
+    const int signed_halves = has_halves(w) && w->levels > E2M1;
+    return w->levels != E4M3 && (!signed_halves || has_whole_scales(w)) && w->ins % unit_of(w) == 0;
 }
 
 static int is_grouped(const Packed *w) {
@@ -46,9 +45,10 @@ enum {
 };
 
 /* Codes of a panel: of 8 bits; of 4 bits, and those in groups of 16; of levels up to 30, and signed ones; the latter in groups
-   of 16; of a byte each, from -32 to 31. Tiles that add up in 16 bits tell levels of 4 bits and small bytes apart. */
-enum { BYTES, UP_TO_15, HALVES, UP_TO_30, SIGNED, SIGNED_HALVES, SIX_BITS };
-INLINE int are_halves(const int kind) { return kind == HALVES || kind == SIGNED_HALVES; }
+   of 16; groups of 16 whose scales are no whole numbers; of a byte each, from -32 to 31. Tiles that add up in 16 bits tell
+   levels of 4 bits, these scales and small bytes apart. */
+enum { BYTES, UP_TO_15, HALVES, UP_TO_30, SIGNED, SIGNED_HALVES, SCALED_HALVES, SIX_BITS };
+INLINE int are_halves(const int kind) { return kind == HALVES || kind == SIGNED_HALVES || kind == SCALED_HALVES; }
 
 #include "whole_rounding.h"
 
@@ -158,7 +158,7 @@ static void take_scales(const Whole *all, int64_t out, const Panel *panel) {
     for (int64_t col = 0; col < COLS; col += LANES) {
         const int64_t first = least(out + col, all->p.outs - 1);
         float *scale = panel->scale + col, *low = panel->low + col;
-        if (BY_TWOS && all->grouped) take_grouped(all, first, scale, panel->whole + col);
+        if (all->by_whole) take_grouped(all, first, scale, panel->whole + col);
         else take_numbers(all, first, 0, all->parts, panel, scale);
         if (all->lows) take_numbers(all, first, 1, all->parts, panel, low);
         const int64_t times = all->lows && all->p.packed->low_kind == ZERO ? all->parts * COLS : 0; /* so many scales */
@@ -257,6 +257,7 @@ static int take_inputs(const Whole *all, Panel *panel, int64_t in, const uint8_t
         for (int64_t i = 0; i < COLS * (end - in); i++) to[i] -= 32;
     }
     const int is_signed = BY_TWOS && has_signed_levels(all->p.packed), other = BY_TWOS && levels != UINT4;
+    if (BY_TWOS && has_halves(all->p.packed) && !all->by_whole) return SCALED_HALVES;
     if (has_halves(all->p.packed)) return is_signed ? SIGNED_HALVES : HALVES;
     if (has_nibbles(all->p.packed)) return is_signed ? SIGNED : other ? UP_TO_30 : UP_TO_15;
     return BY_TWOS && panel->six_bits ? SIX_BITS : BYTES;
@@ -292,10 +293,10 @@ INLINE void tile(const Whole *all, const Panel *panel, int64_t row, int64_t in, 
             UNROLL for (int v = 0; v < PASS; v += LANES) _mm512_store_ps(sums + r * COLS + col + v, _mm512_setzero_ps());
         for (int64_t span = first; span < last; span++, codes += all->span * COLS) {
             const int64_t part = span << all->log_parts, start = span << all->log_starts;
-            const Scales by = {panel->scale + (BY_TWOS ? span : part) * COLS + col, panel->low + part * COLS + col,
+            const Scales by = {panel->scale + (all->by_whole ? span : part) * COLS + col, panel->low + part * COLS + col,
                                all->scale + row * all->spans + span, all->sum + row * all->parts + part,
-                               all->grouped ? panel->whole + part * COLS + col : (const float *)ONES,
-                               all->start + row * all->starts + start, all->grouped ? COLS : 0};
+                               all->by_whole ? panel->whole + part * COLS + col : (const float *)ONES,
+                               all->start + row * all->starts + start, all->by_whole ? COLS : 0};
             if (all->log_units == 0)
                 take_span(all, x, (uint64_t)span, 1, codes, &ahead, &by, sums + col, rows, kind, asks);
             else
@@ -330,9 +331,9 @@ TILES(BYTES) TILES(UP_TO_15) TILES(HALVES)
 #if !BY_TWOS
 static Tile *const *const tiles[][2] = {BOTH(BYTES), BOTH(UP_TO_15), BOTH(HALVES)};
 #else
-TILES(UP_TO_30) TILES(SIGNED) TILES(SIGNED_HALVES) TILES(SIX_BITS)
-static Tile *const *const tiles[][2] = {BOTH(BYTES),  BOTH(UP_TO_15),      BOTH(HALVES),  BOTH(UP_TO_30),
-                                        BOTH(SIGNED), BOTH(SIGNED_HALVES), BOTH(SIX_BITS)};
+TILES(UP_TO_30) TILES(SIGNED) TILES(SIGNED_HALVES) TILES(SCALED_HALVES) TILES(SIX_BITS)
+static Tile *const *const tiles[][2] = {BOTH(BYTES),  BOTH(UP_TO_15),      BOTH(HALVES),        BOTH(UP_TO_30),
+                                        BOTH(SIGNED), BOTH(SIGNED_HALVES), BOTH(SCALED_HALVES), BOTH(SIX_BITS)};
 #endif
 
 /* Pieces are shares of x times panels, those of a panel one after the other. */
@@ -383,7 +384,7 @@ static void take_pieces(void *task, int member) {
     int64_t end = 0, piece = next_piece(all, 0, &end);
     if (piece >= all->pieces) return;
     const int64_t supers = blocks_of(all->p.packed) * COLS, scales = all->parts * COLS, lows = all->lows * scales;
-    const int64_t whole = BY_TWOS * all->grouped * scales, floats = scales + lows + whole + supers;
+    const int64_t whole = all->by_whole * scales, floats = scales + lows + whole + supers;
     uint8_t *room = aligned_alloc(LINE, (size_t)(DEPTH * COLS + (floats + all->share * COLS) * (int64_t)sizeof(float)));
     if (!room) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
     float *behind = (float *)(room + DEPTH * COLS);
@@ -411,7 +412,7 @@ static void divide(Whole *all) {
 static void describe(Whole *all) {
     const Packed *w = all->p.packed;
     all->unit = has_nibbles(w) ? 32 : 16, all->block = UNITS * all->unit;
-    all->span = span_of(w), all->grouped = is_grouped(w);
+    all->span = span_of(w), all->grouped = is_grouped(w), all->by_whole = BY_TWOS && all->grouped && has_whole_scales(w);
     all->padded = up(all->p.ins, all->block), all->spans = all->padded / all->span;
     all->log_span = __builtin_ctzll((uint64_t)all->span), all->log_units = all->log_span - __builtin_ctzll((uint64_t)all->unit);
     all->log_parts = all->grouped ? all->log_units + has_halves(w) : 0, all->parts = all->spans << all->log_parts;

@@ -18,7 +18,8 @@ typedef struct {
     int64_t block, unit, span; /* inputs: of a vector of codes, of a quarter of it, that share a scale of x */
     int64_t padded, spans;     /* inputs up to whole vectors, and how many spans those have */
     int log_span, log_units;   /* logarithms to base 2: of `span`, and of the number of units in it */
-    int grouped;               /* whether a span has several groups, or parts of a unit or half a unit */
+    int grouped;               /* whether a span has several groups, or parts of a unit or half a unit, */
+    int by_whole;              /* and sums of these are multiplied by whole numbers as they are widened */
     int64_t parts, starts;     /* of a row: there are sums of all parts, and starts of those or of spans */
     int log_parts, log_starts; /* logarithms: of how many a span has */
     int8_t *x;                 /* (rows, padded): of 4 bits first the even inputs of each block, then the odd ones; or, of more
@@ -41,6 +42,8 @@ INLINE int has_whole_scales(const Packed *w) {
     const int lows = w->low_kind != NONE && w->low_kind != MIDDLE;
     return w->scale_kind == SUPER && w->group < MOST_SPAN && (!lows || w->low_kind == SUPER);
 }
+
+INLINE int has_halves(const Packed *w) { return has_nibbles(w) && w->group == 16; }
 
 /* Whether codes of 4 bits stand for numbers that 16 bits have no room for: these are multiplied as signed ones. */
 INLINE int has_signed_levels(const Packed *w) {

@@ -84,6 +84,10 @@ INLINE void widen(__m256i wide[][2], __m256i whole[][2], const float *scale, con
             wide[r][h] = _mm256_add_epi32(wide[r][h], _mm256_madd_epi16(whole[r][h], whole_at(scale + 8 * h)));
 }
 
+INLINE void clear(__m256i whole[][2], const int rows) {
+    UNROLL for (int r = 0; r < rows; r++) whole[r][0] = whole[r][1] = _mm256_setzero_si256();
+}
+
 INLINE void start_at(__m256i whole[][2], const int32_t *start, int64_t apart, const int rows) {
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int h = 0; h < 2; h++) whole[r][h] = _mm256_set1_epi32(start[r * apart]);
 }
@@ -94,10 +98,11 @@ INLINE void take_span(const Whole *all, const int8_t *x, uint64_t unit, const ui
                       const int asks) {
     const int nibbles = kind != BYTES && kind != SIX_BITS, quarters = nibbles ? 2 : 1; /* of a unit, each of four steps */
     const int halves = are_halves(kind), sixteen = BY_TWOS && kind != BYTES && kind != SIGNED && kind != SIGNED_HALVES;
+    const int apart = kind == SCALED_HALVES || (BY_FOURS && halves);
     const float *scale = by->whole;
     const int32_t *start = by->start;
     __m256i whole[HEIGHT][2], wide[HEIGHT][2];
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int h = 0; h < 2; h++) whole[r][h] = wide[r][h] = _mm256_setzero_si256();
+    clear(whole, rows), clear(wide, rows);
     if (BY_FOURS || (nibbles && !halves)) start_at(sixteen ? wide : whole, start, all->starts, rows);
     for (const uint64_t end = unit + units; unit < end; unit++, codes += quarters * 4 * STEP) {
         const int8_t *at = x + rows * (int64_t)(nibbles ? unit / UNITS * 128 + unit % UNITS * 16 : unit * 16);
@@ -109,12 +114,13 @@ INLINE void take_span(const Whole *all, const int8_t *x, uint64_t unit, const ui
             else
                 add_steps(whole, at + rows * 64 * q, codes + 4 * STEP * q, scale, 0, 4, rows, sixteen,
                           kind == UP_TO_30 || (kind == UP_TO_15 && q == 0));
+            if (sixteen && apart) clear(wide, rows);
             if (sixteen && (kind != UP_TO_15 || q == 1)) widen(wide, whole, scale, rows);
-            if (halves && BY_FOURS) add_part(all, whole, by, start - by->start, sums, rows);
+            if (apart) add_part(all, sixteen ? wide : whole, by, start - by->start, sums, rows);
             if (halves || q + 1 == quarters) scale += by->step, start++;
         }
     }
-    if (halves && BY_FOURS) return;
+    if (apart) return;
     const int lows = all->lows << all->log_parts;
     if (lows == 0) add_span(all, sixteen ? wide : whole, by, sums, rows, 0);
     else if (lows == 1) add_span(all, sixteen ? wide : whole, by, sums, rows, 1);
