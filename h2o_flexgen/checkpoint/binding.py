@@ -15,14 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from h2o_flexgen.checkpoint.files import CheckpointFile, Fault, Problems, refuse_foreign
-from h2o_flexgen.checkpoint.quantized import (
-    PACKED_DTYPES,
-    PART_NAMES,
-    Array,
-    StoredMatrix,
-    StoredPart,
-    stored_matrix,
-)
+from h2o_flexgen.checkpoint.matrices import Array, StoredMatrix, StoredPart
+from h2o_flexgen.checkpoint.quantized import PACKED_DTYPES, PART_NAMES, stored_matrix
 from h2o_flexgen.checkpoint.shards import Shards, listed
 from h2o_flexgen.checkpoint.tables import FileTensor, bin_table, safetensors_table
 from h2o_flexgen.checkpoint.wanted import LAYER, Range, Wanted
@@ -218,6 +212,8 @@ class Binding:
                 )
                 self._give(stored, None)
             else:
+                if scheme.layout == "bnb4" and "weight" in entries:
+                    entries["weight"] = entries["weight"].as_bytes()  # a float may stand for several codes
                 shapes = {part: entry.shape for part, entry in entries.items()}
                 matrix = stored_matrix(scheme, (shape[0], shape[1]), shapes)
                 excused = {part for part in PART_NAMES if f"{module}.{part}" in lost}
@@ -425,8 +421,10 @@ class MatrixParts(NamedTuple):
         return self.matrix.packing(scale, ordered) if len(problems.texts) == before else None
 
     def _content(self, part: str) -> Array | None:
-        """The numbers of a part; None where the file is shorter, which has been reported."""
-        entry = self.entries[part]
+        """The numbers of a part; None where there is none, or the file is shorter, which has been reported."""
+        entry = self.entries.get(part)
+        if entry is None:
+            return None
         data = entry.file.head(entry.nbytes, entry.offset)
         return np.frombuffer(data, np.dtype(entry.dtype)) if len(data) == entry.nbytes else None
 

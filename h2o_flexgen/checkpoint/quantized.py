@@ -1,38 +1,34 @@
-"""The tensors that other programs store quantised matrices as: their shapes and dtypes, and the way to our layouts.
-
-Their words of 32 bits hold codes from the lowest bits up, so that in memory the first two codes of 4 bits share the
-first byte, the first in its lower half: as codes lie in a Packing. Everything here is numpy, which uses one thread: it
-may run beside the computation. Codes and scales are moved as they are, and nothing is rounded.
-"""
+"""The tensors that other programs store quantised matrices as: their shapes and dtypes, and the way to our layouts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from h2o_flexgen.config.model.packing import Packing
+from h2o_flexgen.checkpoint.files import strict_json
+from h2o_flexgen.checkpoint.matrices import (
+    Array,
+    Codes,
+    Read,
+    Rows,
+    StoredMatrix,
+    StoredPart,
+    columns,
+    packed,
+    steps,
+    unpacked,
+)
+from h2o_flexgen.config.model.packing import LEVELS, Packing
 from h2o_flexgen.models.schemes import MXFP4, Scheme
-
-Array = NDArray[Any]
-Rows = Sequence[tuple[int, int]]
-"""[start, stop) of the outputs of a stored matrix, one after another."""
-Codes = Iterator[tuple[slice, slice, Array]]
-"""Which rows of codes, which bytes of these, and the bytes."""
-
-
-class Read(Protocol):
-    """Reads rows [start, stop) of a stored part, all of them by default. Numbers of a kind that numpy does not have are
-    unsigned integers of their width."""
-
-    def __call__(self, part: str, start: int = 0, stop: int | None = None) -> Array: ...
-
 
 PART_NAMES = (
     *("weight", "qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv"),
     *("weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale", "weight_scale_2"),
+    *("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"),
+    *("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4", "SCB", "weight_format"),
 )
 """The names in their module of the tensors that a quantised matrix may be stored as."""
 PACKED_DTYPES = ("float8_e4m3fn", "int8")
@@ -46,7 +42,6 @@ _FLOATS4 = {
     "modelopt": ("weight", "weight_scale", "weight_scale_2"),
 }
 """The parts of matrices of floats of 4 bits, by layout: codes, scales, and what belongs to all scales."""
-_BLOCK = 4 << 20  # bytes that are read and converted at once
 
 
 def _e4m3() -> Array:
@@ -58,110 +53,6 @@ def _e4m3() -> Array:
 
 _E4M3 = _e4m3()
 """The floats of 8 bits of OCP's FP8, by their codes."""
-
-
-class StoredPart(NamedTuple):
-    """One tensor of a stored matrix as it must be: of one of `shapes` and of one of `dtypes`."""
-
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
-    needed: bool = True
-
-
-class StoredMatrix:
-    """A matrix of `shape` (outs, ins) as `scheme` stores it. A subclass knows one layout.
-
-    `g_idx` is the part that says which group each input belongs to.
-    """
-
-    g_idx = ""
-
-    def __init__(self, scheme: Scheme, shape: tuple[int, int]) -> None:
-        self.scheme, self.shape = scheme, shape
-        self.group = scheme.block[1] if scheme.block else 0
-        self.groups = -(-shape[1] // self.group) if self.group else 1
-        self._per_word = 32 // scheme.bits
-
-    def parts(self) -> dict[str, StoredPart]:
-        """The tensors of its module by name, as it is stored."""
-        raise NotImplementedError
-
-    def misfit(self) -> str:
-        """Why no matrix of this shape can be stored so; empty where it can."""
-        ins, bits = self.shape[1], self.scheme.bits
-        return f"its {ins} inputs of {bits} bits do not end with a byte" if ins * bits % 8 else ""
-
-    def fault(self, content: Callable[[str], Array | None]) -> str:
-        """The fault in the content of a small part, behind the part's name; empty where there is none.
-
-        `content` gives the numbers of a part as they are stored, None of one that its file lacks."""
-        return ""
-
-    def packing(self, scale: str, ordered: bool) -> Packing:
-        """Its layout here, where its scales have the dtype `scale`; `ordered`: its inputs are not in order."""
-        kind: Any = "e8m0" if scale == "float8_e8m0fnu" else scale
-        return Packing(self.scheme.levels, self.group, kind, self._low(), ordered)
-
-    def _low(self) -> Literal["none", "middle", "zero"]:
-        if not self.scheme.symmetric:
-            return "zero"
-        return "middle" if self.scheme.levels == "uint4" else "none"
-
-    def order(self, groups: Array) -> Array | None:
-        """The inputs in the order of their `groups` (ins,); None where they are in order as they are.
-
-        ValueError unless all groups are of the same size, but for a shorter last one.
-        """
-        ins = self.shape[1]
-        natural = np.arange(ins) // (self.group or ins)
-        order = np.argsort(groups, kind="stable")
-        if not np.array_equal(groups[order], natural):
-            raise ValueError(f"expected {self.groups} groups of {self.group or ins} inputs")
-        return None if np.array_equal(groups, natural) else order
-
-    def fill(self, read: Read, rows: Rows, out: Mapping[str, Array]) -> None:
-        """Fill the parts `out` of its packing with its outputs `rows`. ValueError as `order`."""
-        order = self.order(read(self.g_idx).view(np.int32)) if "order" in out else None
-        codes = out["codes"] if order is None else np.empty_like(out["codes"])
-        for outs, places, block in self.codes(read, rows):
-            codes[outs, places] = block
-        if order is not None:
-            out["order"][:] = order
-            for start, stop in _steps(0, len(codes), 2 * self.shape[1]):
-                by_input = _unpacked(codes[start:stop], self.scheme.bits)
-                out["codes"][start:stop] = _packed(by_input[:, order], self.scheme.bits)
-        outputs = np.concatenate([np.arange(start, stop) for start, stop in rows])
-        out["scale"][:] = self.scales(read, outputs)
-        if "low" in out:
-            out["low"][:] = self.zeros(read, outputs)
-
-    def codes(self, read: Read, rows: Rows) -> Codes:
-        """Its codes (outs, bytes) of the outputs `rows`, in blocks."""
-        raise NotImplementedError
-
-    def scales(self, read: Read, outputs: Array) -> Array:
-        """Its scales (outs, groups) of `outputs`, which most keep by group."""
-        return read("scales")[:, outputs].T
-
-    def zeros(self, read: Read, outputs: Array) -> Array:
-        """Its zero points (outs, groups) of `outputs`: the codes that stand for 0, as levels count."""
-        raise NotImplementedError
-
-    def _codes_by_row(self, read: Read, rows: Rows, part: str, nbytes: int) -> Codes:
-        """Where `part` has an output a row and `nbytes` bytes of codes in it."""
-        at = 0
-        for first, last in rows:
-            for start, stop in _steps(first, last, nbytes):
-                codes = read(part, start, stop).view(np.uint8)[:, :nbytes]
-                yield slice(at, at + stop - start), slice(None), codes
-                at += stop - start
-
-    def _shifted(self, codes: Array) -> Array:
-        """Unsigned codes of 8 bits as int8 has them, in bytes; codes of 4 bits are unsigned here too."""
-        return codes ^ np.uint8(128) if self.scheme.levels == "int8" else codes
-
-    def _shifted_zeros(self, zeros: Array) -> Array:
-        return zeros.astype(np.int16) - (128 if self.scheme.levels == "int8" else 0)
 
 
 class _Gptq(StoredMatrix):
@@ -187,14 +78,14 @@ class _Gptq(StoredMatrix):
 
     def codes(self, read: Read, rows: Rows) -> Codes:
         height, width = self.parts()["qweight"].shapes[0]
-        for start, stop in _steps(0, height, 4 * width):
-            words = _columns(read("qweight", start, stop), rows)
+        for start, stop in steps(0, height, 4 * width):
+            words = columns(read("qweight", start, stop), rows)
             codes = np.ascontiguousarray(words.T).view(np.uint8)
             yield slice(None), slice(4 * start, 4 * stop), self._shifted(codes)
 
     def zeros(self, read: Read, outputs: Array) -> Array:
         bits = self.scheme.bits
-        zeros = _unpacked(read("qzeros").view(np.uint8), bits)[:, outputs].T
+        zeros = unpacked(read("qzeros").view(np.uint8), bits)[:, outputs].T
         # Some programs say that they subtracted one and did not: zero points of symmetric matrices show it.
         if not (self.scheme.symmetric and (zeros == 1 << (bits - 1)).all()):
             zeros = (zeros + np.uint8(self.scheme.zero_step)) & np.uint8((1 << bits) - 1)
@@ -221,16 +112,16 @@ class _Awq(StoredMatrix):
 
     def codes(self, read: Read, rows: Rows) -> Codes:
         height, width = self.parts()["qweight"].shapes[0]
-        for start, stop in _steps(0, height // 2, 8 * width):  # two inputs share a byte here
-            numbers = _columns(self._by_output(read("qweight", 2 * start, 2 * stop)), rows)
-            yield slice(None), slice(start, stop), _packed(numbers.T, 4)
+        for start, stop in steps(0, height // 2, 8 * width):  # two inputs share a byte here
+            numbers = columns(self._by_output(read("qweight", 2 * start, 2 * stop)), rows)
+            yield slice(None), slice(start, stop), packed(numbers.T, 4)
 
     def zeros(self, read: Read, outputs: Array) -> Array:
         return self._by_output(read("qzeros"))[:, outputs].T
 
     def _by_output(self, words: Array) -> Array:
         """Numbers (rows, outs) in words (rows, outs / 8)."""
-        numbers = _unpacked(np.ascontiguousarray(words).view(np.uint8), 4)
+        numbers = unpacked(np.ascontiguousarray(words).view(np.uint8), 4)
         return numbers.reshape(len(words), -1, 8)[..., self._PLACES].reshape(len(words), -1)
 
 
@@ -265,7 +156,7 @@ class _Compressed(StoredMatrix):
 
     def zeros(self, read: Read, outputs: Array) -> Array:
         words = np.ascontiguousarray(read("weight_zero_point").T)
-        return self._shifted_zeros(_unpacked(words.view(np.uint8), self.scheme.bits)[:, outputs].T)
+        return self._shifted_zeros(unpacked(words.view(np.uint8), self.scheme.bits)[:, outputs].T)
 
 
 class _Scaled(StoredMatrix):
@@ -359,36 +250,115 @@ class _Floats4(StoredMatrix):
         return (floats * whole if self.scheme.layout == "modelopt" else floats / whole).view(np.uint32)
 
 
+class _Blocks4(StoredMatrix):
+    """bitsandbytes' codes of 4 bits, of all rows one after another, the upper half of each byte the first of its two.
+    How many share a scale is seen from the number of scales.
+
+    Scales may be codes themselves (double quantisation): of a table, times the scale of their block, plus a number.
+    These are computed in float32 and in this order, as bitsandbytes does.
+    """
+
+    _SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 32)
+    _NESTED = 256
+
+    def __init__(self, scheme: Scheme, shape: tuple[int, int], held: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__(scheme, shape)
+        self._state, count = f"weight.quant_state.bitsandbytes__{scheme.levels}", math.prod(shape)
+        scales = math.prod(held.get("weight.absmax", ()))
+        self.group = next((size for size in self._SIZES if -(-count // size) == scales), self._SIZES[0])
+        self.groups = -(-count // self.group)
+        self._nested = any(part.startswith("weight.nested") for part in held)
+        self._length = min(math.prod(held.get(self._state, ())), 4096)
+        self._offset = 0.0
+
+    def parts(self) -> dict[str, StoredPart]:
+        nested = {
+            "weight.nested_absmax": StoredPart(((-(-self.groups // self._NESTED),),), ("float32",)),
+            "weight.nested_quant_map": StoredPart(((256,),), ("float32",)),
+        }
+        return {
+            "weight": StoredPart(((math.prod(self.shape) // 2, 1),), ("uint8",)),
+            "weight.absmax": StoredPart(((self.groups,),), ("uint8" if self._nested else "float32",)),
+            "weight.quant_map": StoredPart(((16,),), ("float32",)),
+            self._state: StoredPart(((self._length,),), ("uint8",)),
+            **(nested if self._nested else {}),
+        }
+
+    def misfit(self) -> str:
+        ins = self.shape[1]
+        return f"blocks of {self.group} numbers do not lie within its rows of {ins}" if ins % self.group else ""
+
+    def fault(self, content: Callable[[str], Array | None]) -> str:
+        levels, state = content("weight.quant_map"), content(self._state)
+        if levels is None or state is None:
+            return ""
+        if not np.allclose(levels, np.array(LEVELS[self.scheme.levels], np.float32), rtol=0, atol=1e-6):
+            return f"weight.quant_map': expected the levels of {self.scheme.levels}"
+        try:
+            said = strict_json(state.tobytes())
+        except ValueError as error:
+            return f"{self._state}': expected JSON ({error})"
+        facts: dict[str, Any] = {"quant_type": self.scheme.levels, "blocksize": self.group, "shape": list(self.shape)}
+        facts |= {"nested_blocksize": self._NESTED, "nested_dtype": "float32"} if self._nested else {}
+        for key, fact in facts.items():
+            found = said.get(key) if isinstance(said, dict) else None
+            if found != fact:
+                return f"{self._state}': expected {key} {fact}, found {repr(found)[:80]}"
+        offset = said.get("nested_offset", None if self._nested else 0.0)
+        if type(offset) not in (int, float) or not abs(offset) < 1e30:
+            return f"{self._state}': expected a number as nested_offset, found {repr(offset)[:80]}"
+        self._offset = float(offset)
+        return ""
+
+    def codes(self, read: Read, rows: Rows) -> Codes:
+        width = self.shape[1] // 2
+
+        def by_row(part: str, start: int = 0, stop: int | None = None) -> Array:
+            return read(part, start * width, None if stop is None else stop * width).reshape(-1, width)
+
+        for outs, places, codes in self._codes_by_row(by_row, rows, "weight", width):
+            yield outs, places, codes << np.uint8(4) | codes >> np.uint8(4)
+
+    def scales(self, read: Read, outputs: Array) -> Array:
+        across = self.shape[1] // self.group
+        first, stop = int(outputs.min()), int(outputs.max()) + 1
+        scales = read("weight.absmax", first * across, stop * across)
+        if self._nested:
+            table, tops = (read(f"weight.nested_{part}").view(np.float32) for part in ("quant_map", "absmax"))
+            blocks = np.arange(first * across, stop * across) // self._NESTED
+            scales = (table[scales] * tops[blocks] + np.float32(self._offset)).view(np.uint32)
+        return scales.reshape(-1, across)[outputs - first]
+
+
+class _Int8(_Scaled):
+    """bitsandbytes' int8: an output a row, and 127 times the scale of each."""
+
+    scale = "SCB"
+
+    def parts(self) -> dict[str, StoredPart]:
+        return {
+            "weight": StoredPart((self.shape,), ("int8",)),
+            "SCB": StoredPart(((self.shape[0],),), ("float32",)),
+            "weight_format": StoredPart(((), (1,)), ("uint8",), needed=False),
+        }
+
+    def fault(self, content: Callable[[str], Array | None]) -> str:
+        order = content("weight_format")
+        return "" if order is None or order[0] == 0 else f"weight_format': expected 0, rows, found {order[0]}"
+
+    def scales(self, read: Read, outputs: Array) -> Array:
+        largest = super().scales(read, outputs).view(np.float32)
+        return (largest * np.float32(1 / 127)).view(np.uint32)
+
+
 def stored_matrix(scheme: Scheme, shape: tuple[int, int], held: Mapping[str, tuple[int, ...]]) -> StoredMatrix:
     """The matrix that `scheme` stores as tensors of which a checkpoint has those `held`, of these shapes."""
-    layouts = {"gptq": _Gptq, "awq": _Awq, "packed": _Compressed, "scaled": _Scaled}
+    if scheme.layout == "bnb4":
+        return _Blocks4(scheme, shape, held)
+    layouts = {"gptq": _Gptq, "awq": _Awq, "packed": _Compressed, "scaled": _Scaled, "bnb8": _Int8}
     matrix = layouts.get(scheme.layout, _Floats4)(scheme, shape)
     if isinstance(matrix, _Scaled):
         matrix.apart = len(held.get("weight_scale", ())) == 4
         if "weight_scale_inv" in held:
             matrix.scale = "weight_scale_inv"
     return matrix
-
-
-def _steps(start: int, stop: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """[start, stop) in ranges of as many rows of `nbytes` bytes as are converted at once."""
-    step = max(1, _BLOCK // nbytes)
-    for first in range(start, stop, step):
-        yield first, min(first + step, stop)
-
-
-def _columns(numbers: Array, rows: Rows) -> Array:
-    found = [numbers[:, start:stop] for start, stop in rows]
-    return found[0] if len(found) == 1 else np.concatenate(found, 1)
-
-
-def _unpacked(codes: Array, bits: int) -> Array:
-    """One byte for each code of rows of bytes."""
-    if bits == 8:
-        return codes
-    return np.stack([codes & np.uint8(15), codes >> np.uint8(4)], -1).reshape(len(codes), -1)
-
-
-def _packed(codes: Array, bits: int) -> Array:
-    """The other way."""
-    return codes if bits == 8 else codes[:, ::2] | codes[:, 1::2] << np.uint8(4)

@@ -23,7 +23,7 @@ from torch import Tensor
 from h2o_flexgen.checkpoint.binding import Binding, FileTensor, FoundTensor, PackedTensor, Range, bind_files
 from h2o_flexgen.checkpoint.content import content_digest
 from h2o_flexgen.checkpoint.files import CheckpointFile, Problems
-from h2o_flexgen.checkpoint.quantized import Array, Read
+from h2o_flexgen.checkpoint.matrices import Array, Read
 from h2o_flexgen.checkpoint.shards import find_shards
 from h2o_flexgen.checkpoint.source import WeightSource, copy, flat_out
 from h2o_flexgen.config.model.spec import ModelSpec

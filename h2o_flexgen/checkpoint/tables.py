@@ -54,6 +54,10 @@ class FileTensor(NamedTuple):
     def nbytes(self) -> int:
         return sum(stop - start for start, stop in self.runs)
 
+    def as_bytes(self) -> FileTensor:
+        """Its bytes, one a row, whatever numbers they are."""
+        return self._replace(dtype="uint8", shape=(self.nbytes, 1))
+
     def rows(self, start: int, stop: int) -> FileTensor:
         """Rows [start, stop) of a tensor in one run."""
         row = self.nbytes // self.shape[0]

@@ -40,6 +40,8 @@ def read_quantization(config: Mapping[str, Any], name: str) -> Quantization | No
         return None
     read = ConfigReader(config, name).section(key)
     method = read.values().get("quant_method")
+    if method is None and any(key in read for key in _LOADED):
+        method = "bitsandbytes"  # as transformers has it: older files do not say it
     method = method.lower().removeprefix("intel/") if isinstance(method, str) else method
     if not isinstance(method, str) or method not in _METHODS:
         change = "name the .gguf file itself" if method == "gguf" else "use the model's checkpoint in 16 bits"
@@ -330,6 +332,23 @@ def _modelopt(read: ConfigReader) -> Quantization:
     return replace(_everywhere("modelopt", scheme), static=True, cached=cached)
 
 
+_LOADED = ("load_in_4bit", "load_in_8bit")
+
+
+def _bitsandbytes(read: ConfigReader) -> Quantization:
+    """Dettmers et al. 2022, "LLM.int8()", arXiv 2208.07339, and 2023, "QLoRA", arXiv 2305.14314."""
+    four = "bnb_4bit_quant_type bnb_4bit_use_double_quant bnb_4bit_quant_storage bnb_4bit_compute_dtype"
+    eight = "llm_int8_threshold llm_int8_skip_modules llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight"
+    _check_keys(read, f"{four} {eight} {' '.join(f'{key} _{key}' for key in _LOADED)}", "bitsandbytes")
+    floats, whole = (read.flag(key, read.flag(f"_{key}", False)) for key in _LOADED)
+    if floats == whole:
+        raise read.error("load_in_4bit", "either it or load_in_8bit to be true")
+    if whole:
+        return _everywhere("bitsandbytes", Scheme("bnb8", "int8", (1, 0)))
+    levels: dict[str, Literal["nf4", "fp4"]] = {"nf4": "nf4", "fp4": "fp4"}
+    return _everywhere("bitsandbytes", Scheme("bnb4", read.choice("bnb_4bit_quant_type", "fp4", levels), None))
+
+
 _METHODS: dict[str, Callable[[ConfigReader], Quantization]] = {
     "compressed-tensors": _compressed,
     "gptq": _gptq,
@@ -338,6 +357,7 @@ _METHODS: dict[str, Callable[[ConfigReader], Quantization]] = {
     "mxfp4": _mxfp4,
     "auto-round": _auto_round,
     "modelopt": _modelopt,
+    "bitsandbytes": _bitsandbytes,
 }
 
 

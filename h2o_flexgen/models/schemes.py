@@ -10,7 +10,7 @@ from typing import Literal
 
 from h2o_flexgen.config.model.packing import LEVEL_BITS, Packing
 
-Layout = Literal["gptq", "awq", "packed", "scaled", "mxfp4", "fp4", "modelopt"]
+Layout = Literal["gptq", "awq", "packed", "scaled", "mxfp4", "fp4", "modelopt", "bnb4", "bnb8"]
 
 MXFP4 = Packing("e2m1", 32, "e8m0", "none")
 """The experts of gpt-oss."""
@@ -23,16 +23,16 @@ class Scheme:
     layout     gptq, awq: words of 32 bits with inputs (awq: outputs) side by side, an input a row; packed: the
                weight_packed of compressed-tensors; scaled: a weight of one byte a number, and its scale; mxfp4: the
                blocks and scales of gpt-oss's experts; fp4, modelopt: floats of 4 bits as compressed-tensors or
-               NVIDIA's ModelOpt stores them
-    levels     what a number is: uint4, int8 (stored with 128 added, but for scaled), e2m1 or e4m3
-    block      (outputs, inputs) that share a scale, 0 for all; None: all of the matrix or of a row, as the scale's
-               shape says
+               NVIDIA's ModelOpt stores them; bnb4: bitsandbytes' blocks of all numbers in a row; bnb8: its int8
+    levels     what a number is: uint4, int8 (stored with 128 added, but for scaled and bnb8), e2m1, nf4, fp4 or e4m3
+    block      (outputs, inputs) that share a scale, 0 for all; None: all of the matrix, of a row or of a block, as the
+               scale's shape says
     symmetric  whether there are no zero points; gptq has them nevertheless
     zero_step  what was subtracted from zero points when they were stored
     """
 
     layout: Layout
-    levels: Literal["uint4", "int8", "e2m1", "e4m3"]
+    levels: Literal["uint4", "int8", "e2m1", "nf4", "fp4", "e4m3"]
     block: tuple[int, int] | None
     symmetric: bool = True
     zero_step: int = 0

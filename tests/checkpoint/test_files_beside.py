@@ -20,6 +20,7 @@ from h2o_flexgen.checkpoint.shards import other_layout, wanted_files
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.families import spec_from_config
+from tests.checkpoint.formats import FORMATS
 from tests.checkpoint.models import (
     INDEX,
     SINGLE,
@@ -30,7 +31,7 @@ from tests.checkpoint.models import (
     write_shards,
     write_single,
 )
-from tests.checkpoint.quantised import FORMATS, checkpoint
+from tests.checkpoint.quantised import checkpoint
 from tests.checkpoint.refusals import refused
 
 TOKENS = "model.decoder.embed_tokens.weight"

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from h2o_flexgen.checkpoint import quantized, reader
+from h2o_flexgen.checkpoint import matrices, reader
 from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.kernels.packed import PackedWeight
 from h2o_flexgen.models.schemes import MXFP4
+from tests.checkpoint.formats import FORMATS
 from tests.checkpoint.models import write_shards
-from tests.checkpoint.quantised import FORMATS, checkpoint, expected_tensors, read_tensor, shapes_of
+from tests.checkpoint.quantised import checkpoint, expected_tensors, read_tensor, shapes_of
 from tests.seeds import torch_generator
 
 
@@ -44,6 +45,7 @@ OPT = {"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 64}
 FUSED = (
     *("gptq 8 act-order", "gptq zeros", "awq", "packed 4 zeros", "packed 8 act-order", "float channel"),
     *("float block", "int8 zeros", "fp8 tensor", "fp8 blocks", "nvfp4", "mxfp4 packed"),
+    *("bnb nf4 double", "bnb int8"),
 )
 
 
@@ -70,11 +72,13 @@ def test_rows_of_fused_matrices(tmp_path: Path, name: str, changes: dict[str, ob
 
 
 @pytest.mark.parametrize("changes", [{}, NEOX], ids=["llama", "gpt_neox"])
-@pytest.mark.parametrize("name", ["gptq 8 act-order", "gptq", "awq", "packed 4 zeros", "fp8 blocks", "nvfp4"])
+@pytest.mark.parametrize(
+    "name", ["gptq 8 act-order", "gptq", "awq", "packed 4 zeros", "fp8 blocks", "nvfp4", "bnb nf4 double"]
+)
 def test_matrices_in_many_blocks(
     tmp_path: Path, name: str, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantized, "_BLOCK", 1500)
+    monkeypatch.setattr(matrices, "_BLOCK", 1500)
     monkeypatch.setattr(reader, "_EXPANDED", 200)
     written = checkpoint(FORMATS[name], **changes)
     expected, shapes = expected_tensors(written), shapes_of(written.spec)
@@ -99,6 +103,9 @@ def test_the_layouts_that_formats_become(tmp_path: Path) -> None:
         "nvfp4": Packing("e2m1", 16, "float32", "none"),
         "modelopt nvfp4": Packing("e2m1", 16, "float32", "none"),
         "mxfp4 packed": MXFP4,
+        "bnb nf4": Packing("nf4", 32, "float32", "none"),
+        "bnb fp4 double": Packing("fp4", 32, "float32", "none"),
+        "bnb int8": Packing("int8", 0, "float32", "none"),
     }
     for name, packing in expected.items():
         written = checkpoint(FORMATS[name])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,108 +12,69 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from transformers import AutoRoundConfig, AwqConfig, FineGrainedFP8Config, GPTQConfig
 
 from h2o_flexgen.errors import H2OFlexGenError, ModelError
 from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.models.quantized import read_quantization
+from tests.checkpoint.formats import FORMATS
 from tests.checkpoint.models import write_shards
-from tests.checkpoint.quantised import CONFIG, FORMATS, Checkpoint, checkpoint, open_folder
+from tests.checkpoint.quantised import CONFIG, checkpoint, open_folder
+from tests.checkpoint.refusals import UP, Edit, changed, extra, refused_quantised, without
 from tests.checkpoint.test_headers import edited_header
 from tests.seeds import python_random
-
-UP = "model.layers.0.mlp.up_proj"
-
-
-def _refused(written: Checkpoint, folder: Path) -> str:
-    open_fds = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(ModelError) as caught:
-        written.open(written.write(folder))
-    assert caught.value.exit_code == 4
-    assert len(os.listdir("/proc/self/fd")) == open_fds
-    return str(caught.value)
-
-
-def _without(part: str) -> Callable[[dict[str, Tensor]], object]:
-    return lambda tensors: tensors.pop(f"{UP}.{part}")
-
-
-def _with(part: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], object]:
-    return lambda tensors: tensors.__setitem__(f"{UP}.{part}", change(tensors[f"{UP}.{part}"]).contiguous())
-
-
-def _extra(part: str) -> Callable[[dict[str, Tensor]], object]:
-    return lambda tensors: tensors.__setitem__(f"{UP}.{part}", torch.ones(1))
 
 
 @pytest.mark.parametrize(
     ("name", "edit", "fault"),
     [
-        ("gptq", _without("scales"), f"tensor '{UP}.scales' is missing"),
-        ("gptq", _without("qweight"), f"tensor '{UP}.qweight' is missing"),
-        ("gptq", _with("scales", lambda x: x[:1]), "scales': expected shape (2, 96), found (1, 96)"),
-        ("gptq", _with("qweight", lambda x: x.T), "qweight': expected shape (8, 96), found (96, 8)"),
-        ("gptq", _with("qweight", lambda x: x.float()), "qweight': expected dtype int32, found float32"),
-        ("gptq", _with("scales", lambda x: x.double()), "expected dtype float16 or bfloat16 or float32, found F64"),
-        ("gptq", _with("g_idx", lambda x: x.long()), "g_idx': expected dtype int32, found int64"),
-        ("gptq", _with("g_idx", lambda x: x + 1), "g_idx': expected 2 groups of 32 inputs"),
-        ("gptq", _with("g_idx", lambda x: x - 1), "g_idx': expected 2 groups of 32 inputs"),
-        ("gptq", _with("g_idx", lambda x: x * (1 << 30)), "g_idx': expected 2 groups of 32 inputs"),
-        ("gptq", _with("g_idx", lambda x: x * 0), "g_idx': expected 2 groups of 32 inputs"),
-        ("gptq", _extra("weight"), f"tensor '{UP}.weight' has no place in weights quantised as config.json says"),
-        ("gptq", _extra("weight_scale"), f"tensor '{UP}.weight_scale' has no place"),
-        ("gptq", _extra("input_scale"), f"tensor '{UP}.input_scale' of model.safetensors is not part of this model"),
-        ("gptq", _extra("qzeros.absmax"), "qzeros.absmax' of model.safetensors is not part of this model"),
-        ("awq", _without("qzeros"), f"tensor '{UP}.qzeros' is missing"),
-        ("awq", _with("qweight", lambda x: x[:-1]), "qweight': expected shape (64, 12), found (63, 12)"),
-        ("awq", _extra("g_idx"), f"tensor '{UP}.g_idx' has no place"),
-        ("packed 4", _without("weight_shape"), f"tensor '{UP}.weight_shape' is missing"),
-        ("packed 4", _with("weight_shape", lambda x: x.flip(0)), "expected (96, 64) from config.json, found (64, 96)"),
-        ("packed 4", _with("weight_packed", lambda x: x[:, 1:]), "expected shape (96, 8), found (96, 7)"),
-        ("packed 4", _extra("weight_zero_point"), f"tensor '{UP}.weight_zero_point' has no place"),
-        ("packed 4 zeros", _without("weight_zero_point"), f"tensor '{UP}.weight_zero_point' is missing"),
-        ("packed 4 act-order", _with("weight_g_idx", lambda x: x // 2), "weight_g_idx': expected 2 groups"),
-        ("fp8 128", _without("weight_scale_inv"), f"tensor '{UP}.weight_scale' is missing"),
-        ("fp8 128", _extra("weight_scale"), f"tensor '{UP}.weight_scale' has no place"),
-        ("fp8 blocks", _with("weight_scale_inv", lambda x: x[:1]), "expected shape (3, 4), found (1, 4)"),
-        ("fp8 tensor", _with("weight_scale", lambda x: x.repeat(7)), "expected shape () or (1,) or (1, 1) or (96,) or"),
-        ("fp8 tensor", _with("weight", lambda x: x.to(torch.float8_e5m2)), "dtype float8_e4m3fn, found F8_E5M2"),
-        ("fp8 tensor", _with("weight", lambda x: x.half()), "expected dtype float8_e4m3fn, found float16"),
-        ("int8", _with("weight", lambda x: x.to(torch.uint8)), "weight': expected dtype int8, found uint8"),
-        ("nvfp4", _without("weight_global_scale"), f"tensor '{UP}.weight_global_scale' is missing"),
-        ("nvfp4", _with("weight_global_scale", lambda x: x * 0), "expected a number above 0, found 0.0"),
-        ("nvfp4", _with("weight_global_scale", lambda x: x * torch.nan), "expected a number above 0, found nan"),
-        ("nvfp4", _with("weight_global_scale", lambda x: x.repeat(2)), "expected shape () or (1,) or (1, 1), found"),
-        ("nvfp4", _with("weight_packed", lambda x: x.to(torch.int32)), "expected dtype uint8, found int32"),
-        ("nvfp4", _with("weight_scale", lambda x: x.half()), "expected dtype float8_e4m3fn, found float16"),
-        ("nvfp4", _extra("input_global_scale"), "input_global_scale' of model.safetensors is not part of this model"),
-        ("mxfp4 packed", _with("weight_scale", lambda x: x[:, :1]), "expected shape (96, 2), found (96, 1)"),
-        ("mxfp4 packed", _extra("weight_global_scale"), "weight_global_scale' has no place"),
-        ("modelopt nvfp4", _without("weight_scale_2"), f"tensor '{UP}.weight_scale_2' is missing"),
-        ("modelopt nvfp4", _with("weight_scale_2", lambda x: -x), "weight_scale_2': expected a number above 0"),
-        ("modelopt nvfp4", _extra("pre_quant_scale"), "pre_quant_scale' of model.safetensors is not part of"),
-        ("modelopt fp8", _extra("weight_scale_2"), "weight_scale_2' has no place"),
-        ("modelopt fp8", _with("weight", lambda x: x.view(torch.uint8)), "expected dtype float8_e4m3fn, found uint8"),
-        ("modelopt fp8 blocks", _with("weight_scale", lambda x: x.repeat(2, 1, 1, 1)), "expected shape (1, 1, 1, 1), "),
+        ("gptq", without("scales"), f"tensor '{UP}.scales' is missing"),
+        ("gptq", without("qweight"), f"tensor '{UP}.qweight' is missing"),
+        ("gptq", changed("scales", lambda x: x[:1]), "scales': expected shape (2, 96), found (1, 96)"),
+        ("gptq", changed("qweight", lambda x: x.T), "qweight': expected shape (8, 96), found (96, 8)"),
+        ("gptq", changed("qweight", lambda x: x.float()), "qweight': expected dtype int32, found float32"),
+        ("gptq", changed("scales", lambda x: x.double()), "expected dtype float16 or bfloat16 or float32, found F64"),
+        ("gptq", changed("g_idx", lambda x: x.long()), "g_idx': expected dtype int32, found int64"),
+        ("gptq", changed("g_idx", lambda x: x + 1), "g_idx': expected 2 groups of 32 inputs"),
+        ("gptq", changed("g_idx", lambda x: x - 1), "g_idx': expected 2 groups of 32 inputs"),
+        ("gptq", changed("g_idx", lambda x: x * (1 << 30)), "g_idx': expected 2 groups of 32 inputs"),
+        ("gptq", changed("g_idx", lambda x: x * 0), "g_idx': expected 2 groups of 32 inputs"),
+        ("gptq", extra("weight"), f"tensor '{UP}.weight' has no place in weights quantised as config.json says"),
+        ("gptq", extra("weight_scale"), f"tensor '{UP}.weight_scale' has no place"),
+        ("gptq", extra("input_scale"), f"tensor '{UP}.input_scale' of model.safetensors is not part of this model"),
+        ("gptq", extra("qzeros.absmax"), "qzeros.absmax' of model.safetensors is not part of this model"),
+        ("awq", without("qzeros"), f"tensor '{UP}.qzeros' is missing"),
+        ("awq", changed("qweight", lambda x: x[:-1]), "qweight': expected shape (64, 12), found (63, 12)"),
+        ("awq", extra("g_idx"), f"tensor '{UP}.g_idx' has no place"),
+        ("packed 4", without("weight_shape"), f"tensor '{UP}.weight_shape' is missing"),
+        ("packed 4", changed("weight_shape", lambda x: x.flip(0)), "(96, 64) from config.json, found (64, 96)"),
+        ("packed 4", changed("weight_packed", lambda x: x[:, 1:]), "expected shape (96, 8), found (96, 7)"),
+        ("packed 4", extra("weight_zero_point"), f"tensor '{UP}.weight_zero_point' has no place"),
+        ("packed 4 zeros", without("weight_zero_point"), f"tensor '{UP}.weight_zero_point' is missing"),
+        ("packed 4 act-order", changed("weight_g_idx", lambda x: x // 2), "weight_g_idx': expected 2 groups"),
+        ("fp8 128", without("weight_scale_inv"), f"tensor '{UP}.weight_scale' is missing"),
+        ("fp8 128", extra("weight_scale"), f"tensor '{UP}.weight_scale' has no place"),
+        ("fp8 blocks", changed("weight_scale_inv", lambda x: x[:1]), "expected shape (3, 4), found (1, 4)"),
+        ("fp8 tensor", changed("weight_scale", lambda x: x.repeat(7)), "shape () or (1,) or (1, 1) or (96,) or"),
+        ("fp8 tensor", changed("weight", lambda x: x.to(torch.float8_e5m2)), "dtype float8_e4m3fn, found F8_E5M2"),
+        ("fp8 tensor", changed("weight", lambda x: x.half()), "expected dtype float8_e4m3fn, found float16"),
+        ("int8", changed("weight", lambda x: x.to(torch.uint8)), "weight': expected dtype int8, found uint8"),
     ],
 )  # fmt: skip
-def test_tensors_that_are_not_as_config_json_says(
-    tmp_path: Path, name: str, edit: Callable[[dict[str, Tensor]], object], fault: str
-) -> None:
+def test_tensors_that_are_not_as_config_json_says(tmp_path: Path, name: str, edit: Edit, fault: str) -> None:
     written = checkpoint(FORMATS[name])
     edit(written.tensors)
-    message = _refused(written, tmp_path)
+    message = refused_quantised(written, tmp_path)
     assert fault in message
     assert "one problem" in message
 
 
 def test_all_faults_are_listed_at_once(tmp_path: Path) -> None:
     written = checkpoint(FORMATS["gptq"])
-    for edit in (_without("scales"), _with("qzeros", lambda x: x[:, 1:]), _extra("weight_packed")):
+    for edit in (without("scales"), changed("qzeros", lambda x: x[:, 1:]), extra("weight_packed")):
         edit(written.tensors)
     written.tensors.pop("model.norm.weight")
-    message = _refused(written, tmp_path)
+    message = refused_quantised(written, tmp_path)
     for fault in ("scales' is missing", "qzeros': expected shape", "weight_packed' has no place", "model.norm.weight"):
         assert fault in message
 
@@ -123,19 +82,19 @@ def test_all_faults_are_listed_at_once(tmp_path: Path) -> None:
 def test_quantised_weights_without_a_quantization_config(tmp_path: Path) -> None:
     written = checkpoint(FORMATS["gptq"])
     written.config.pop("quantization_config")
-    assert "of quantised weights, which are not read" in _refused(written, tmp_path)
+    assert "of quantised weights, which are not read" in refused_quantised(written, tmp_path)
 
 
 def test_a_quantised_module_that_config_json_leaves_out(tmp_path: Path) -> None:
     written = checkpoint(FORMATS["packed 4"])
     written.config["quantization_config"]["ignore"].append(UP)
-    assert f"quantization_config in config.json leaves {UP} out" in _refused(written, tmp_path)
+    assert f"quantization_config in config.json leaves {UP} out" in refused_quantised(written, tmp_path)
 
 
 def test_sizes_that_do_not_fit_into_words(tmp_path: Path) -> None:
     written = checkpoint(FORMATS["gptq"])
     written.config["intermediate_size"] = 94
-    message = _refused(written, tmp_path)
+    message = refused_quantised(written, tmp_path)
     assert f"{UP} cannot be quantised as config.json says: its sizes are not multiples of 8" in message
 
 
@@ -190,7 +149,9 @@ def _targets(targets: list[str]) -> dict[str, Any]:
     [
         ([1], "quantization_config is [1] in config.json. needed an object"),
         ({"bits": 4}, "quantization_config.quant_method is missing"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method is 'bitsandbytes' in config.json. n"),
+        ({"quant_method": "bitsandbytes"}, "load_in_4bit is missing in config.json. needed either it or load_in_8bit"),
+        (_config("bnb nf4", load_in_8bit=True), "load_in_4bit is True"),
+        (_config("bnb nf4", bnb_4bit_quant_type="af4"), "bnb_4bit_quant_type is 'af4' in config.json. needed one of"),
         ({"quant_method": "exl2"}, "quant_method is 'exl2'"),
         ({"quant_method": "gguf"}, "name the .gguf file itself"),
         (_config("gptq", bits=3), "quantization_config.bits is 3 in config.json. needed 4 or 8"),
@@ -302,6 +263,7 @@ def test_configs_that_are_not_understood(config: object, fault: str) -> None:
         ("fp8 128", {"modules_to_not_convert": ["lm_head"], "ignored_layers": None, "method": "fp8", "novel": 1}),
         ("packed 4", {"ignore": ["lm_head", "re:(a+)+b", "re:^(?!.*mlp).*x$", "re:["]}),
         ("awq", {"avg_bits": 4.25, "weight_only": True, "duo_scaling": True, "n_grid": 20}),
+        ("bnb nf4", {"quant_method": None, "bnb_4bit_quant_storage": "uint8", "bnb_4bit_compute_dtype": "bfloat16"}),
         ("packed 4", {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}}),
         ("packed 4", {"run_compressed": True, "novel": {"a": 1}, "producer": "llmcompressor 1.0"}),
     ],
@@ -405,7 +367,9 @@ def test_junk_in_configs_is_a_model_error(data: st.DataObject) -> None:
         for key in data.draw(st.lists(st.sampled_from(keys), max_size=3)):
             place[key] = data.draw(st.sampled_from(JUNK))
     if data.draw(st.booleans()):
-        config["quant_method"] = data.draw(st.sampled_from(["gptq", "awq", "auto-round", "fp8", "mxfp4", "modelopt"]))
+        config["quant_method"] = data.draw(
+            st.sampled_from(["gptq", "awq", "auto-round", "fp8", "mxfp4", "modelopt", "bitsandbytes"])
+        )
     with contextlib.suppress(ModelError):
         quantization = read_quantization({"quantization_config": config}, "x")
         assert quantization is not None

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.quantised import Format, Matrix, checkpoint, compressed, expected_tensors, read_tensor, shapes_of
+from tests.checkpoint.formats import Format, Matrix, compressed
+from tests.checkpoint.quantised import checkpoint, expected_tensors, read_tensor, shapes_of
 
 pytest.importorskip("compressed_tensors")
 

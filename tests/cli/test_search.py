@@ -20,7 +20,8 @@ from h2o_flexgen.engine.requests.reader import RequestReader, workload_of
 from h2o_flexgen.errors import ModelError, UsageError
 from h2o_flexgen.search import _cache_table, main
 from h2o_flexgen.units import GIB
-from tests.checkpoint.quantised import FORMATS, checkpoint
+from tests.checkpoint.formats import FORMATS
+from tests.checkpoint.quantised import checkpoint
 from tests.cost.solvers import OTHER
 
 ROOT = Path(__file__).parents[2]

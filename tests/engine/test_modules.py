@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import ModelError, UsageError
-from tests.checkpoint.quantised import FORMATS, checkpoint
+from tests.checkpoint.formats import FORMATS
+from tests.checkpoint.quantised import checkpoint
 from tests.tiny import VOCAB, decided, prompts_of, transformers_agrees
 
 SIZES: dict[str, Any] = {

@@ -13,7 +13,7 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.models.hf.shrink import VOCAB, random_model, shrunk
-from tests.checkpoint.quantised import FORMATS
+from tests.checkpoint.formats import FORMATS
 from tests.engine.test_modules_stored import store
 from tests.tiny import prompts_of, transformers_logprobs
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.models.hf.shrink import random_model, shrunk
-from tests.checkpoint.quantised import FORMATS, Format
+from tests.checkpoint.formats import FORMATS, Format
 from tests.engine.test_modules import tiny
 from tests.seeds import torch_generator
 

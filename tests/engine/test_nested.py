@@ -22,7 +22,7 @@ from transformers import (
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.families import spec_from_config
-from tests.checkpoint.quantised import FORMATS
+from tests.checkpoint.formats import FORMATS
 from tests.oracles.parameters import parameters_of
 from tests.seeds import torch_generator
 from tests.tiny import config_of, decided, prompts_of, transformers_greedy

@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from h2o_flexgen.engine.engine import Engine
+from tests.checkpoint.formats import FORMATS
 from tests.checkpoint.gguf_files import MIXTURES, Kind, by_transformers, in_kind, tiny_model, write_gguf
-from tests.checkpoint.quantised import FORMATS, Checkpoint, checkpoint
+from tests.checkpoint.quantised import Checkpoint, checkpoint
 from tests.engine.test_gguf import check
 from tests.seeds import python_random, torch_generator
 from tests.tiny import prompts_of, transformers_logprobs
@@ -60,6 +61,8 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("awq", QWEN3_MOE, ("layers.0.mlp.experts.1.up_proj", "layers.1.mlp.experts.2.gate_proj", "k_proj")),
     ("modelopt nvfp4", QWEN3_MOE, ("layers.0.mlp.experts.1.up_proj", "layers.1.mlp.experts.2.gate_proj", "k_proj")),
     ("mxfp4 packed", MIXTRAL, ("experts.0.up_proj", "experts.3", "q_proj")),
+    ("bnb fp4 double", QWEN3, ("layers.0.self_attn.q_proj", "layers.1.mlp.up_proj")),
+    ("bnb int8", PHI3, ("layers.0.self_attn.qkv_proj",)),
     ("packed 4", QWEN2_MOE, ("experts.0.up_proj", "experts.1.down_proj", "shared_expert.gate_proj", "mlp.gate.")),
 ]
 

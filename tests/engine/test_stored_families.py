@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from h2o_flexgen.engine.engine import Engine
-from tests.checkpoint.quantised import FORMATS, Checkpoint, checkpoint
+from tests.checkpoint.formats import FORMATS
+from tests.checkpoint.quantised import Checkpoint, checkpoint
 from tests.engine.test_stored_formats import pairs_to_score
 from tests.tiny import transformers_logprobs
 

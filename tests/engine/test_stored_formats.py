@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import UsageError
-from tests.checkpoint.quantised import FORMATS, Checkpoint, checkpoint
+from tests.checkpoint.formats import FORMATS
+from tests.checkpoint.quantised import Checkpoint, checkpoint
 from tests.seeds import python_random
 from tests.tiny import transformers_logprobs
 
@@ -36,6 +37,8 @@ NAMES = [
     "nvfp4",
     "mxfp4 packed",
     "modelopt nvfp4",
+    "bnb nf4 double",
+    "bnb int8",
 ]
 
 
