@@ -164,8 +164,8 @@ class _Scaled(StoredMatrix):
 
     scale = "weight_scale"
     """Or the inverse by its name, which codes are multiplied by nevertheless."""
-    apart = False
-    """Whether the scales of blocks have a dimension of 1 behind each of their own, as ModelOpt's have."""
+    found: tuple[int, ...] = ()
+    """The shape of the scales: ModelOpt's have a 1 behind each dimension, or none at all where there is one block."""
 
     def parts(self) -> dict[str, StoredPart]:
         floats = self.scheme.levels == "e4m3"
@@ -184,8 +184,9 @@ class _Scaled(StoredMatrix):
         if self.scheme.block is None:
             return (*_WHOLE, *rows)
         if self.group:
-            tall = -(-outs // self.scheme.block[0])
-            return ((tall, 1, self.groups, 1) if self.apart else (tall, self.groups),)
+            usual = (-(-outs // self.scheme.block[0]), self.groups)
+            same = [size for size in self.found if size > 1] == [size for size in usual if size > 1]
+            return (self.found if same else usual,)
         return rows if self.scheme.block[0] else _WHOLE
 
     def codes(self, read: Read, rows: Rows) -> Codes:
@@ -358,7 +359,7 @@ def stored_matrix(scheme: Scheme, shape: tuple[int, int], held: Mapping[str, tup
     layouts = {"gptq": _Gptq, "awq": _Awq, "packed": _Compressed, "scaled": _Scaled, "bnb8": _Int8}
     matrix = layouts.get(scheme.layout, _Floats4)(scheme, shape)
     if isinstance(matrix, _Scaled):
-        matrix.apart = len(held.get("weight_scale", ())) == 4
         if "weight_scale_inv" in held:
             matrix.scale = "weight_scale_inv"
+        matrix.found = held.get(matrix.scale, ())
     return matrix

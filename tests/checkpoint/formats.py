@@ -241,12 +241,13 @@ def floats4(names: tuple[str, str, str], config: dict[str, Any], size: int = 16)
     return Format(config, write)
 
 
-def tall(form: Format) -> Format:
-    """The same with scales as ModelOpt keeps those of blocks."""
+def tall(form: Format, one: bool = False) -> Format:
+    """The same with scales as ModelOpt keeps those of blocks, or of one block."""
 
     def write(generator: torch.Generator, outs: int, ins: int) -> Matrix:
         made = form.write(generator, outs, ins)
-        return Matrix({**made.parts, "weight_scale": made.parts["weight_scale"][:, None, :, None]}, made.dense)
+        scale = made.parts["weight_scale"]
+        return Matrix({**made.parts, "weight_scale": scale.squeeze() if one else scale[:, None, :, None]}, made.dense)
 
     return Format(form.config, write)
 
@@ -377,6 +378,7 @@ _MODELOPT = {
     "ignore": ["lm_head", "model.layers.3.*"],
     "producer": {"name": "modelopt", "version": "0.29.0"},
 }
+_BLOCKS8 = {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}
 _MODELOPT8 = {**_MODELOPT, "quant_algo": "FP8", "config_groups": {"group_0": {"weights": _FLOAT}}}
 
 
@@ -391,9 +393,8 @@ FORMATS |= {
     "modelopt fp8 channel": scaled(
         {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "weight_scale", (1, 0), flat=True
     ),
-    "modelopt fp8 blocks": tall(
-        scaled({"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}, "weight_scale", (128, 128))
-    ),
+    "modelopt fp8 block": tall(scaled(_BLOCKS8, "weight_scale", (128, 128)), one=True),
+    "modelopt fp8 blocks": tall(scaled(_BLOCKS8, "weight_scale", (128, 128))),
     "nvfp4": floats4(_PACKED4, compressed(_NVFP4, "nvfp4-pack-quantized")),
     "nvfp4 static": static(floats4(_PACKED4, _LOCAL), "input_global_scale", {}),
     "mxfp4 packed": floats4(_PACKED4, compressed(_MXFP4, "mxfp4-pack-quantized"), 32),

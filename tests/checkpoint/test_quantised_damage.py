@@ -376,12 +376,15 @@ def test_junk_in_configs_is_a_model_error(data: st.DataObject) -> None:
         quantization.scheme(UP, "Linear")
 
 
+SHUFFLED = ("gptq act-order", "awq", "packed 4 zeros", "fp8 blocks", "nvfp4", "bnb nf4 double", "bnb int8")
+
+
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_headers_of_quantised_files_with_other_records(tmp_path: Path, data: st.DataObject) -> None:
     """Names, dtypes and shapes of tensors exchanged: accepted and read, or an error of ours."""
-    written = checkpoint(FORMATS[data.draw(st.sampled_from(["gptq act-order", "awq", "packed 4 zeros", "fp8 blocks"]))])
+    written = checkpoint(FORMATS[data.draw(st.sampled_from(SHUFFLED))])
     path = written.write(tmp_path) / "model.safetensors"
 
     def edit(header: dict[str, Any]) -> None:
