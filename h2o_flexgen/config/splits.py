@@ -119,15 +119,6 @@ SPLITS.register("snapkv_decode", Split(_last(32), queries="last", burst=_every(6
 SPLITS.register("h2o_mean", Split(_half, column_sums=True))
 SPLITS.register("inertiakv", Split(_half, column_sums=True, queries="last"))
 
-FAR_HEADS = {
-    "smollm2-135m": ((7, 2), (8, 0), (14, 1), (17, 1), (18, 2), (20, 1), (20, 2), (23, 0), (23, 2)),
-    "qwen2.5-coder-1.5b": ((8, 0), (14, 0), (19, 0), (23, 0), (26, 0)),
-}
-"""Of models without windows, by what their names begin with: the layers and KV heads that look far, as docs/eviction.md
-found."""
-FAR_LAYERS = {"smollm2-135m": (0, 7, 18, 20), "qwen2.5-coder-1.5b": (8, 14, 19, 26)}
-"""Likewise the layers, where all heads of a layer keep equally many tokens."""
-
 REFUSED = {
     "adakv": ("its heads keep different numbers of tokens by what a text is, here they are planned before", "snapkv"),
     "rpc": ("its cache grows with the answer, and here a budget is kept", "snapkv_decode"),

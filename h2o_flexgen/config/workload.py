@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, replace
-from pathlib import PurePath
 
 from h2o_flexgen.config.checks import Checked, Count
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.far_layers import far_places, fault_of
 from h2o_flexgen.config.flags import option
 from h2o_flexgen.config.model.packing import channel_numbers, first_tokens
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.recall import check_recall
-from h2o_flexgen.config.splits import FAR_HEADS, FAR_LAYERS, THEN_H2O
+from h2o_flexgen.config.splits import THEN_H2O
 from h2o_flexgen.errors import ContextLengthError, UsageError
 
 
@@ -55,36 +55,19 @@ def counted_in_bytes(eviction: EvictionConfig, spec: ModelSpec) -> EvictionConfi
 
 
 def _with_far_layers(eviction: EvictionConfig, spec: ModelSpec) -> EvictionConfig:
-    """With the layers or heads that are known to look far, if none are named and no window tells. UsageError for others
-    than the model has."""
+    """With the layers or heads that look far, where that is known, if none are named and no window tells. UsageError for
+    others than the model has."""
     if eviction.far_layers is None and eviction.how_layers_share == "far" and not any(spec.windows):
-        name = PurePath(spec.name).name.lower().replace(" ", "-").replace("_", "-")
-        known = FAR_LAYERS if eviction.recall else FAR_HEADS
-        found = next((places for start, places in known.items() if name.startswith(start)), ())
-        if found and all(_fault(spec, place) is None for place in found):
-            eviction = replace(eviction, far_layers=found)
+        found = far_places(spec)
+        if found is not None:
+            eviction = replace(eviction, far_layers=found.layers if eviction.recall else found.places)
     for place in eviction.far_layers or ():
-        if (fault := _fault(spec, place)) is not None:
+        if (fault := fault_of(spec, place)) is not None:
             shown = place if isinstance(place, int) else "head {1} of layer {0}".format(*place)
             named = f"--far-layers names {'layer ' * isinstance(place, int)}{shown}"
             raise UsageError(named, f"{spec.name} has {fault}", "leave it out")
     heads = [spec.heads_of(layer).keys for layer in range(spec.num_layers) if spec.attends(layer)]
     return replace(eviction, kv_heads=heads[0]) if eviction.far_layers and heads else eviction
-
-
-def _fault(spec: ModelSpec, place: int | tuple[int, int]) -> str | None:
-    """The layers or heads that a model has, if this layer, or head of a layer, is not among them; else None."""
-    layer = place if isinstance(place, int) else place[0]
-    if layer >= spec.num_layers:
-        return f"{spec.num_layers} layers, from 0"
-    if isinstance(place, int):
-        return None
-    if not spec.attends(layer) or spec.arch.chunk_of(layer) is not None:
-        return "no heads there that may keep different numbers of tokens"
-    heads = {spec.heads_of(each).keys for each in range(spec.num_layers) if spec.attends(each)}
-    if len(heads) > 1:
-        return "layers of different numbers of KV heads"
-    return None if place[1] < min(heads) else f"KV heads 0 to {min(heads) - 1} in each layer"
 
 
 def check_eviction(spec: ModelSpec, eviction: EvictionConfig) -> None:

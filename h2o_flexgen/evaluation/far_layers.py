@@ -7,6 +7,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.far_layers import FarPlaces, Place, keep_far_places
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.evaluation.quality import Window, cut_windows, evicting, whole
 from h2o_flexgen.evaluation.settings import EvaluationSettings, read_text
@@ -17,10 +19,9 @@ OUTSTANDING = 5
 LOOKED_INTO = 4
 """The heads of one of so many layers are measured."""
 FEW = 10
-"""One of so many heads looks far."""
-
-Place = int | tuple[int, int]
-"""A layer, or a layer and one of its KV heads."""
+"""One of so many heads looks far,"""
+FEW_LAYERS = 7
+"""and of so many layers, where all heads of a layer keep equally many tokens."""
 
 
 class LayerLosses(NamedTuple):
@@ -39,6 +40,14 @@ class LayerLosses(NamedTuple):
             return sorted(worst[: max(1, self.heads // FEW)])
         usual = OUTSTANDING * median(self.losses)
         return [layer for layer, loss in enumerate(self.losses) if loss > usual]
+
+    @property
+    def places(self) -> FarPlaces:
+        """Those that look far, of heads or layers and of layers alone."""
+        if not self.by_head:
+            return FarPlaces(tuple(self.far), tuple(layer for layer in self.far if isinstance(layer, int)))
+        layers = sorted(range(len(self.losses)), key=lambda layer: -self.losses[layer])
+        return FarPlaces(tuple(self.far), tuple(sorted(layers[: max(1, len(layers) // FEW_LAYERS)])))
 
     def to_json(self) -> dict[str, Any]:
         by_head = [[*place, loss] for place, loss in self.by_head.items()]
@@ -66,7 +75,8 @@ def measure_layers(
     on_layer: Callable[[str], None] = lambda line: None,
 ) -> LayerLosses:
     """Scores the same windows of text with the full cache, and for each layer where H2O has half of its tokens there;
-    then for each head of the layers that lost most, where a layer has several.
+    then for each head of the layers that lost most, where a layer has several. Places that look far are kept for `auto`,
+    unless windows tell.
 
     UsageError for a model of fewer than three layers, among which none can stand out.
     """
@@ -90,7 +100,7 @@ def measure_layers(
     losses = [loss(layer, tuple(each for each in layers if each != layer), count) for layer in layers]
     heads = {spec.heads_of(layer).keys for layer in layers if spec.attends(layer)}
     if len(heads) > 1 or max(heads) == 1 or any(spec.windows):
-        return LayerLosses(model, losses)
+        return _kept(LayerLosses(model, losses), spec, on_layer)
     each = range(max(heads))
     worst = sorted((i for i in layers if spec.attends(i)), key=lambda i: -losses[i])[: -(-count // LOOKED_INTO)]
     by_head = dict[tuple[int, int], float]()
@@ -99,7 +109,16 @@ def measure_layers(
             others: list[Place] = [i for i in layers if i != layer]
             others += [(layer, other) for other in each if other != head]
             by_head[layer, head] = loss((layer, head), tuple(others), count * len(each))
-    return LayerLosses(model, losses, by_head, count * len(each))
+    return _kept(LayerLosses(model, losses, by_head, count * len(each)), spec, on_layer)
+
+
+def _kept(found: LayerLosses, spec: ModelSpec, tell: Callable[[str], None]) -> LayerLosses:
+    if not any(spec.windows) and found.far:
+        try:
+            tell(f"--eviction auto gives them more from now on: {keep_far_places(spec, found.places)}")
+        except OSError as error:
+            tell(f"not kept for --eviction auto: {error}")
+    return found
 
 
 def _scored(llm: LLM, pairs: list[Window]) -> list[float]:

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h2o_flexgen.config.eviction import Budget, EvictionConfig, exact_ceiling
+from h2o_flexgen.config.far_layers import KNOWN, FarPlaces, keep_far_places
 from h2o_flexgen.config.flags import layer_numbers
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.config.splits import FAR_HEADS, FAR_LAYERS, SPLITS
+from h2o_flexgen.config.splits import SPLITS
 from h2o_flexgen.config.workload import counted_in_bytes
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.models.families import spec_from_config
@@ -290,16 +292,37 @@ def test_far_layers_that_are_named() -> None:
         layer_numbers("0,x")
 
 
+def test_layers_that_were_measured_to_look_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a model of this name and shape, before those that are known; a damaged file is as none, and said."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    auto = EvictionConfig("auto", bytes=0.2)
+    spec = replace(spec_from_config(config_of("llama", num_hidden_layers=30).to_dict(), "tiny"), name="SmolLM2-135M")
+    kept = keep_far_places(spec, FarPlaces((3, (5, 1)), (3, 5)))
+    assert counted_in_bytes(auto, spec).far_layers == (3, (5, 1))
+    assert counted_in_bytes(replace(auto, recall="disk"), spec).far_layers == (3, 5)
+    for other in (replace(spec, num_layers=29), replace(spec, vocab_size=spec.vocab_size + 1)):
+        assert counted_in_bytes(auto, other).far_layers in (None, KNOWN["smollm2-135m"].places)
+    keep_far_places(spec, FarPlaces((30,), (30,)))
+    assert counted_in_bytes(auto, spec).far_layers is None, "another model's"
+    for damaged in ("", "{}", '{"places": 3, "layers": []}', "[[[", '{"places": [[1]], "layers": []}'):
+        kept.write_text(damaged, encoding="utf-8")
+        caplog.clear()
+        assert counted_in_bytes(auto, spec).far_layers == KNOWN["smollm2-135m"].places
+        assert f"{kept} cannot be used" in caplog.text
+
+
 def test_layers_that_are_known_to_look_far() -> None:
     """Of a model without windows, unless they are named; others share evenly."""
     auto = EvictionConfig("auto", bytes=0.2)
     spec = spec_from_config(config_of("llama", num_hidden_layers=30).to_dict(), "tiny")
     known = replace(spec, name="models/SmolLM2-135M-Instruct.Q4_1.gguf")
-    assert counted_in_bytes(auto, known).far_layers == FAR_HEADS["smollm2-135m"]
-    assert counted_in_bytes(replace(auto, recall="cpu"), known).far_layers == FAR_LAYERS["smollm2-135m"]
+    assert counted_in_bytes(auto, known).far_layers == KNOWN["smollm2-135m"].places
+    assert counted_in_bytes(replace(auto, recall="cpu"), known).far_layers == KNOWN["smollm2-135m"].layers
     assert counted_in_bytes(auto, replace(known, num_layers=20)).far_layers is None, "it is another model"
     coder = replace(spec, name="Qwen/Qwen2.5-Coder-1.5B-Instruct")
-    assert counted_in_bytes(auto, coder).far_layers == FAR_HEADS["qwen2.5-coder-1.5b"]
+    assert counted_in_bytes(auto, coder).far_layers == KNOWN["qwen2.5-coder-1.5b"].places
     assert counted_in_bytes(auto, spec).far_layers is None
     assert counted_in_bytes(replace(auto, far_layers=(1,)), known).far_layers == (1,)
     assert counted_in_bytes(EvictionConfig("h2o", ratio=0.2), known).far_layers is None

@@ -40,14 +40,17 @@ def test_layers_that_look_far(tiny: str, files: tuple[str, str], capsys: pytest.
         with evicting(tiny, {"dtype": "float32"}, eviction) as llm:
             scores = llm.score(cut_windows(llm, Path(files[1]).read_text(), settings))
             found.append([x for score in scores for x in score.token_logprobs])
-            budgets = llm.last_record.eviction.get("budget_by_layer")
+            record = llm.last_record.eviction
+            budgets = record.get("budget_by_layer")
     assert budgets[1:] == [48] * (count - 1)
     assert budgets[0] < 30
+    assert record["far_layers"] == list(range(1, count))
     expected = sum((a - b) ** 2 for a, b in zip(*found, strict=True)) / len(found[0])
     assert data["losses"][0] == pytest.approx(expected)
     assert min(data["losses"]) > 0
     assert LayerLosses("", [0.1, 0.1, 0.8, 0.2]).far == [2]
-    heads = LayerLosses("", [0.1, 0.1], {(1, 2): 0.3, (1, 0): 0.1, (0, 1): 0.2}, heads=24)
+    heads = LayerLosses("", [0.1, 0.2], {(1, 2): 0.3, (1, 0): 0.1, (0, 1): 0.2}, heads=24)
+    assert heads.places == (((0, 1), (1, 2)), (1,))
     assert heads.far == [(0, 1), (1, 2)]
     assert heads.table().endswith("--far-layers 0.1,1.2")
     assert main([*argv, "--plot", "layers.png"]) == 2

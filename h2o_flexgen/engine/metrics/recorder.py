@@ -274,6 +274,8 @@ def _eviction(config: EngineConfig, rows: SequenceOf[RowLengths]) -> dict[str, A
     entry = eviction_entry(config.eviction.name, [row.budget for row in rows])
     if any(row.by_layer for row in rows):
         entry["budget_split"] = config.eviction.how_layers_share
+        if config.eviction.far_layers is not None:
+            entry["far_layers"] = list(config.eviction.far_layers)
         layers = zip(*(row.by_layer for row in rows), strict=True)
         entry["budget_by_layer"] = [span_of(each.total for each in layer) for layer in layers]
     entry["share_of_prompt"] = span_of(row.budget.total / row.prompt for row in rows)
