@@ -43,7 +43,7 @@ class LayerLosses(NamedTuple):
 
     @property
     def places(self) -> FarPlaces:
-        """Those that look far, of heads or layers and of layers alone."""
+        """Heads or layers that look far, and layers alone."""
         if not self.by_head:
             return FarPlaces(tuple(self.far), tuple(layer for layer in self.far if isinstance(layer, int)))
         layers = sorted(range(len(self.losses)), key=lambda layer: -self.losses[layer])
