@@ -55,8 +55,9 @@ def counted_in_bytes(eviction: EvictionConfig, spec: ModelSpec) -> EvictionConfi
 
 
 def _with_far_layers(eviction: EvictionConfig, spec: ModelSpec) -> EvictionConfig:
-    """With the layers or heads that look far, where that is known, if none are named and no window tells. UsageError for
-    others than the model has."""
+    """With the layers or heads that look far, where that is known, if none are named and no window tells.
+
+    UsageError for others than the model has."""
     if eviction.far_layers is None and eviction.how_layers_share == "far" and not any(spec.windows):
         found = far_places(spec)
         if found is not None:
