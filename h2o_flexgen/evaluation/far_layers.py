@@ -75,8 +75,7 @@ def measure_layers(
     on_layer: Callable[[str], None] = lambda line: None,
 ) -> LayerLosses:
     """Scores the same windows of text with the full cache, and for each layer where H2O has half of its tokens there;
-    then for each head of the layers that lost most, where a layer has several. `auto` is told later, unless windows tell
-    it.
+    then for each head of the layers that lost most, where a layer has several. `auto` is told later, but for windows.
 
     UsageError for a model of fewer than three layers, among which none can stand out.
     """
