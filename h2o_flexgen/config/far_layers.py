@@ -1,0 +1,98 @@
+"""The layers and KV heads of a model that look far: known ones, and those that were measured on this machine.
+
+No torch. Few heads look far (DuoAttention, arXiv 2410.10819); `evaluate --measure-layers` finds them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from pathlib import Path, PurePath
+from typing import NamedTuple
+
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.folders import cached, whole_file
+
+log = logging.getLogger(__name__)
+
+Place = int | tuple[int, int]
+"""A layer, or a layer and one of its KV heads."""
+
+
+class FarPlaces(NamedTuple):
+    """The layers or heads that look far, and the layers that do where all heads of one keep equally many tokens."""
+
+    places: tuple[Place, ...]
+    layers: tuple[int, ...]
+
+
+KNOWN = {
+    "smollm2-135m": FarPlaces(
+        ((7, 2), (8, 0), (14, 1), (17, 1), (18, 2), (20, 1), (20, 2), (23, 0), (23, 2)), (0, 7, 18, 20)
+    ),
+    "qwen2.5-coder-1.5b": FarPlaces(((8, 0), (14, 0), (19, 0), (23, 0), (26, 0)), (8, 14, 19, 26)),
+}
+"""Of models without windows, by what their names begin with, as docs/eviction.md found."""
+
+
+def far_places(spec: ModelSpec) -> FarPlaces | None:
+    """Places of a model: measured here, else known. None where neither is so, or where they are another model's."""
+    found = _measured(_kept_file(spec)) or next(
+        (each for start, each in KNOWN.items() if _name(spec).startswith(start)), None
+    )
+    if found is None or any(fault_of(spec, place) for place in (*found.places, *found.layers)):
+        return None
+    return found
+
+
+def keep_far_places(spec: ModelSpec, found: FarPlaces) -> Path:
+    """For later runs with a model of this name and shape; returns the file. OSError where it cannot be written."""
+    path = _kept_file(spec)
+    with whole_file(path) as temporary:
+        temporary.write_text(json.dumps({"model": spec.name, **found._asdict()}) + "\n", encoding="utf-8")
+    return path
+
+
+def _measured(path: Path) -> FarPlaces | None:
+    """The places in a file, with a warning where it is damaged; None where there is none."""
+    if not path.is_file():
+        return None
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        places = tuple(each if isinstance(each, int) else (int(each[0]), int(each[1])) for each in data["places"])
+        return FarPlaces(places, tuple(int(each) for each in data["layers"]))
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        log.warning("%s cannot be used: %s", path, error)
+        return None
+
+
+def _name(spec: ModelSpec) -> str:
+    return (PurePath(spec.name).name or spec.name).lower().replace(" ", "-").replace("_", "-")
+
+
+def _kept_file(spec: ModelSpec) -> Path:
+    shape = (
+        spec.num_layers,
+        spec.hidden_size,
+        spec.vocab_size,
+        [tuple(spec.heads_of(i)) for i in range(spec.num_layers)],
+    )
+    digest = hashlib.sha256(repr((_name(spec), shape)).encode()).hexdigest()
+    return cached("far", f"{re.sub('[^a-z0-9.-]', '-', _name(spec))[:64]}-{digest[:12]}.json")
+
+
+def fault_of(spec: ModelSpec, place: Place) -> str | None:
+    """The layers or heads that a model has, if this layer, or head of a layer, is not among them; else None."""
+    layer = place if isinstance(place, int) else place[0]
+    if layer >= spec.num_layers:
+        return f"{spec.num_layers} layers, from 0"
+    if isinstance(place, int):
+        return None
+    if not spec.attends(layer) or spec.arch.chunk_of(layer) is not None:
+        return "no heads there that may keep different numbers of tokens"
+    heads = {spec.heads_of(each).keys for each in range(spec.num_layers) if spec.attends(each)}
+    if len(heads) > 1:
+        return "layers of different numbers of KV heads"
+    return None if place[1] < min(heads) else f"KV heads 0 to {min(heads) - 1} in each layer"
