@@ -4,7 +4,7 @@
     python -m h2o_flexgen.evaluate --model opt-125m --recall questions.jsonl --text book.txt --limit 16
     python -m h2o_flexgen.evaluate --model pythia-160m --text book.txt --stream 32768 --kv-budget 512
     python -m h2o_flexgen.evaluate --suite configs/eval/demo.json --output-dir quality
-    python -m h2o_flexgen.evaluate --measure-layers --model opt-125m --text book.txt --limit 4
+    python -m h2o_flexgen.evaluate --measure-layers --model opt-125m
 
 A table goes to stdout, everything else to stderr. The last line of stdout is one JSON object, unless stdout is a
 terminal.
@@ -16,7 +16,7 @@ import dataclasses
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,11 @@ def main(argv: Sequence[str] | None) -> int:
     read_text(settings.text)
     read_cases(settings.recall)
     if args.measure_layers:
-        from h2o_flexgen.evaluation.far_layers import measure_layers
+        from h2o_flexgen.evaluation.far_layers import READS, measure_layers
 
+        if flags := _named(EvaluationSettings, given(EvaluationSettings, args).keys() - READS):
+            needed = "needed --text, --context and --limit at most"
+            raise UsageError(f"{flags} with --measure-layers", needed, f"leave {flags} out")
         found = measure_layers(settings, model, engine, print_error)
         data, table, draw = found.to_json(), found.table(), None
     elif streams.stream is None:
@@ -117,12 +120,17 @@ def _suite(args: Namespace, plot: Path | None) -> int:
     return 0
 
 
+def _named(settings: type[Any], fields: Collection[str]) -> str:
+    """The flags of these fields, one after another."""
+    return ", ".join(flags_of(item)[0] for item in dataclasses.fields(settings) if item.name in fields)
+
+
 def _one_kind(args: Namespace, streaming: bool) -> None:
     """UsageError for flags of the other kind of measurement, which would be without effect."""
     other: type[Any] = EvaluationSettings if streaming else StreamSettings
     typed = given(other, args).keys() - STREAM_READS
     if typed:
-        flags = ", ".join(flags_of(item)[0] for item in dataclasses.fields(other) if item.name in typed)
+        flags = _named(other, typed)
         raise UsageError(
             f"{flags} {'with' if streaming else 'without'} --stream",
             "needed recall and perplexity at --ratios, or streams at one --kv-budget",

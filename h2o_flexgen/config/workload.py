@@ -54,13 +54,24 @@ def counted_in_bytes(eviction: EvictionConfig, spec: ModelSpec) -> EvictionConfi
     return replace(eviction, token_bytes=by_token, window_bytes=tuple(windows)) if own else eviction
 
 
+def asks_for_far_layers(eviction: EvictionConfig, spec: ModelSpec) -> bool:
+    """Whether layers or heads that look far get more than others, are not named, and no window tells them."""
+    return (
+        eviction.far_layers is None
+        and eviction.how_layers_share == "far"
+        and not eviction.keeps_all
+        and not any(spec.windows)
+        and any(map(spec.attends, range(spec.num_layers)))
+    )
+
+
 def _with_far_layers(eviction: EvictionConfig, spec: ModelSpec) -> EvictionConfig:
     """With the layers or heads that look far, where that is known, if none are named and no window tells.
 
     UsageError for others than the model has."""
-    if eviction.far_layers is None and eviction.how_layers_share == "far" and not any(spec.windows):
+    if asks_for_far_layers(eviction, spec):
         found = far_places(spec)
-        if found is not None:
+        if found is not None and found.places:
             eviction = replace(eviction, far_layers=found.layers if eviction.recall else found.places)
     for place in eviction.far_layers or ():
         if (fault := fault_of(spec, place)) is not None:

@@ -26,6 +26,7 @@ from h2o_flexgen.config.sampling import SamplingLike, SamplingParams
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine.batching.scheduler import LateRows, Newcomers, WaitingQueue, in_order, note_returns
 from h2o_flexgen.engine.execution.block import BlockRunner
+from h2o_flexgen.engine.far_heads import know_far_heads
 from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.engine.limits.plan import OomRetry, Plan, Planner, by_rule, forget, keeping
 from h2o_flexgen.engine.metrics.recorder import RunMetrics, make_record
@@ -105,6 +106,7 @@ class Engine(Closing):
         self.device = devices.resolve_device(self.config)
         self._devices = devices.resolve_devices(self.config, self.device)
         self.model: Model = open_model(self.config, self.device, Engine)
+        know_far_heads(self.config, self.model, Engine)
         try:
             self.config = for_model(self.config, self.model.spec, self._compute_tier())
         except UsageError:

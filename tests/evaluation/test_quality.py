@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.far_layers import FarPlaces
 from h2o_flexgen.config.reports.quality import QualityReport, QualityRow, RecallTally
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.evaluate import main
-from h2o_flexgen.evaluation.far_layers import LayerLosses
-from h2o_flexgen.evaluation.quality import cut_windows, evaluate, evicting
+from h2o_flexgen.evaluation.far_layers import FarHeads
+from h2o_flexgen.evaluation.quality import evaluate
 from h2o_flexgen.evaluation.settings import EvaluationSettings
 from h2o_flexgen.reporting.plots import check_plot, plot_quality
 from h2o_flexgen.reporting.tables import quality_table
@@ -30,29 +30,28 @@ def test_cells_name_the_full_cache_once() -> None:
 
 
 def test_layers_that_look_far(tiny: str, files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    """One layer at a time has half of its tokens; what its loss is, is what a user sees who asks for that."""
-    argv = ["--measure-layers", "--model", tiny, "--dtype", "float32", "--text", files[1], "--limit", "2"]
-    assert main([*argv, "--context", "40", "--continuation", "8"]) == 0
-    data = json.loads(capsys.readouterr().out.splitlines()[-1])
-    settings = EvaluationSettings(text=files[1], limit=2, context=40, continuation=8)
-    count, found = len(data["losses"]), []
-    for eviction in (EvictionConfig(), EvictionConfig("h2o", (count - 0.5) / count, far_layers=tuple(range(1, count)))):
-        with evicting(tiny, {"dtype": "float32"}, eviction) as llm:
-            scores = llm.score(cut_windows(llm, Path(files[1]).read_text(), settings))
-            found.append([x for score in scores for x in score.token_logprobs])
-            record = llm.last_record.eviction
-            budgets = record.get("budget_by_layer")
-    assert budgets[1:] == [48] * (count - 1)
-    assert budgets[0] < 30
-    assert record["far_layers"] == list(range(1, count))
-    expected = sum((a - b) ** 2 for a, b in zip(*found, strict=True)) / len(found[0])
-    assert data["losses"][0] == pytest.approx(expected)
-    assert min(data["losses"]) > 0
-    assert LayerLosses("", [0.1, 0.1, 0.8, 0.2]).far == [2]
-    heads = LayerLosses("", [0.1, 0.2], {(1, 2): 0.3, (1, 0): 0.1, (0, 1): 0.2}, heads=24)
-    assert heads.places == (((0, 1), (1, 2)), (1,))
-    assert heads.far == [(0, 1), (1, 2)]
-    assert heads.table().endswith("--far-layers 0.1,1.2")
+    """By random tokens, or by those of a text; what is found is kept for auto."""
+    argv = ["--measure-layers", "--model", tiny, "--dtype", "float32"]
+    for text in ([], ["--text", files[1], "--limit", "2", "--context", "40"]):
+        assert main([*argv, *text]) == 0
+        out, err = capsys.readouterr()
+        data = json.loads(out.splitlines()[-1])
+        layers = [layer for layer, _, _ in data["scores"]]
+        assert sorted(set(layers)) == list(range(layers[-1] + 1))
+        assert all(0 <= score < 1 for _, _, score in data["scores"])
+        kept = Path(err.split("from now on, by ")[1].strip())
+        assert json.loads(kept.read_text(encoding="utf-8"))["places"] == data["far_layers"]
+    found = FarHeads("", {0: [0.05, 0.3], 1: [0.2, 0.0]}, FarPlaces(((0, 1),), (0,)))
+    assert found.table().splitlines() == [
+        "head    0.1  0.300  far",
+        "head    1.0  0.200",
+        "--budget-split far --far-layers 0.1",
+    ]
+    assert FarHeads("", {0: [0.05]}, FarPlaces((), ())).table() == "no head stands out"
+    assert main([*argv, "--ratios", "0.1", "--continuation", "8"]) == 2
+    assert "--ratios, --continuation with --measure-layers" in capsys.readouterr().err
+    assert main([*argv, "--text", files[1], "--context", "100000"]) == 0, "as long as the model takes"
+    capsys.readouterr()
     assert main([*argv, "--plot", "layers.png"]) == 2
     assert "--plot with --measure-layers" in capsys.readouterr().err
     assert main(["--output", "a.png", "--plot", "a.png"]) == 2
