@@ -105,6 +105,8 @@ class StoredMatrix:
                 out["codes"][start:stop] = packed(by_input[:, order], self.scheme.bits)
         outputs = np.concatenate([np.arange(start, stop) for start, stop in rows])
         out["scale"][:] = self.scales(read, outputs)
+        if "super_scale" in out:
+            out["super_scale"][:] = np.asarray(self.whole_scale(read)).view(out["super_scale"].dtype)
         if "low" in out:
             out["low"][:] = self.zeros(read, outputs)
 
@@ -115,6 +117,10 @@ class StoredMatrix:
     def scales(self, read: Read, outputs: Array) -> Array:
         """Its scales (outs, groups) of `outputs`, which most keep by group."""
         return read("scales")[:, outputs].T
+
+    def whole_scale(self, read: Read) -> np.float32:
+        """The number that all of its scales are times."""
+        raise NotImplementedError
 
     def zeros(self, read: Read, outputs: Array) -> Array:
         """Its zero points (outs, groups) of `outputs`: the codes that stand for 0, as levels count."""

@@ -44,17 +44,6 @@ _FLOATS4 = {
 """The parts of matrices of floats of 4 bits, by layout: codes, scales, and what belongs to all scales."""
 
 
-def _e4m3() -> Array:
-    size = np.arange(128)
-    floats = np.where(size < 8, size * 2.0**-9, (8 + size % 8) * 2.0 ** (size // 8 - 10.0))
-    floats[127] = np.nan
-    return np.concatenate([floats, -floats]).astype(np.float32)
-
-
-_E4M3 = _e4m3()
-"""The floats of 8 bits of OCP's FP8, by their codes."""
-
-
 class _Gptq(StoredMatrix):
     """Inputs side by side in words; zero points of groups side by side, by output."""
 
@@ -209,8 +198,6 @@ class _Scaled(StoredMatrix):
 class _Floats4(StoredMatrix):
     """Floats of 4 bits, an output a row, the lower half of each byte the first of its two. Groups of 32 have a power of
     two for a scale, groups of 16 a float of 8 bits, and all of these are divided by one number, by ModelOpt multiplied.
-
-    The scales that come of it are rounded once, to float32, as those programs do that compute in float32.
     """
 
     def __init__(self, scheme: Scheme, shape: tuple[int, int]) -> None:
@@ -237,18 +224,18 @@ class _Floats4(StoredMatrix):
         return f"{self._whole}': expected a number above 0, found {whole[0]}"
 
     def packing(self, scale: str, ordered: bool) -> Packing:
-        return MXFP4 if self.group == 32 else Packing("e2m1", self.group, "float32", "none")
+        return MXFP4 if self.group == 32 else Packing("e2m1", self.group, "e4m3", "none")
 
     def codes(self, read: Read, rows: Rows) -> Codes:
         return self._codes_by_row(read, rows, self._codes, self.shape[1] // 2)
 
     def scales(self, read: Read, outputs: Array) -> Array:
         first = int(outputs.min())
-        stored = read(self._scales, first, int(outputs.max()) + 1)[outputs - first]
-        if self.group == 32:
-            return stored
-        floats, whole = _E4M3[stored], read(self._whole).view(np.float32).item()
-        return (floats * whole if self.scheme.layout == "modelopt" else floats / whole).view(np.uint32)
+        return read(self._scales, first, int(outputs.max()) + 1)[outputs - first]
+
+    def whole_scale(self, read: Read) -> np.float32:
+        whole = np.float32(read(self._whole).view(np.float32).item())
+        return whole if self.scheme.layout == "modelopt" else np.float32(1 / whole)
 
 
 class _Blocks4(StoredMatrix):

@@ -16,7 +16,7 @@ from h2o_flexgen.config.model.packing import LEVEL_BITS, LEVELS, SUPER, Packing
 from h2o_flexgen.kernels.native import function, library, structure
 
 _LEVELS = tuple(LEVEL_BITS)
-_KINDS = ("bfloat16", "float16", "float32", "e8m0", "super", "none", "middle", "zero")
+_KINDS = ("bfloat16", "float16", "float32", "e8m0", "e4m3", "super", "none", "middle", "zero")
 
 
 _Packed = structure("weights.h", "Packed")
@@ -157,6 +157,8 @@ def scales_and_lows(packing: Packing, parts: Mapping[str, Tensor]) -> tuple[Tens
         scale = _by_block(packing, parts["scale"], parts["super_scale"])
     elif packing.scale == "e8m0":
         scale = torch.exp2(parts["scale"].float() - 127)
+    elif packing.scale == "e4m3":
+        scale = parts["scale"].view(torch.float8_e4m3fn).float() * parts["super_scale"]
     else:
         scale = parts["scale"].float()
     if packing.low == "none":

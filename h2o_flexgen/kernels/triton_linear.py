@@ -24,8 +24,8 @@ _UINT4, _E2M1, _IQ3, _IQ3S, _INT8 = (
     tl.constexpr(_LEVELS.index(each)) for each in ("uint4", "e2m1", "iq3", "iq3s", "int8")
 )
 _TABLES = tl.constexpr(tuple(LEVELS.get(each, ()) for each in _LEVELS))
-_SCALES = {"e8m0": 1, "super": 2}
-_POWER, _TWO_LEVELS = tl.constexpr(1), tl.constexpr(2)
+_SCALES = {"e8m0": 1, "super": 2, "e4m3": 3}
+_POWER, _TWO_LEVELS, _OF_ROW = (tl.constexpr(number) for number in range(1, 4))
 _LOWS = {"none": 1, "middle": 2, "zero": 3, "super": 4}
 _NO_LOW, _MIDDLE, _ZERO, _SUPER_LOW = (tl.constexpr(number) for number in range(1, 5))
 _SUPER = tl.constexpr(SUPER)
@@ -142,7 +142,11 @@ def expanded(matrix, out, inside, start, form: tl.constexpr):
     at = out[:, None] * form.groups + group[None, :]
     block = out[:, None] * tl.cdiv(form.ins, _SUPER) + ((start + part * form.group) // _SUPER)[None, :]
     mask = inside[:, None] & (group < form.groups)[None, :]
-    scale = tl.load(matrix.scale + at, mask=mask, other=0).to(tl.float32)
+    scale = tl.load(matrix.scale + at, mask=mask, other=0)
+    if form.scale == _OF_ROW:
+        scale = _float8(scale) * tl.load(matrix.super_scale + out, mask=inside, other=0.0)[:, None]
+    else:
+        scale = scale.to(tl.float32)
     if form.scale == _POWER:
         scale = tl.exp2(scale - 127.0)
     elif form.scale == _TWO_LEVELS:
@@ -189,9 +193,14 @@ def _levels(codes, out, inside, start, form: tl.constexpr):
         if form.levels == _INT8:
             level = some.to(tl.int8, bitcast=True).to(tl.float32)
         else:
-            level = _small_float(some.to(tl.int32), 3, 7, 7)
-            level = tl.where((some & 127) == 127, float("nan"), level)
+            level = _float8(some)
     return level
+
+
+@triton.jit
+def _float8(codes):
+    """Codes (uint8) of E4M3 as float32."""
+    return tl.where((codes & 127) == 127, float("nan"), _small_float(codes.to(tl.int32), 3, 7, 7))
 
 
 @triton.jit

@@ -229,9 +229,9 @@ def floats4(names: tuple[str, str, str], config: dict[str, Any], size: int = 16)
             parts[scale] = (torch.rand(outs, ins // 16, generator=generator) * 400 + 1).to(torch.float8_e4m3fn)
             multiplied = whole == "weight_scale_2"
             parts[whole] = torch.tensor(1.7e-5) if multiplied else torch.tensor([61234.5])
-            by = np.float32(parts[whole].item())
+            by = np.float32(parts[whole].item() if multiplied else 1 / parts[whole].item())
             rows = [[np.float32(number) for number in row] for row in parts[scale].float().tolist()]
-            factors = [[number * by if multiplied else number / by for number in row] for row in rows]
+            factors = [[number * by for number in row] for row in rows]
         meant = [
             [np.float32(_SIZES4[code & 7] * (-1 if code > 7 else 1)) * row[i // size] for i, code in enumerate(line)]
             for line, row in zip(codes.tolist(), factors, strict=True)

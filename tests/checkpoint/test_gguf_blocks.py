@@ -28,6 +28,8 @@ def random_blocks(name: str, rows: int, blocks: int, seed: int = 0) -> np.ndarra
         data[..., at + 1] &= np.where(data[..., at + 1] & 0x7C == 0x7C, 0xBF, 0xFF).astype(np.uint8)
     if name == "MXFP4":  # powers of two, of which the largest make no numbers
         data[..., 0] = generator.integers(100, 140, (rows, blocks))
+    if name == "NVFP4":  # scales have no sign
+        data[..., :4] &= 0x7F
     if name == "Q8_K":
         data[..., :4] = generator.normal(size=(rows, blocks, 1)).astype("<f4").view(np.uint8)
     if name == "IQ1_M":  # the float16 is the upper halves of four words

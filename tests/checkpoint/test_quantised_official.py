@@ -93,4 +93,5 @@ def test_what_compressed_tensors_writes(tmp_path: Path, name: str) -> None:
     with written.open(written.write(tmp_path)) as source:
         assert len(source.packings) == 7
         for key, meant in expected.items():
-            assert torch.equal(read_tensor(source, key, shapes[key], torch.float32), meant), key
+            found, off = read_tensor(source, key, shapes[key], torch.float32), 3e-7 * (name == "NVFP4")
+            torch.testing.assert_close(found, meant, rtol=off, atol=0, msg=key)  # it divides where we multiply

@@ -25,7 +25,7 @@ PACKINGS = [
     Packing("uint4", 0, "float32", "middle"),
     Packing("uint4", 16, "float16", "float16"),
     Packing("e2m1", 32, "e8m0", "none"),
-    Packing("e2m1", 16, "float16", "none"),
+    Packing("e2m1", 16, "e4m3", "none"),
     Packing("uint4", 16, "super", "middle"),
     Packing("iq4", 32, "super", "none"),
     Packing("iq3", 32, "super", "none"),
@@ -71,9 +71,10 @@ def random_weight(packing: Packing, shape: tuple[int, int], dtype: torch.dtype =
                 (-128, 128) if part.dtype == torch.int8 else (-20, 20) if part.dtype == torch.int16 else (0, 256)
             )
             part.copy_(torch.randint(low, high, part.shape, generator=random))
-    if packing.levels == "e4m3":
-        codes = weight.parts["codes"]
-        codes[(codes & 127) == 127] = 3  # not a number
+    for name, kind in (("codes", packing.levels), ("scale", packing.scale)):
+        if kind == "e4m3":
+            codes = weight.parts[name]
+            codes[(codes & 127) == 127] = 3  # not a number
     return weight
 
 
@@ -101,6 +102,8 @@ def meaning(weight: PackedWeight) -> torch.Tensor:
         scale = parts["scale"][out][group]
         if packing.scale == "e8m0":
             scale = 2.0 ** (scale - 127)
+        if packing.scale == "e4m3":
+            scale = floats[scale] * parts["super_scale"][out][0]
         if packing.scale == "super":
             scale *= parts["super_scale"][out][block]
         if packing.low == "none":

@@ -179,11 +179,11 @@ def _mxfp4(blocks: Bytes) -> Parts:
 
 def _nvfp4(blocks: Bytes) -> Parts:
     # Scales are floats of 8 bits (e4m3) whose sign plays no part; the code of NaN is 0.
-    size = np.arange(256) & 127
-    floats = np.where(size < 8, size * 2.0**-9, (8 + size % 8) * 2.0 ** (size // 8 - 10.0))
-    floats[127] = 0
+    size = np.arange(256, dtype=np.uint8) & 127
+    size[size == 127] = 0
     packed = blocks[:, :, 4:].reshape(*blocks.shape[:2], 4, 8)
-    return {"codes": _paired(_nibbles(packed)), "scale": _rows(floats.astype(np.float16)[blocks[:, :, :4]])}
+    ones = np.ones((len(blocks), 1), np.float32)
+    return {"codes": _paired(_nibbles(packed)), "scale": _rows(size[blocks[:, :, :4]]), "super_scale": ones}
 
 
 def _iq4_xs(blocks: Bytes) -> Parts:
@@ -305,7 +305,7 @@ FORMATS = {
     "TQ1_0": Format(256, 54, None, Packing("uint4", 256, "float16", "middle"), _tq1_0),
     "TQ2_0": Format(256, 66, None, Packing("uint4", 256, "float16", "middle"), _tq2_0),
     "MXFP4": Format(32, 17, None, Packing("e2m1", 32, "e8m0", "none"), _mxfp4),
-    "NVFP4": Format(64, 36, None, Packing("e2m1", 16, "float16", "none"), _nvfp4),
+    "NVFP4": Format(64, 36, None, Packing("e2m1", 16, "e4m3", "none"), _nvfp4),
     "IQ4_NL": Format(32, 18, None, Packing("iq4", 32, "float16", "none"), _q4_0),
     "IQ4_XS": Format(256, 136, None, Packing("iq4", 32, "super", "none"), _iq4_xs),
     "IQ3_XXS": Format(256, 98, None, Packing("iq3", 32, "super", "none"), _iq3_xxs),

@@ -65,8 +65,8 @@ class Packing:
 
     levels  a key of LEVEL_BITS. With 4 bits byte j of a row holds code 2 j in its lower, code 2 j + 1 in its upper half
     group   inputs that share a scale, a power of two from 16 on; a row's last group may be shorter. 0: the whole row
-    scale   the dtype of the scales; "e8m0": uint8 e for 2 ** (e - 127); "super": an int8 times the float16 of its
-            super-block of 256 inputs
+    scale   the dtype of the scales; "e8m0": uint8 e for 2 ** (e - 127); "e4m3": a float of 8 bits times the float32 of
+            its row; "super": an int8 times the float16 of its super-block of 256 inputs
     low     "none": 0; "middle": -8 times the scale; "zero": -zero times the scale, zero an int16 per group; a dtype: a
             number of its own; "super": minus an int8 times a float16 per super-block
     ordered whether inputs are permuted: column j of the codes belongs to input order[j] (GPTQ's act-order)
@@ -74,7 +74,7 @@ class Packing:
 
     levels: str = "uint4"
     group: int = 64
-    scale: Literal["bfloat16", "float16", "float32", "e8m0", "super"] = "bfloat16"
+    scale: Literal["bfloat16", "float16", "float32", "e8m0", "e4m3", "super"] = "bfloat16"
     low: Literal["none", "middle", "zero", "bfloat16", "float16", "float32", "super"] = "bfloat16"
     ordered: bool = False
 
@@ -121,6 +121,8 @@ def _parts(packing: Packing, shape: tuple[int, ...]) -> tuple[Part, ...]:
     wanted: list[tuple[str, str, tuple[int, ...]]] = [("codes", "uint8", (outs, ins * packing.bits // 8))]
     if packing.scale == "super":
         wanted += [("scale", "int8", groups), ("super_scale", "float16", blocks)]
+    elif packing.scale == "e4m3":
+        wanted += [("scale", "uint8", groups), ("super_scale", "float32", (outs, 1))]
     else:
         wanted.append(("scale", "uint8" if packing.scale == "e8m0" else packing.scale, groups))
     if packing.low == "super":

@@ -46,6 +46,7 @@ INLINE __m512 sixteen(int64_t kind, const void *at, int64_t i, __mmask16 mask) {
     case E8M0:
         return _mm512_castsi512_ps(
             _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, (const uint8_t *)at + i)), 23));
+    case E4M3_OF_ROW: return e4m3(_mm_maskz_loadu_epi8(mask, (const uint8_t *)at + i));
     case SUPER: return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask, (const int8_t *)at + i)));
     default: return _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm256_maskz_loadu_epi16(mask, (const int16_t *)at + i)));
     }
@@ -97,6 +98,7 @@ int group_scales(const Packed *w, int64_t out, float *scale, float *low) {
     const int64_t groups = groups_of(w), blocks = blocks_of(w), per = w->group ? 256 / w->group : 1;
     numbers_of(w->scale_kind, (const char *)w->scale + out * groups * size_of(w->scale_kind), groups, scale);
     if (w->scale_kind == SUPER) times_super((const uint16_t *)w->super_scale + out * blocks, per, groups, scale);
+    for (int64_t i = 0; w->scale_kind == E4M3_OF_ROW && i < groups; i++) scale[i] *= ((const float *)w->super_scale)[out];
     if (w->low_kind == NONE || !low) return 0;
     if (w->low_kind == MIDDLE) {
         for (int64_t i = 0; i < groups; i++) low[i] = -8 * scale[i];

@@ -15,7 +15,7 @@ typedef struct {
 } Packed;
 
 enum { UINT4, E2M1, IQ4, IQ3, IQ3S, IQ2, NF4, FP4, INT8, E4M3 };
-enum { BFLOAT16, FLOAT16, FLOAT32, E8M0, SUPER, NONE, MIDDLE, ZERO };
+enum { BFLOAT16, FLOAT16, FLOAT32, E8M0, E4M3_OF_ROW, SUPER, NONE, MIDDLE, ZERO };
 
 /* The numbers of codes of 4 bits: `numbers`, which are `step` times (`whole` less `offset`), of NF4 and FP4 about so. */
 typedef struct {
@@ -45,7 +45,7 @@ INLINE __m512 e4m3(__m128i codes) {
 INLINE int64_t units_room(int64_t ins) { return up(ins, 16 * LANES) / 16 + LANES; }
 
 /* Bytes of a number of a kind. */
-INLINE int64_t size_of(int64_t kind) { return kind == FLOAT32 ? 4 : kind == E8M0 || kind == SUPER ? 1 : 2; }
+INLINE int64_t size_of(int64_t kind) { return kind == FLOAT32 ? 4 : kind >= E8M0 && kind <= SUPER ? 1 : 2; }
 
 /* Super-blocks of a row, and groups. */
 INLINE int64_t blocks_of(const Packed *w) { return (w->ins + 255) / 256; }

@@ -74,12 +74,14 @@ typedef struct {
 /* Of numbers that share a lane of 32 bits one. */
 INLINE __m512 number_in(__m512i lanes, const int kind, const int bits, const int from) {
     const __m512i later = _mm512_srli_epi32(lanes, from);
+    const __m512i whole = _mm512_srai_epi32(_mm512_slli_epi32(lanes, 32 - bits - from), 32 - bits);
     switch (kind) {
     case BFLOAT16: return from ? odd_halves(lanes) : even_halves(lanes);
     case FLOAT16: return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(later));
     case FLOAT32: return _mm512_castsi512_ps(lanes);
     case E8M0: return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_and_si512(later, _mm512_set1_epi32(255)), 23));
-    default: return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(lanes, 32 - bits - from), 32 - bits));
+    case E4M3_OF_ROW: return e4m3(_mm512_cvtsepi32_epi8(whole));
+    default: return _mm512_cvtepi32_ps(whole);
     }
 }
 
@@ -121,6 +123,7 @@ static void turn(int64_t kind, const void *numbers, int64_t out, int64_t outs, T
     case FLOAT16: turn_kind(numbers, out, outs, t, to, FLOAT16, 0); return;
     case FLOAT32: turn_kind(numbers, out, outs, t, to, FLOAT32, 0); return;
     case E8M0: turn_kind(numbers, out, outs, t, to, E8M0, 0); return;
+    case E4M3_OF_ROW: turn_kind(numbers, out, outs, t, to, E4M3_OF_ROW, 0); return;
     case SUPER: turn_kind(numbers, out, outs, t, to, SUPER, 0); return;
     default: turn_kind(numbers, out, outs, t, to, ZERO, 0);
     }
@@ -136,6 +139,10 @@ static void take_numbers(const Whole *all, int64_t out, int lows, int64_t count,
     if (kind == SUPER) {
         turn(FLOAT16, lows ? w->super_low : w->super_scale, out, all->p.outs, super, panel->super);
         t.by = panel->super, t.shift = __builtin_ctzll(256 / (uint64_t)w->group);
+    }
+    if (kind == E4M3_OF_ROW) {
+        turn(FLOAT32, w->super_scale, out, all->p.outs, (Turn){1, 1, 1, &factor, -1}, panel->super);
+        t.by = panel->super, t.shift = 62;
     }
     turn(kind, lows ? w->low : w->scale, out, all->p.outs, t, to);
     const __m512 none = _mm512_setzero_ps();
