@@ -1,6 +1,6 @@
-"""The layers and KV heads of a model that look far: known ones, and those that were measured on this machine.
+"""The layers and KV heads of a model that look far, as `engine.far_heads` has measured them on this machine. No torch.
 
-No torch. Few heads look far (DuoAttention, arXiv 2410.10819); `evaluate --measure-layers` finds them.
+Few heads look far (DuoAttention, arXiv 2410.10819).
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ class FarPlaces(NamedTuple):
     layers: tuple[int, ...]
 
 
-KNOWN = {
-    "smollm2-135m": FarPlaces(
-        ((7, 2), (8, 0), (14, 1), (17, 1), (18, 2), (20, 1), (20, 2), (23, 0), (23, 2)), (0, 7, 18, 20)
-    ),
-    "qwen2.5-coder-1.5b": FarPlaces(((8, 0), (14, 0), (19, 0), (23, 0), (26, 0)), (8, 14, 19, 26)),
-}
-"""Of models without windows, by what their names begin with, as docs/eviction.md found."""
-
-
 def far_places(spec: ModelSpec) -> FarPlaces | None:
-    """Places of a model: measured here, else known. None where neither is so, or where they are another model's."""
-    found = _measured(_kept_file(spec)) or next(
-        (each for start, each in KNOWN.items() if _name(spec).startswith(start)), None
-    )
-    if found is None or any(fault_of(spec, place) for place in (*found.places, *found.layers)):
+    """Places of a model of this name and shape; None where none was measured, or with a warning where they are damaged
+    or another model's."""
+    path = _kept_file(spec)
+    if not path.is_file():
         return None
-    return found
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        places = tuple(each if isinstance(each, int) else (int(each[0]), int(each[1])) for each in data["places"])
+        found = FarPlaces(places, tuple(int(each) for each in data["layers"]))
+        faults = [fault for place in (*found.places, *found.layers) if (fault := fault_of(spec, place))]
+        if faults:
+            raise ValueError(f"{spec.name} has {faults[0]}")
+        return found
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        log.warning("%s cannot be used: %s", path, error)
+        return None
 
 
 def keep_far_places(spec: ModelSpec, found: FarPlaces) -> Path:
@@ -53,19 +53,6 @@ def keep_far_places(spec: ModelSpec, found: FarPlaces) -> Path:
     with whole_file(path) as temporary:
         temporary.write_text(json.dumps({"model": spec.name, **found._asdict()}) + "\n", encoding="utf-8")
     return path
-
-
-def _measured(path: Path) -> FarPlaces | None:
-    """The places in a file, with a warning where it is damaged; None where there is none."""
-    if not path.is_file():
-        return None
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        places = tuple(each if isinstance(each, int) else (int(each[0]), int(each[1])) for each in data["places"])
-        return FarPlaces(places, tuple(int(each) for each in data["layers"]))
-    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
-        log.warning("%s cannot be used: %s", path, error)
-        return None
 
 
 def _name(spec: ModelSpec) -> str:
