@@ -53,7 +53,7 @@ ENGINE = (
     {"engine"},
     {"execution"},
     {"sampling", "metrics"},
-    {"state"},
+    {"state", "far_heads"},
     {"model"},
     {"batching", "limits", "self_test"},
     {"requests"},
