@@ -139,6 +139,8 @@ def _eviction(eviction: dict[str, Any]) -> str:
         of = [f"{span_text(eviction[f'share_of_{what}'], '.0%')} of the {what}" for what in ("sequence", "prompt")]
         shares = f" ({', '.join(of)})"
     parts = ", ".join(f"{span_text(eviction[part])} {part}" for part in ("heavy", "recent", "sinks") if eviction[part])
+    if far := eviction.get("far_layers"):
+        parts += f"; more in {counted(len(far), 'layer' if isinstance(far[0], int) else 'head')}"
     return f"{eviction['name']} keeps {span_text(eviction['budget'])} tokens per head{shares}: {parts}"
 
 

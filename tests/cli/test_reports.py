@@ -50,6 +50,12 @@ RECORD = RunRecord(
 )  # fmt: skip
 
 
+def test_heads_that_look_far_are_told() -> None:
+    for far, told in (([[3, 1], [5, 0]], "; more in 2 heads"), ([4], "; more in 1 layer"), ([], "60 recent")):
+        record = dataclasses.replace(RECORD, eviction={**RECORD.eviction, "far_layers": far})
+        assert run_report(record).splitlines()[1].endswith(told)
+
+
 def test_the_report_line_by_line() -> None:
     assert run_report(RECORD).splitlines() == [
         "model       opt-30b, float16 on cuda, checkpoint weights",
