@@ -106,16 +106,12 @@ class Engine(Closing):
         self.device = devices.resolve_device(self.config)
         self._devices = devices.resolve_devices(self.config, self.device)
         self.model: Model = open_model(self.config, self.device, Engine)
-        know_far_heads(self.config, self.model, Engine)
         try:
+            know_far_heads(self.config, self.model, self._compute_tier(), Engine)
             self.config = for_model(self.config, self.model.spec, self._compute_tier())
-        except UsageError:
+        except BaseException:  # Ctrl-C as well, while heads are measured
             self.model.source.close()
             raise
-        if self.model.spec.arch.experts is not None and self.config.num_gpus > 1:
-            self.model.source.close()
-            found = f"--num-gpus is {self.config.num_gpus} for {self.model.spec.name}"
-            raise UsageError(found, "needed 1: mixtures of experts run on one GPU")
         self.last_record: RunRecord | None = None
         self.last_plan: Plan | None = None
         self.last_work = CountedWork()

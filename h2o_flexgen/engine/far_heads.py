@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from threading import Lock
 from typing import Any, ClassVar
 
@@ -23,8 +23,8 @@ from h2o_flexgen.config.far_layers import FarPlaces, Place, far_places, fault_of
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.splits import SPLITS, Split
 from h2o_flexgen.config.workload import asks_for_far_layers
-from h2o_flexgen.engine.model import Model
-from h2o_flexgen.errors import H2OFlexGenError, first_line, is_out_of_memory
+from h2o_flexgen.engine.model import Model, for_model
+from h2o_flexgen.errors import H2OFlexGenError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -114,16 +114,18 @@ def _largest(scores: Mapping[Place, float]) -> tuple[Place, ...]:
     return tuple(sorted(place for place in best if scores[place] >= LEAST))
 
 
-def know_far_heads(config: EngineConfig, model: Model, make: Callable[..., Any]) -> None:
-    """Measures a model once where `config` needs it, and keeps what was found; a warning says why it cannot be."""
+def know_far_heads(config: EngineConfig, model: Model, compute_tier: str, make: Callable[..., Any]) -> None:
+    """Measures a model once where `config` needs it, and keeps what was found; a warning says why it cannot be.
+    UsageError for what the model would refuse afterwards."""
     spec = model.spec
-    if model.dummy or not asks_for_far_layers(config.eviction, spec) or far_places(spec) is not None:
+    if model.dummy or not asks_for_far_layers(config.eviction, spec):
+        return
+    for_model(replace(config, eviction=replace(config.eviction, budget_split="uniform")), spec, compute_tier)
+    if far_places(spec) is not None:
         return
     text = random_text(spec)
     log.warning("%s: which KV heads look far is measured once, by %d random tokens", spec.name, TIMES * len(text))
     try:
         keep_far_places(spec, places_of(spec, head_scores(config, make, [text])))
-    except (H2OFlexGenError, OSError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
-            raise
+    except Exception as error:  # whatever it is, the run can do without
         log.warning("which KV heads look far is not known: %s", first_line(error))

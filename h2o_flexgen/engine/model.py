@@ -171,6 +171,9 @@ def for_model(config: EngineConfig, spec: ModelSpec, compute_tier: str) -> Engin
     config = replace(config, eviction=counted_in_bytes(config.eviction, spec))
     if isinstance(spec, ModuleSpec):
         config = for_modules(config, spec, compute_tier)
+    if spec.arch.experts is not None and config.num_gpus > 1:
+        found = f"--num-gpus is {config.num_gpus} for {spec.name}"
+        raise UsageError(found, "needed 1: mixtures of experts run on one GPU")
     check_eviction(spec, config.eviction)
     recall = config.eviction.recall
     if recall is None:

@@ -310,8 +310,10 @@ def test_layers_that_were_measured_to_look_far(
     assert counted_in_bytes(EvictionConfig("h2o", ratio=0.2), spec).far_layers is None
     keep_far_places(spec, FarPlaces((), ()))
     assert counted_in_bytes(auto, spec).far_layers is None, "none stands out"
-    other = '{"places": [30], "layers": []}'
-    for damaged in ("", "{}", '{"places": 3, "layers": []}', "[[[", '{"places": [[1]], "layers": []}', other):
+    numbers = ("30", "-1", "[1, -1]", "[-1, 0]", "[1, 2.5]", "1e999", "[Infinity, 0]", '"3"', "true", "[1, 4]", "[1]")
+    others = [f'{{"places": [{number}], "layers": []}}' for number in numbers]
+    layers = [f'{{"places": [1], "layers": [{number}]}}' for number in ("-1", "1e999", "2.5", "[1, 0]", "30", "true")]
+    for damaged in ("", "{}", '{"places": 3, "layers": []}', "[[[", *others, *layers):
         kept.write_text(damaged, encoding="utf-8")
         caplog.clear()
         assert counted_in_bytes(auto, spec).far_layers is None

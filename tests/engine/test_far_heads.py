@@ -15,7 +15,7 @@ from h2o_flexgen.config.far_layers import FarPlaces, far_places
 from h2o_flexgen.engine import far_heads
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.far_heads import head_scores, places_of, random_text
-from h2o_flexgen.errors import PlanError
+from h2o_flexgen.errors import PlanError, UsageError
 from h2o_flexgen.models.families import spec_from_config
 from tests.tiny import config_of, make_model, save
 
@@ -88,19 +88,37 @@ def test_no_other_run_measures(settings: dict[str, Any], tmp_path: Path, monkeyp
         pass
 
 
+@pytest.mark.parametrize("error", [PlanError("no room for it"), OSError(28, "no room for it"), ValueError("no room")])
 def test_a_run_goes_on_where_it_cannot_be_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(make_model("llama-gqa"), tmp_path)
 
     def refused(*given: Any) -> None:
-        raise PlanError("no room for it")
+        raise error
 
     monkeypatch.setattr(far_heads, "head_scores", refused)
     with LLM(tmp_path, dtype="float32", eviction=AUTO) as llm:
         assert llm.config.eviction.far_layers is None
         assert len(llm.generate([[5, 6, 7]], max_new_tokens=2, ignore_eos=True)) == 1
-    assert "which KV heads look far is not known: no room for it" in caplog.text
+    assert f"which KV heads look far is not known: {error}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("opt", {"eviction": EvictionConfig("auto", budget=9, rolling_positions=True)}),
+        ("llama-gqa", {"eviction": EvictionConfig("auto", ratio=0.5, recall="cpu"), "policy": {"cache": {"disk": 1.0}}}),
+        ("mixtral", {"eviction": AUTO, "num_gpus": 2, "emulate_gpu": "1GiB"}),
+    ],
+)
+def test_nothing_is_measured_for_what_is_refused(
+    name: str, settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(make_model(name), tmp_path)
+    with pytest.raises(UsageError):
+        LLM(tmp_path, dtype="float32", **settings)
+    assert "is measured once" not in caplog.text
 
 
 def test_random_text_fits_the_context() -> None:
