@@ -23,6 +23,8 @@ from h2o_flexgen.config.far_layers import FarPlaces, Place, far_places, fault_of
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.splits import SPLITS, Split
 from h2o_flexgen.config.workload import asks_for_far_layers
+from h2o_flexgen.engine.limits.devices import return_free_pages
+from h2o_flexgen.engine.limits.plan import forget
 from h2o_flexgen.engine.model import Model, for_model
 from h2o_flexgen.errors import H2OFlexGenError, first_line
 
@@ -35,7 +37,7 @@ FEW = 8
 LEAST = 0.1
 """if at least this share of its attention goes there."""
 _REPEATS = "repeats"
-_LENT = Lock()
+_LENT, _ONE = Lock(), Lock()
 
 Scores = dict[int, list[float]]
 """By layer, of each KV head: the share of attention that goes to earlier places of the token and of those behind them,
@@ -121,11 +123,14 @@ def know_far_heads(config: EngineConfig, model: Model, compute_tier: str, make: 
     if model.dummy or not asks_for_far_layers(config.eviction, spec):
         return
     for_model(replace(config, eviction=replace(config.eviction, budget_split="uniform")), spec, compute_tier)
-    if far_places(spec) is not None:
-        return
-    text = random_text(spec)
-    log.warning("%s: which KV heads look far is measured once, by %d random tokens", spec.name, TIMES * len(text))
-    try:
-        keep_far_places(spec, places_of(spec, head_scores(config, make, [text])))
-    except Exception as error:  # whatever it is, the run can do without
-        log.warning("which KV heads look far is not known: %s", first_line(error))
+    with _ONE:  # or threads that open one model each measure it
+        if far_places(spec) is not None:
+            return
+        text = random_text(spec)
+        log.warning("%s: which KV heads look far is measured once, by %d random tokens", spec.name, TIMES * len(text))
+        try:
+            keep_far_places(spec, places_of(spec, head_scores(config, make, [text])))
+        except Exception as error:  # whatever it is, the run can do without
+            log.warning("which KV heads look far is not known: %s", first_line(error))
+    forget()
+    return_free_pages()  # which would count as the process's own beside what the run may use

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,10 @@ def test_a_run_goes_on_where_it_cannot_be_measured(
     ("name", "settings"),
     [
         ("opt", {"eviction": EvictionConfig("auto", budget=9, rolling_positions=True)}),
-        ("llama-gqa", {"eviction": EvictionConfig("auto", ratio=0.5, recall="cpu"), "policy": {"cache": {"disk": 1.0}}}),
+        (
+            "llama-gqa",
+            {"eviction": EvictionConfig("auto", ratio=0.5, recall="cpu"), "policy": {"cache": {"disk": 1.0}}},
+        ),
         ("mixtral", {"eviction": AUTO, "num_gpus": 2, "emulate_gpu": "1GiB"}),
     ],
 )
@@ -119,6 +123,16 @@ def test_nothing_is_measured_for_what_is_refused(
     with pytest.raises(UsageError):
         LLM(tmp_path, dtype="float32", **settings)
     assert "is measured once" not in caplog.text
+
+
+def test_engines_in_two_threads_measure_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(make_model("llama-gqa"), tmp_path)
+    with ThreadPoolExecutor(2) as threads:
+        opened = list(threads.map(lambda _: LLM(tmp_path, dtype="float32", eviction=AUTO), range(2)))
+    for llm in opened:
+        llm.close()
+    assert caplog.text.count("is measured once") == 1
+    assert "is not known" not in caplog.text
 
 
 def test_random_text_fits_the_context() -> None:
