@@ -53,13 +53,13 @@ def measure_layers(
     on_kept: Callable[[str], None] = lambda line: None,
 ) -> FarHeads:
     """Measures by random tokens, or by `context` tokens each at `limit` places of a text, one by default. The result is
-    kept for `auto`, unless windows tell. UsageError for a text that is too short."""
+    kept for `auto`, unless windows tell, or weights are random. UsageError for a text that is too short."""
     with evicting(model, engine, EvictionConfig()) as llm:
-        spec, config = llm.model.spec, llm.config
+        spec, config, known = llm.model.spec, llm.config, not llm.model.dummy
         texts = [random_text(spec)] if settings.text is None else _texts(llm, read_text(settings.text), settings)
     scores = head_scores(config, LLM, texts)
     found = FarHeads(model, scores, places_of(spec, scores))
-    if not any(spec.windows):
+    if known and not any(spec.windows):
         try:
             on_kept(f"--eviction auto knows from now on, by {keep_far_places(spec, found.places)}")
         except OSError as error:

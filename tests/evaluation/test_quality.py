@@ -11,7 +11,7 @@ from h2o_flexgen.config.far_layers import FarPlaces
 from h2o_flexgen.config.reports.quality import QualityReport, QualityRow, RecallTally
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.evaluate import main
-from h2o_flexgen.evaluation.far_layers import FarHeads
+from h2o_flexgen.evaluation.far_layers import FarHeads, measure_layers
 from h2o_flexgen.evaluation.quality import evaluate
 from h2o_flexgen.evaluation.settings import EvaluationSettings
 from h2o_flexgen.reporting.plots import check_plot, plot_quality
@@ -41,6 +41,9 @@ def test_layers_that_look_far(tiny: str, files: tuple[str, str], capsys: pytest.
         assert all(0 <= score < 1 for _, _, score in data["scores"])
         kept = Path(err.split("from now on, by ")[1].strip())
         assert json.loads(kept.read_text(encoding="utf-8"))["places"] == data["far_layers"]
+        kept.unlink()
+        measure_layers(EvaluationSettings(), tiny, {"weights": "dummy"})
+        assert not kept.exists(), "random weights say nothing of the model's own"
     found = FarHeads("", {0: [0.05, 0.3], 1: [0.2, 0.0]}, FarPlaces(((0, 1),), (0,)))
     assert found.table().splitlines() == [
         "head    0.1  0.300  far",
