@@ -92,6 +92,8 @@ class EvictionConfig(Checked, KeptAsJson):
     bytes of a token in them all, and in 16 bits."""
     kv_heads: int = 1
     """Of each layer, where `far_layers` names heads."""
+    cacheless: tuple[int, ...] = ()
+    """Layers without a cache of their own: they have states alone, or read the caches of others."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,6 +104,7 @@ class EvictionConfig(Checked, KeptAsJson):
         split = split_of(self.name)
         object.__setattr__(self, "token_bytes", tuple(self.token_bytes))  # as JSON has lists
         object.__setattr__(self, "window_bytes", tuple(map(tuple, self.window_bytes)))
+        object.__setattr__(self, "cacheless", tuple(self.cacheless))
         self._check_far_layers()
         if self.keep_prompt and (split.prompt_only or not split.takes_sinks or self.sinks):
             given = f"with --sinks {self.sinks}" if self.sinks else f"with --eviction {self.name}"
@@ -233,7 +236,7 @@ class EvictionConfig(Checked, KeptAsJson):
     def by_layer(
         self, windows: Sequence[int | None], prompt_len: int, gen_len: int, spans: Sequence[Range] = ()
     ) -> tuple[Budget, ...]:
-        """The budget of each layer, within its window; together they hold as many tokens as if all had the same.
+        """The budget of each layer, within its window; all caches hold as many tokens as if all budgets were the same.
 
         Where it is not split evenly a layer's total is rounded down, and the first layers get a token more each. Tokens
         that a layer has no use for go to the others.
@@ -244,26 +247,34 @@ class EvictionConfig(Checked, KeptAsJson):
             marked = self.resolve(prompt_len, gen_len, spans) if spans else budget
             return tuple(marked.within(window) for window in windows)
         far, heads = self._looking_far(windows)
+        cached = [layer not in self.cacheless for layer in range(len(windows)) for _ in range(heads)]
+        far = [looks and has for looks, has in zip(far, cached, strict=True)]
         windows = [window for window in windows for _ in range(heads)]
         even = tuple(budget.within(window) for window in windows)
-        most = [length if window is None else min(length, window - 1) for window in windows]
+        ends = [min(length, length if window is None else window - 1) for window in windows]
+        most = [end * has for end, has in zip(ends, cached, strict=True)]
         held = sum(min(each.total, limit) for each, limit in zip(even, most, strict=True))
         # Of a prompt that is pruned once the answer has its place in every layer, and the window that chooses.
         fixed = budget.prompt is not None or (how == "pyramid" and budget.heavy > 0)
         least = budget.total - budget.heavy + (how != "pyramid") if fixed else budget.sinks + (self.recent or 0) + 1
         halved, differ = how == "far", any(windows) or self.far_layers is not None
         if how == "pyramid":
-            wanted = budgets.pyramid(budget, len(windows), length)
+            falling = iter(budgets.pyramid(budget, sum(cached), length))
+            wanted = [next(falling) if has else 0 for has in cached]
         else:
             # A layer with a window keeps of what it sees the share that all would keep, or half of what all would hold.
             seen = [length if window is None else window - 1 for window in windows]
-            near = [max(least, budget.total // 2 if halved else budget.total * each // length) for each in seen]
+            shares = [budget.total // 2 if halved else budget.total * each // length for each in seen]
+            near = [max(least, share) * has for share, has in zip(shares, cached, strict=True)]
             spent = sum(each for each, sees_all in zip(near, far, strict=True) if not sees_all)
             rest = (held - spent) // max(1, sum(far))
             wanted = [rest if sees_all else each for each, sees_all in zip(near, far, strict=True)]
         totals = budgets.shared_out(wanted, [min(least, limit) for limit in most], most, held)
         found = list[Budget]()
-        for total, window, sees_all in zip(totals, windows, far, strict=True):
+        for i, (total, window, sees_all) in enumerate(zip(totals, windows, far, strict=True)):
+            if not cached[i]:
+                found.append(even[i])
+                continue
             recent = budget.recent if how == "pyramid" and budget.heavy else None
             if halved and sees_all and differ:
                 # The newest tokens are for layers with a window: these layers are for tokens far back.

@@ -31,11 +31,13 @@ class Workload(Checked):
 
 def counted_in_bytes(eviction: EvictionConfig, spec: ModelSpec) -> EvictionConfig:
     """`eviction` for the caches of `spec`: where its budget is in bytes, or layers share it by how far they look."""
+    own = [layer for layer in range(spec.num_layers) if spec.attends(layer) and spec.source_of(layer) == layer]
     eviction = _with_far_layers(eviction, spec)
+    if eviction.how_layers_share != "uniform":
+        eviction = replace(eviction, cacheless=tuple(sorted({*range(spec.num_layers)}.difference(own))))
     if eviction.bytes is None:
         return eviction
     plain = spec.with_cache_bits(16)
-    own = [layer for layer in range(spec.num_layers) if spec.attends(layer) and spec.source_of(layer) == layer]
 
     def token(layers: Sequence[int]) -> tuple[int, int]:
         """Bytes of a token in the caches of `layers`, and in 16 bits."""

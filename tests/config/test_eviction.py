@@ -328,6 +328,19 @@ def test_layers_that_a_model_has_not_are_no_far_ones() -> None:
         counted_in_bytes(EvictionConfig("h2o", ratio=0.2, far_layers=((1, 9),)), known)
 
 
+def test_layers_without_caches_have_no_tokens_to_give() -> None:
+    """Of a model of eight layers the two that attend share what these two would hold, as if there were no others."""
+    others = (0, 1, 2, 4, 5, 6)
+    for settings in ({"far_layers": (3,)}, {"far_layers": (0, 3)}, {"budget_split": "pyramid"}):
+        found = EvictionConfig("h2o", budget=60, cacheless=others, **settings).by_layer([None] * 8, 60, 40)
+        alone = settings if "budget_split" in settings else {"far_layers": (0,)}
+        assert [found[3], found[7]] == list(EvictionConfig("h2o", budget=60, **alone).by_layer([None] * 2, 60, 40))
+        assert found[3].total + found[7].total == 120
+    heads = EvictionConfig("h2o", budget=60, cacheless=others, far_layers=((3, 1),), kv_heads=2)
+    near, far = heads.by_layer([None] * 8, 60, 40)[3].parts
+    assert (near.total, far.total) == (47, 100)
+
+
 def test_heads_of_layers_that_are_named() -> None:
     """Of four layers of two heads, eight in all, two look far: they keep all 100 tokens, the others have the rest."""
     config = EvictionConfig("h2o", budget=60, far_layers=[[2, 1], 0], kv_heads=2)

@@ -72,6 +72,20 @@ def test_a_plan_and_a_record_have_the_bytes_of_states(kind: str, tmp_path: Path)
     assert record.kv_bytes > 0
 
 
+def test_layers_with_states_alone_have_no_budget_to_give(tmp_path: Path) -> None:
+    random_model(shrunk({"model_type": "qwen3_next"})).save_pretrained(tmp_path)
+    found = []
+    for far in ({}, {"far_layers": (3,)}):
+        with Engine(str(tmp_path), dtype="float32", eviction=EvictionConfig("h2o", ratio=0.3, **far)) as llm:
+            spec = llm.model.spec
+            llm.generate(prompts()[:2], max_new_tokens=NEW, ignore_eos=True)
+            assert llm.last_record is not None
+            found.append(llm.last_record.kv_bytes)
+    assert sum(map(spec.attends, range(spec.num_layers))) < spec.num_layers
+    assert spec.attends(3)
+    assert found[0] == found[1]
+
+
 def test_what_states_cannot_do_is_a_usage_error(tmp_path: Path) -> None:
     random_model(shrunk({"model_type": "lfm2"})).save_pretrained(tmp_path)
     for settings in (
