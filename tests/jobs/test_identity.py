@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from h2o_flexgen import LLM
 from h2o_flexgen.checkpoint import content
 from h2o_flexgen.checkpoint.gguf.config import config_of
 from h2o_flexgen.checkpoint.gguf.header import read_header
 from h2o_flexgen.checkpoint.gguf.source import GgufSource
 from h2o_flexgen.checkpoint.reader import open_checkpoint
+from h2o_flexgen.config.far_layers import FarPlaces, Place, keep_far_places
 from h2o_flexgen.models.families import checkpoint_names, ignored_names, spec_from_config
 from tests.checkpoint.gguf_files import tiny_model, write_gguf
 from tests.jobs.files import request, results, write
@@ -120,19 +122,49 @@ def begun(tmp_path: Path, batch: Batch) -> tuple[Path, tuple[object, ...]]:
     return model, ("-i", file, "-o", out)
 
 
+def _half_done(out: Path) -> None:
+    """As if it had been killed after the first result."""
+    journal = Path(f"{out}.journal")
+    last, first = journal.read_bytes(), out.read_bytes().index(b"\n") + 1
+    out.write_bytes(out.read_bytes()[:first])
+    synced = last.index(b"synced\n") + len(b"synced\n")
+    journal.write_bytes(last[:synced] + last[synced:].split(b"\n")[0] + b"\n")
+
+
 @pytest.mark.parametrize("change", [touched, copied, linked, in_shards, marked, written_again])
 def test_the_same_content_goes_on(tmp_path: Path, batch: Batch, change: Callable[[Path], Path]) -> None:
     model, flags = begun(tmp_path, batch)
-    whole = results(tmp_path / "out.jsonl")
-    journal = Path(f"{tmp_path / 'out.jsonl'}.journal")
-    out, last = tmp_path / "out.jsonl", journal.read_bytes()
-    first = out.read_bytes().index(b"\n") + 1
-    out.write_bytes(out.read_bytes()[:first])  # as if it had been killed
-    synced = last.index(b"synced\n") + len(b"synced\n")
-    journal.write_bytes(last[:synced] + last[synced:].split(b"\n")[0] + b"\n")
+    out = tmp_path / "out.jsonl"
+    whole = results(out)
+    _half_done(out)
     ran = batch(*flags, "--model", change(model), "--resume")
     assert (ran.code, ran.record["before"], ran.record["failed"]) == (0, 1, 0), ran.err
     assert results(out) == whole, "by the name that the model had when the job began"
+
+
+@pytest.mark.parametrize("places", [(), ((0, 1), (2, 3))])
+def test_a_job_looks_far_as_when_it_was_begun(
+    tmp_path: Path, batch: Batch, places: tuple[Place, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever this machine has measured by now."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, out = write_talker(tmp_path / "model"), tmp_path / "out.jsonl"
+    with LLM(model) as llm:
+        spec = llm.model.spec
+    lines = [request(f"r{i}", {"prompt": "abcd" * (i + 9), "max_tokens": 9, "temperature": 0}) for i in range(3)]
+    flags = ("--model", model, "--eviction", "auto", "--hh-ratio", 0.3)
+    keep_far_places(spec, FarPlaces(places, (0,) if places else ()))
+    first, whole = write(tmp_path / "in.jsonl", *lines), tmp_path / "whole.jsonl"
+    ran = batch("-i", first, "-o", whole, *flags)
+    assert ran.record["eviction"]["far_layers"] == [list(place) for place in places]
+    assert batch("-i", first, "-o", out, *flags).code == 0
+    _half_done(out)
+    keep_far_places(spec, FarPlaces((1,), (1,)))
+    ran = batch("-i", first, "-o", out, *flags)
+    assert (ran.code, ran.record["before"], ran.record["ok"]) == (0, 1, 2), ran.err
+    assert ran.record["eviction"]["far_layers"] == [list(place) for place in places]
+    choices = [{i: line["response"]["body"]["choices"] for i, line in results(path).items()} for path in (out, whole)]
+    assert choices[0] == choices[1]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ from h2o_flexgen.cli.generate import EXIT_SOME_FAILED
 from h2o_flexgen.cli.planning import let_calibrate, plan_text
 from h2o_flexgen.cli.program import ProgramExit, print_error, write_json, write_result
 from h2o_flexgen.cli.progress import JobProgress
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.workload import asks_for_far_layers, counted_in_bytes
 from h2o_flexgen.engine.limits.devices import cpu_limit
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.model import Model
@@ -47,6 +49,8 @@ EXIT_RESUMABLE = 75
 _MOST_TOLD = 5  # requests that cannot be run, of those that --strict refuses
 _OF_RECORD = ("model", "dtype", "device", "weights", "quantization", "eviction", "policy", "peak_bytes", "warnings")
 """The keys of the last window's record that the summary repeats."""
+_FAR = "heads that look far"
+"""The key of a job's identity that has the layers and heads that were measured to, where results depend on them."""
 
 
 def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
@@ -77,6 +81,7 @@ def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
             if faults := "; ".join(islice(Job(llm, source, form, results, scan.requests).faults(), _MOST_TOLD)):
                 raise UsageError(f"--strict: {faults}", "needed requests that can all be run", "leave --strict out")
         _begin(arguments, results, identity, scan)
+        look_far_as_begun(llm, identity)
         form = request_format(arguments, llm.model, source.format, scan.doubled, results.header or {})
         sample, done = arguments.sample if arguments.ray is None else 0, len(results.state) - results.state.count(0)
         with _sampling(arguments, llm, scan.requests) as told:
@@ -193,7 +198,8 @@ def job_identity(
     """All that results depend on: a job goes on only with the same. `begun`: that of the job to go on with."""
     engine = arguments.engine
     eviction = dataclasses.asdict(engine.eviction)
-    del eviction["token_bytes"], eviction["window_bytes"]  # which follow from the model and its bits
+    for name in ("token_bytes", "window_bytes", "cacheless"):  # which follow from the model and its bits
+        del eviction[name]
     if eviction["bytes"] is None:
         del eviction["bytes"]
     return {
@@ -213,10 +219,25 @@ def job_identity(
         "dequantize": engine.dequantize,
         "seed": engine.seed,
         **{f"eviction {name}": value for name, value in eviction.items()},
+        **_looking_far(engine.eviction, llm, begun),
         "sampling": dataclasses.asdict(arguments.sampling),
         "typed sampling": sorted(arguments.typed),
         "version": h2o_flexgen.__version__,
     }
+
+
+def _looking_far(eviction: EvictionConfig, llm: LLM, begun: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Of a job that was `begun` those of its beginning, whatever is kept on this machine by now."""
+    if begun is not None:
+        return {_FAR: begun[_FAR]} if _FAR in begun else {}  # an older version's has none
+    return {_FAR: llm.config.eviction.far_layers or ()} if asks_for_far_layers(eviction, llm.model.spec) else {}
+
+
+def look_far_as_begun(llm: LLM, job: Mapping[str, Any]) -> None:
+    """From now on the layers and heads that the identity of a job names have more of the budget, and no others."""
+    if _FAR in job:
+        eviction = replace(llm.config.eviction, far_layers=job[_FAR])
+        llm.config = replace(llm.config, eviction=counted_in_bytes(eviction, llm.model.spec))
 
 
 def _record(llm: LLM) -> dict[str, Any]:
@@ -321,6 +342,7 @@ class JobActor:
         if engine.cpu_mem is None and memory < 1:
             engine = replace(engine, cpu_mem=int(memory * cpu_limit().nbytes))
         self._llm = LLM(**vars(engine), hardware=arguments.hardware)
+        look_far_as_begun(self._llm, header.get("job", {}))
         self._format = request_format(arguments, self._llm.model, kind, doubled, header)
 
     def __call__(self, batch: Any) -> Any:
