@@ -40,7 +40,8 @@ _OF_CACHES = r"\.[kv]_scale$"
 
 _QUANTISED = re.compile(
     r"\.(qweight|qzeros|scales|g_idx|weight_packed|weight_shape|weight_g_idx|weight_zero_point|weight_scale(_inv|_2)?"
-    r"|(weight|input)_global_scale|(input|output|k|v)_scale|absmax|nested_absmax|quant_map|nested_quant_map|quant_state\.\w+|SCB|weight_format)$"
+    r"|(weight|input)_global_scale|(input|output|k|v)_scale|(nested_)?(absmax|quant_map)|quant_state\.\w+|SCB"
+    r"|weight_format)$"
 )
 """Tensors that GPTQ, AWQ, compressed-tensors, FP8 and bitsandbytes store beside or instead of weights."""
 

@@ -149,7 +149,7 @@ class EvictionConfig(Checked, KeptAsJson):
         if self.far_layers is None:
             return
         needed = "needed a list of layers, or of layers and KV heads, counted from 0"
-        found = {_place(each, needed) for each in iterable(self.far_layers, "--far-layers", needed)}
+        found = {far_place(each, needed) for each in iterable(self.far_layers, "--far-layers", needed)}
         far = sorted(found, key=lambda each: (each, -1) if isinstance(each, int) else each)
         object.__setattr__(self, "far_layers", tuple(far))
         if self.budget_split is None:
@@ -393,7 +393,7 @@ def exact_ceiling(ratio: float, count: int) -> int:
     return math.ceil(Decimal(repr(ratio)) * count)
 
 
-def _place(value: object, needed: str) -> int | tuple[int, int]:
+def far_place(value: object, needed: str) -> int | tuple[int, int]:
     """A layer, or a layer and one of its KV heads. UsageError for anything else."""
     if isinstance(value, tuple | list):
         if len(value) != 2:

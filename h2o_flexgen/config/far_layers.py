@@ -12,6 +12,8 @@ import re
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
+from h2o_flexgen.config.checks import whole
+from h2o_flexgen.config.eviction import far_place
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.folders import cached, whole_file
 
@@ -36,8 +38,8 @@ def far_places(spec: ModelSpec) -> FarPlaces | None:
         return None
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        places = tuple(map(_place, data["places"]))
-        found = FarPlaces(places, tuple(map(_number, data["layers"])))
+        places = tuple(far_place(each, "needed layers, or layers and KV heads") for each in data["places"])
+        found = FarPlaces(places, tuple(whole(each, "a layer", 0) for each in data["layers"]))
         faults = [fault for place in (*found.places, *found.layers) if (fault := fault_of(spec, place))]
         if faults:
             raise ValueError(f"{spec.name} has {faults[0]}")
@@ -45,19 +47,6 @@ def far_places(spec: ModelSpec) -> FarPlaces | None:
     except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
         log.warning("%s cannot be used: %s", path, error)
         return None
-
-
-def _place(value: object) -> Place:
-    if not isinstance(value, list):
-        return _number(value)
-    layer, head = value
-    return _number(layer), _number(head)
-
-
-def _number(value: object) -> int:
-    if type(value) is not int:  # True is one elsewhere
-        raise ValueError(f"{value!r} is no number of a layer or head")
-    return value
 
 
 def keep_far_places(spec: ModelSpec, found: FarPlaces) -> Path:
@@ -86,7 +75,7 @@ def _kept_file(spec: ModelSpec) -> Path:
 def fault_of(spec: ModelSpec, place: Place) -> str | None:
     """The layers or heads that a model has, if this layer, or head of a layer, is not among them; else None."""
     layer = place if isinstance(place, int) else place[0]
-    if not 0 <= layer < spec.num_layers:
+    if layer >= spec.num_layers:
         return f"{spec.num_layers} layers, from 0"
     if isinstance(place, int):
         return None
@@ -95,4 +84,4 @@ def fault_of(spec: ModelSpec, place: Place) -> str | None:
     heads = {spec.heads_of(each).keys for each in range(spec.num_layers) if spec.attends(each)}
     if len(heads) > 1:
         return "layers of different numbers of KV heads"
-    return None if 0 <= place[1] < min(heads) else f"KV heads 0 to {min(heads) - 1} in each layer"
+    return None if place[1] < min(heads) else f"KV heads 0 to {min(heads) - 1} in each layer"

@@ -67,6 +67,33 @@ def groups_of(ins: int, size: int) -> list[int]:
     return [0 if size < 0 else i // size for i in range(ins)]
 
 
+class _Grouped(NamedTuple):
+    """The group of each input, codes (outs, ins), zeros and scales (outs, groups)."""
+
+    group_of: list[int]
+    codes: Tensor
+    zeros: Tensor
+    scales: Tensor
+
+
+def _grouped(
+    generator: torch.Generator,
+    shape: tuple[int, int],
+    bits: int,
+    size: int,
+    sym: bool,
+    shuffled: bool,
+    dtype: torch.dtype,
+) -> _Grouped:
+    (outs, ins), group_of = shape, groups_of(shape[1], size)
+    count = group_of[-1] + 1
+    if shuffled:
+        group_of = [group_of[i] for i in torch.randperm(ins, generator=generator).tolist()]
+    codes, scales = _codes(generator, outs, ins, bits), _scales(generator, outs, count, dtype=dtype)
+    zeros = torch.full((outs, count), 1 << (bits - 1)) if sym else _codes(generator, outs, count, bits)
+    return _Grouped(group_of, codes, zeros, scales)
+
+
 def gptq(
     bits: int = 4,
     size: int = 32,
@@ -79,12 +106,7 @@ def gptq(
     config = {"quant_method": "gptq", "bits": bits, "group_size": size, "sym": sym, "desc_act": shuffled, **more}
 
     def write(generator: torch.Generator, outs: int, ins: int) -> Matrix:
-        group_of = groups_of(ins, size)
-        count = group_of[-1] + 1
-        if shuffled:
-            group_of = [group_of[i] for i in torch.randperm(ins, generator=generator).tolist()]
-        codes, scales = _codes(generator, outs, ins, bits), _scales(generator, outs, count, dtype=dtype)
-        zeros = torch.full((outs, count), 1 << (bits - 1)) if sym else _codes(generator, outs, count, bits)
+        group_of, codes, zeros, scales = _grouped(generator, (outs, ins), bits, size, sym, shuffled, dtype)
         stored = (zeros - step) % (1 << bits)
         parts = {
             "qweight": words(codes.tolist(), bits).T.contiguous(),
@@ -141,12 +163,7 @@ def packed(
     said |= {"group_size": size if size > 0 else None, "actorder": "group" if shuffled else None}
 
     def write(generator: torch.Generator, outs: int, ins: int) -> Matrix:
-        group_of = groups_of(ins, size)
-        count = group_of[-1] + 1
-        if shuffled:
-            group_of = [group_of[i] for i in torch.randperm(ins, generator=generator).tolist()]
-        codes, scales = _codes(generator, outs, ins, bits), _scales(generator, outs, count, dtype=dtype)
-        zeros = torch.full((outs, count), 1 << (bits - 1)) if sym else _codes(generator, outs, count, bits)
+        group_of, codes, zeros, scales = _grouped(generator, (outs, ins), bits, size, sym, shuffled, dtype)
         parts = {
             "weight_packed": words(codes.tolist(), bits),
             "weight_scale": scales,

@@ -19,6 +19,10 @@ TOKENS = "model.decoder.embed_tokens.weight"
 UP = "model.layers.0.mlp.up_proj"
 
 
+Edit = Callable[[dict[str, Tensor]], object]
+"""A change of the tensors of a checkpoint."""
+
+
 def refused(folder: Path, **changes: Any) -> str:
     """The message with which the checkpoint in `folder` is refused."""
     return _message(lambda: open_tiny(folder, make_spec(**changes)))
@@ -30,6 +34,14 @@ def refused_quantised(written: Checkpoint, folder: Path) -> str:
     return _message(lambda: written.open(folder))
 
 
+def check_one_problem(written: Checkpoint, folder: Path, edit: Edit, fault: str) -> None:
+    """`written` is refused for `fault` alone, once its tensors are changed."""
+    edit(written.tensors)
+    message = refused_quantised(written, folder)
+    assert fault in message
+    assert "one problem" in message
+
+
 def _message(opening: Callable[[], object]) -> str:
     open_fds = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ModelError) as caught:
@@ -37,10 +49,6 @@ def _message(opening: Callable[[], object]) -> str:
     assert caught.value.exit_code == 4
     assert len(os.listdir("/proc/self/fd")) == open_fds
     return str(caught.value)
-
-
-Edit = Callable[[dict[str, Tensor]], object]
-"""A change of the tensors of a checkpoint."""
 
 
 def without(part: str) -> Edit:
