@@ -259,19 +259,21 @@ class KVCache:
             self._tell([row.place], None if column_sums is None else column_sums[own].view(1, heads, -1))
         if self.recall is not None:
             self.recall.fill_packed(prompts, self._lengths.budgets, k, v)
-        scaled = k if self._kept.scales is None else self._kept.scales.packed(k, prompts)
-        window, table, packings = self._lengths.window, self._slots.table, self._kept.packings
-        keep_prompts(prompts, KeysValues(scaled, v), self.buffers, window, column_sums, table, packings)
-        for row in prompts.rows if self.shape.mended else ():
-            end, whole = row.first + row.length, row.length <= row.total
-            last = min(self.shape.newest, row.length if whole else row.recent)
-            ends, starts = (
-                KeysValues(*(x[tokens].transpose(0, 1).unsqueeze(0) for x in (k, v)))
-                for tokens in (slice(end - last, end), slice(row.first, row.first + 1))
-            )
-            there = torch.tensor([whole or row.sinks > 0]) if table is None else table[1][row.place, :, 0] == 0
-            place, held = slice(row.place, row.place + 1), min(row.length, row.total)
-            self._kept.fill(place, held, ends, starts, there.unsqueeze(0), self.buffers)
+        kept, scales = self._kept, self._kept.scales
+        how = None if scales is None else (scales.of, scales.means)
+        errors = kept.mending() if self.shape.mended else None
+        window, table = self._lengths.window, self._slots.table
+        keep_prompts(
+            prompts,
+            KeysValues(k, v),
+            self.buffers,
+            window,
+            column_sums,
+            table,
+            kept.packings,
+            scales=how,
+            errors=errors,
+        )
 
     @property
     def buffers(self) -> KeysValues:

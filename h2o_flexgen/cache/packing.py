@@ -15,11 +15,11 @@ from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.cache.vectors import ending, some_of
 from h2o_flexgen.config.model.packing import CACHE_GROUP, EXPANDED, CachePacking
 from h2o_flexgen.errors import required
-from h2o_flexgen.huge import LARGE
 from h2o_flexgen.kernels import pieces, triton_available
 from h2o_flexgen.kernels.decode import available
 from h2o_flexgen.kernels.layers import rotate_halves
 from h2o_flexgen.kernels.pieces import hadamard
+from h2o_flexgen.kernels.prompt import settle_key_scales
 from h2o_flexgen.kernels.types import KeysValues, PackedPrompts, Quantised, RoundingErrors
 from h2o_flexgen.quant import groupwise
 
@@ -123,19 +123,10 @@ class KeyScales:
 
     def settle_packed(self, prompts: PackedPrompts, q: Tensor, k: Tensor) -> None:
         """As `settle`, for all `prompts`, by q (T, heads, d) and k (T, kv_heads, d) of packed tokens."""
-        for row in prompts.rows:
-            tokens = slice(row.first, row.first + row.length)
-            asked, held = (x[tokens].transpose(0, 1).unsqueeze(0) for x in (q, k))
-            self.settle([row.place], asked, held, k.device)
-
-    def packed(self, k: Tensor, prompts: PackedPrompts) -> Tensor:
-        """Keys (T, kv_heads, d) of the packed `prompts` as they are kept; of tokens of no prompt anything."""
-        kept = LARGE.like(k)
-        for row in prompts.rows:
-            tokens = slice(row.first, row.first + row.length)
-            own = k[tokens] if self.means is None else k[tokens] - self.means[row.place]
-            torch.mul(own, self.of[row.place], out=kept[tokens])
-        return kept
+        if self._of is None:
+            self._of = k.new_ones(self._rows, *k.shape[1:])
+            self.means = torch.zeros_like(self._of) if self.centred else None
+        settle_key_scales(prompts, q, k, self._of, self.means, LAST, _MOST)
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[KeyScales | None, Sequence[int]]]) -> KeyScales | None:
@@ -191,7 +182,7 @@ class Keeping:
         made.scales = KeyScales.joined([(part.scales, rows) for part, rows in parts])
         found = [(part.errors, list(rows)) for part, rows in parts if part.errors is not None]
         if found:
-            errors = made._errors()
+            errors = made.mending()
 
             def rows_of(name: Callable[[RoundingErrors], Tensor]) -> Tensor:
                 joined = torch.cat([name(each)[rows] for each, rows in found])
@@ -206,7 +197,8 @@ class Keeping:
             errors.slots = rows_of(lambda each: each.slots)
         return made
 
-    def _errors(self) -> RoundingErrors:
+    def mending(self) -> RoundingErrors:
+        """The errors, which are made where there are none yet."""
         if self.errors is None:
             shape, nbytes = self._shape, [packing.nbytes for packing in required(self.packings, _NOT_PACKED)]
             self.errors = RoundingErrors(shape.newest, shape.first, shape.batch, shape.kv_heads, nbytes, self._device)
@@ -245,7 +237,7 @@ class Keeping:
         """The prompts of `rows` are in, in the first `held` slots of `buffers`, of which the last m hold their last
         tokens, (n, kv_heads, m, head_dim), m at most as many as newest ones are kept. first: their first tokens (n,
         kv_heads, 1, head_dim); there: in which heads the first slot has them, bool (n or 1, kv_heads or 1)."""
-        errors, count = self._errors(), last.k.shape[2]
+        errors, count = self.mending(), last.k.shape[2]
         newest = errors.newest
         for i, (lost, x) in enumerate(zip(errors.lost, last, strict=True)):
             pieces = buffers[i][rows, :, held - count : held]
@@ -300,11 +292,14 @@ class Keeping:
     def _scaled(self, part: int, x: Tensor, rows: Places) -> Tensor:
         return x if part or self.scales is None else self.scales.kept(x, rows)
 
-    def _lost(self, part: int, x: Tensor, pieces: Tensor, rows: Tensor | slice | None) -> Tensor:
-        """The rounding errors of x, scaled, where packing made `pieces` of it, packed."""
+    def _lost(self, part: int, x: Tensor, packed: Tensor, rows: Tensor | slice | None) -> Tensor:
+        """The rounding errors of x, scaled, where packing made `packed` of it, packed."""
         packing = required(self.packings, _NOT_PACKED)[part]
-        kept = groupwise.dequantise(parts_of(pieces, packing), torch.float32, packing.bits, CACHE_GROUP)
-        errors = hadamard(self._scaled(part, x, rows).float(), packing.block) - kept
+        scaled = self._scaled(part, x, rows)
+        if available(x.dtype, packing.dim, x.device, packed=True):
+            return pieces.pack(scaled, packing, errors=True)
+        kept = groupwise.dequantise(parts_of(packed, packing), torch.float32, packing.bits, CACHE_GROUP)
+        errors = hadamard(scaled.float(), packing.block) - kept
         return _in_one(groupwise.quantise(errors, packing.bits, CACHE_GROUP))
 
 
@@ -325,11 +320,11 @@ def _summed(keys: Tensor) -> Tensor:
 
 
 def scales_of(queries: Tensor, keys: Tensor) -> Tensor:
-    """Of queries (n, heads, m, d) and keys (n, kv_heads, m', d) the scales (n, kv_heads, d), float32.
+    """Of queries (n, heads, m, d) and keys (n, kv_heads, m', d) the scales (n, kv_heads, d), float64.
 
     Their exponents are about 0 in the mean, so that they do not depend on what all queries are multiplied by.
     """
-    q, k = queries.unflatten(1, (keys.shape[1], -1)).float(), keys.float()
+    q, k = queries.unflatten(1, (keys.shape[1], -1)).double(), keys.double()  # as in key_scales.c
     exponents = (q.square().mean((2, 3)).log2() - k.square().mean(2).log2()) / 4
     exponents = exponents.nan_to_num(0.0).clamp(-_MOST, _MOST)
     return (exponents - exponents.mean(-1, keepdim=True)).round().exp2()

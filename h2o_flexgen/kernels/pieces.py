@@ -10,21 +10,24 @@ from h2o_flexgen.kernels import triton_available
 from h2o_flexgen.kernels.native import function
 
 
-def pack(x: Tensor, packing: CachePacking) -> Tensor:
-    """x (..., dim) in their pieces, (..., nbytes) uint8. Of a kind that is `decode.available`."""
+def pack(x: Tensor, packing: CachePacking, *, errors: bool = False) -> Tensor:
+    """x (..., dim) in their pieces, (..., nbytes) uint8. Of a kind that is `decode.available`.
+
+    errors: the pieces of what the rounding of x costs them, in place of their own.
+    """
     packed = torch.empty(*x.shape[:-1], packing.nbytes, dtype=torch.uint8)
-    _move(x.contiguous(), packed, x, packing, packs=True)
+    _move(x.contiguous(), packed, x, packing, 2 if errors else 1)
     return packed
 
 
 def expand(packed: Tensor, packing: CachePacking, dtype: torch.dtype) -> Tensor:
     """The numbers that `packed` (..., nbytes) was made of, (..., dim) in `dtype`."""
     x = torch.empty(*packed.shape[:-1], packing.dim, dtype=dtype)
-    _move(packed.contiguous(), x, x, packing, packs=False)
+    _move(packed.contiguous(), x, x, packing, 0)
     return x
 
 
-def _move(source: Tensor, target: Tensor, numbers: Tensor, packing: CachePacking, *, packs: bool) -> None:
+def _move(source: Tensor, target: Tensor, numbers: Tensor, packing: CachePacking, packs: int) -> None:
     wide, count = numbers.dtype == torch.float32, numbers.numel() // packing.dim
     call = function("move_pieces", "PPlliliii")
     how = (count, packing.dim, packing.bits, packing.block, wide, packs, torch.get_num_threads())

@@ -12,7 +12,7 @@ from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.huge import LARGE
 from h2o_flexgen.kernels import torch_attention, triton_available
 from h2o_flexgen.kernels.native import function, library, structure
-from h2o_flexgen.kernels.types import KeysValues, Logits, PackedPrompts, PrefillAttention
+from h2o_flexgen.kernels.types import KeysValues, Logits, PackedPrompts, PrefillAttention, RoundingErrors
 
 _TRITON_MAX_DIM = 256
 _TILE = 6  # rows of queries that are multiplied together: a block fills whole ones
@@ -27,6 +27,7 @@ _SCRATCH_PER_LOGIT, _LOGITS, _LOGITS_PER_KEY = 14, 1 << 20, 16
 
 
 _Prompt, _Keep = structure("prompt.c", "Prompt"), structure("keep.c", "Keep")
+_KeyScales = structure("key_scales.c", "KeyScales")
 
 
 def by_triton(device: torch.device, dim: int) -> bool:
@@ -191,6 +192,8 @@ def keep_prompts(
     sums: Tensor | None = None,
     ranks: tuple[Tensor, Tensor] | None = None,
     packings: tuple[CachePacking, CachePacking] | None = None,
+    scales: tuple[Tensor, Tensor | None] | None = None,
+    errors: RoundingErrors | None = None,
 ) -> None:
     """Chooses the tokens of `prompts` that stay, and moves them into the first slots of a cache's rows, in time order.
 
@@ -199,7 +202,9 @@ def keep_prompts(
     dimension the bytes of a packed key, or value. window: tokens that a query sees, itself included.
     sums (T kv_heads,) float32: scores, (kv_heads, length) of a prompt from its `first` x kv_heads on; None: none has
     heavy tokens to choose. ranks, with sums: score and position of every slot, (rows, kv_heads, capacity) float32 and
-    int32; in these rows both are overwritten, with +inf and -1 in empty slots, and +inf for sinks.
+    int32; in these rows both are overwritten, with +inf and -1 in empty slots, and +inf for sinks. scales, with
+    packings: factors of keys, and means that keys are less before; errors: the rounding errors of the newest tokens
+    and the first, which are overwritten in these rows.
 
     Raises ValueError where that does not fit together, MemoryError where a few KiB are not to be had.
     """
@@ -231,6 +236,37 @@ def keep_prompts(
     if packings is not None:
         task.k_bits, task.v_bits = (packing.bits for packing in packings)
         task.block = packings[0].block
+        if scales is not None:
+            task.scales, task.means = scales[0].data_ptr(), None if scales[1] is None else scales[1].data_ptr()
+        if errors is not None:
+            task.lost_k, task.lost_v = (lost.data_ptr() for lost in errors.lost)
+            task.lost_slots, task.newest, task.mended = errors.slots.data_ptr(), errors.newest, errors.count
     task.window, task.threads = window or 0, torch.get_num_threads()
     if function("keep_prompts", "P", "i")(byref(task)):
         raise MemoryError("no memory for the positions that stay")
+
+
+def settle_key_scales(
+    prompts: PackedPrompts, q: Tensor, k: Tensor, scales: Tensor, means: Tensor | None, last: int, most: int
+) -> None:
+    """Sets scales and means (rows, kv_heads, d) of the rows of `prompts`, by q (T, heads, d) and k (T, kv_heads, d) of
+    packed tokens, all of one dtype: see `KeyScales`.
+
+    last: queries and keys, at the end, that scales follow from; most: of an exponent. Raises ValueError where that does
+    not fit together, or there is no kernel.
+    """
+    heads, dim = k.shape[1:]
+    given = [scales] if means is None else [scales, means]
+    fits = all(x.is_contiguous() and x.dtype == k.dtype == q.dtype and x.shape[1:] == k.shape[1:] for x in given)
+    if library() is None or not fits or q.shape[1] % heads or min(len(q), len(k)) < prompts.tokens:
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} {k.dtype} for scales {tuple(scales.shape)}")
+    if prompts.places > len(scales):
+        raise ValueError(f"{prompts.places} rows have no place among {len(scales)}")
+    size, task = k.itemsize, _KeyScales(q=q.data_ptr(), k=k.data_ptr(), scales=scales.data_ptr())
+    task.means = None if means is None else means.data_ptr()
+    task.q_token, task.q_head = (step * size for step in q.stride()[:2])
+    task.k_token, task.k_head = (step * size for step in k.stride()[:2])
+    task.rows, task.count, task.kv_heads = prompts.table.data_ptr(), len(prompts.table), heads
+    task.group, task.dim, task.wide = q.shape[1] // heads, dim, size == 4
+    task.last, task.most, task.threads = last, most, torch.get_num_threads()
+    function("key_scales", "P")(byref(task))

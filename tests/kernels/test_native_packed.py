@@ -17,9 +17,10 @@ from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.cache.lengths import slots_needed
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
-from h2o_flexgen.config.model.packing import CacheBits
+from h2o_flexgen.config.model.packing import CacheBits, CacheRotation
 from h2o_flexgen.engine.batching.prefix_tree import PromptChunk, PromptSegment, chunks_of, segments_of
 from h2o_flexgen.engine.execution.attention import PrefixPath, PromptAttention
+from h2o_flexgen.errors import required
 from h2o_flexgen.kernels import KeysValues, native, prompt
 from h2o_flexgen.kernels.prompt import keep_prompts
 from h2o_flexgen.kernels.types import Logits, PackedPrompts, PackedRow
@@ -107,7 +108,9 @@ SCORES = st.sampled_from([0.0, 1e-30, 0.25, 0.5, 0.5000001, 3.0, 700.0, float("i
     window=st.none() | st.integers(2, 40),
     kv_heads=st.integers(1, 3),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    bits=st.sampled_from([16, 8, 4, (8, 4)]),
+    bits=st.sampled_from([16, 8, 4, (8, 4), (4, 3)]),
+    rotation=st.sampled_from(["none", "rotate", "scale", "centre"]),
+    mended=st.tuples(st.integers(0, 5), st.integers(0, 1)),
     seed=st.integers(0, 2**20),
 )
 def test_what_is_kept_is_what_torch_keeps(
@@ -118,6 +121,8 @@ def test_what_is_kept_is_what_torch_keeps(
     kv_heads: int,
     dtype: torch.dtype,
     bits: CacheBits,
+    rotation: CacheRotation,
+    mended: tuple[int, int],
     seed: int,
 ) -> None:
     """Scores of few values, so that there are many ties; budgets of every kind, and places out of order."""
@@ -131,9 +136,13 @@ def test_what_is_kept_is_what_torch_keeps(
     rows = data.draw(st.permutations(range(len(lengths))))
     firsts = [sum(lengths[other] for other in rows[: rows.index(row)]) for row in range(len(lengths))]
     k, v = torch.randn(2, sum(lengths), kv_heads, D).to(dtype)
+    k, q = k * torch.tensor([0.1, 1.0, 9.0, 30.0]).repeat(D // 4).to(dtype), torch.randn(2, *k.shape).to(dtype)
+    q = q.permute(1, 0, 2, 3).flatten(1, 2)  # two of each KV head
     pool = torch.tensor(data.draw(st.lists(SCORES, min_size=3, max_size=9)))
     sums = pool[torch.randint(len(pool), (sum(lengths) * kv_heads,))]
-    shape = CacheShape.of(budgets, kv_heads, D, bits)
+    shape = CacheShape.of(budgets, kv_heads, D, bits, rotation=rotation)
+    if bits != 16:
+        shape = replace(shape, newest=mended[0], first=mended[1])
     found, expected = (
         KVCache(shape, budgets, make_policy(config), layer=1, row_ids=range(len(rows)), window=window) for _ in "ab"
     )
@@ -141,15 +150,25 @@ def test_what_is_kept_is_what_torch_keeps(
         cache.attach(*shape.buffers(dtype))
     prompts = found.packing([(row, firsts[row], lengths[row]) for row in rows])
     assert prompts is not None
+    found.settle_packed(prompts, q, k)
     found.fill_packed(prompts, k, v, sums if found.wants_column_sums else None)
     for row in rows:
         span = slice(firsts[row], firsts[row] + lengths[row])
         own = sums[kv_heads * span.start : kv_heads * span.stop].view(1, kv_heads, -1)
-        parts = (x[span].transpose(0, 1).unsqueeze(0) for x in (k, v))
+        asked, *parts = (x[span].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        if shape.scaled:
+            required(expected._kept.scales, "").settle([row], asked, parts[0], k.device)
         expected.fill([row], *parts, own if found.wants_column_sums else None)
     pairs = [(found.k, expected.k), (found.v, expected.v), (found.pos, expected.pos)]
     if found._slots.score is not None:
         pairs.append((found._slots.score.view(torch.int32), expected._slots.score.view(torch.int32)))
+    if shape.mended:
+        one, other = (required(cache._kept.errors, "") for cache in (found, expected))
+        there = one.slots >= 0
+        pairs += [(one.slots, other.slots), *((x[there], y[there]) for x, y in zip(one.lost, other.lost, strict=True))]
+    if shape.scaled:
+        one, other = (required(cache._kept.scales, "") for cache in (found, expected))
+        pairs += [(one.of, other.of)] if one.means is None else [(one.of, other.of), (one.means, other.means)]
     assert all(torch.equal(one, other) for one, other in pairs)
     assert found.next_pos == expected.next_pos
     with pytest.raises(RuntimeError, match="has its prompt already"):

@@ -33,6 +33,10 @@ def test_packs_and_expands_as_the_reference(rotation: bool, bits: int, dim: int,
     expected = quantise(hadamard(x.float(), packing.block), *form)
     for part, other in zip(parts_of(packed, packing), expected, strict=True):
         assert torch.equal(part, other)
+    lost, exact = parts_of(pieces.pack(x, packing, errors=True), packing), hadamard(x.float(), packing.block)
+    mended = dequantise(expected, torch.float32, *form) + dequantise(lost, torch.float32, *form)
+    steps = lost.scale.float().repeat_interleave(64, -1)[..., :dim]
+    assert ((mended - exact).abs() <= 0.51 * steps + 1e-6 * exact.abs()).all(), "a code's step is halved"
     for wanted in (torch.float32, torch.bfloat16):
         back = hadamard(dequantise(expected, torch.float32, *form), packing.block).to(wanted)
         assert torch.equal(pieces.expand(packed, packing, wanted), back)

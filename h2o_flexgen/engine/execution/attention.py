@@ -20,6 +20,7 @@ from h2o_flexgen.engine.state.kv_store import RowStatePlaces, States
 from h2o_flexgen.errors import required
 from h2o_flexgen.huge import LARGE
 from h2o_flexgen.kernels import KeysValues, prefill_attention, torch_attention
+from h2o_flexgen.kernels.decode import available
 from h2o_flexgen.kernels.prompt import packed_attention, takes_packed
 from h2o_flexgen.kernels.types import Logits, PrefillAttention
 from h2o_flexgen.models.rotary import Angles, rotate_both
@@ -169,6 +170,8 @@ class PromptAttention:
             return
         if segment.rows:
             sums = sums if self.cache.wants_column_sums else None
+            if past is None and self._fill_packed(segment, packed, sums):
+                return
             before = None if past is None else (past.k, past.v, past.stored_k)
             prompts = AttendedPrompts(k, v, stored_k, self.logits, before, queries, sums, self.turn)
             self._fill(list(segment.rows), prompts)
@@ -180,6 +183,24 @@ class PromptAttention:
             self.path.push(piece)
             if segment.new is not None:
                 segment.new.add(self.layer, piece)
+
+    def _fill_packed(self, segment: PromptSegment, packed: list[Tensor], sums: Tensor | None) -> bool:
+        """Fills the cache with whole prompts by a kernel, if one can: otherwise does nothing, False."""
+        q, _, v, stored_k, _ = packed
+        length, serves = segment.length, available(v.dtype, v.shape[-1], v.device)
+        if (
+            self.fill is not None
+            or self.cache.chunk is not None
+            or not serves
+            or length != self.lengths[segment.rows[0]]
+        ):
+            return False
+        prompts = self.cache.packing([(row, i * length, length) for i, row in enumerate(segment.rows)])
+        if prompts is None:
+            return False
+        self.cache.settle_packed(prompts, q, stored_k)
+        self.cache.fill_packed(prompts, stored_k, v, None if sums is None else sums.flatten())
+        return True
 
     def _attend(
         self, q: Tensor, own: KeysValues, past: KeysValues | None, wanted: bool, first: int

@@ -164,18 +164,6 @@ typedef struct {
     int64_t slot;                               /* of the new token */
 } Head;
 
-/* The new key less its head's mean, rounded, times its scales. */
-INLINE void scaled_key(const Step *s, int64_t task, const Pieces *keys, const char *k, char *to) {
-    const int64_t at = task * vector_bytes(keys);
-    for (int64_t d = 0; d < s->dim; d += LANES) {
-        if (s->key_means)
-            put_number(to, s->bf16, d, s->dim,
-                       _mm512_sub_ps(numbers_at(keys, k, d), numbers_at(keys, s->key_means + at, d)));
-        const __m512 x = numbers_at(keys, s->key_means ? to : k, d);
-        put_number(to, s->bf16, d, s->dim, _mm512_mul_ps(x, numbers_at(keys, s->key_scales + at, d)));
-    }
-}
-
 /* The head's queries as its keys are asked: as they are, or in `room`; `apart` is the bytes from one to the next. */
 static const char *queries_of(const Step *s, int64_t row, int64_t head, const Pieces *keys, char *room, int64_t *apart) {
     const char *q = s->new_q.at + row * s->new_q.row + head * s->group * s->new_q.head;
@@ -210,7 +198,10 @@ INLINE Head begin(const Step *s, int64_t row, int64_t head, const Pieces *keys, 
     const int64_t lost = h.task * s->mended + s->newest_at, stays = s->mended && s->newest_at >= 0;
     const char *new_k = s->new_k.at + row * s->new_k.row + head * s->new_k.head;
     char scaled[MOST_DIM * sizeof(float)];
-    if (keys->bits && s->key_scales) scaled_key(s, h.task, keys, new_k, scaled), new_k = scaled;
+    if (keys->bits && s->key_scales) {
+        const int64_t at = h.task * vector_bytes(keys);
+        scaled_key(keys, new_k, s->key_means ? s->key_means + at : NULL, s->key_scales + at, scaled), new_k = scaled;
+    }
     keep_vector(keys, new_k, k, stays ? s->lost_k + lost * kept_bytes(keys) : NULL);
     keep_vector(values, s->new_v.at + row * s->new_v.row + head * s->new_v.head, v,
                 stays ? s->lost_v + lost * kept_bytes(values) : NULL);

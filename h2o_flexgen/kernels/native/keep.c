@@ -24,6 +24,11 @@ typedef struct {
     int64_t count, kv_heads, capacity, dim, k_bits, v_bits, block, wide;
     int64_t window; /* tokens that a query sees, itself included; 0: all */
     int64_t threads;
+    const char *means, *scales; /* of packed keys, (places, kv_heads, dim), see `scaled_key`; NULL: none */
+    /* Of packed keys and values, the rounding errors of each row's newest tokens, and behind them of the first: */
+    uint8_t *lost_k, *lost_v; /* (places, kv_heads, mended) pieces */
+    int32_t *lost_slots;      /* (places, kv_heads, mended): where they lie; -1: nowhere */
+    int64_t newest, mended;
 } Keep;
 
 /* The bits of a score, in the order of whole numbers without a sign. */
@@ -71,33 +76,72 @@ static int64_t choose(const PackedRow *row, const float *sums, int64_t window, i
     return n;
 }
 
-static void keep(const Keep *p, const PackedRow *row, int64_t head, int32_t *kept) {
-    const float *sums = p->sums ? p->sums + row->first * p->kv_heads + head * row->length : NULL;
-    const int64_t held = choose(row, sums, p->window, kept);
-    const int64_t base = (row->place * p->kv_heads + head) * p->capacity;
-    const char *k = p->k + row->first * p->k_token + head * p->k_head;
-    const char *v = p->v + row->first * p->v_token + head * p->v_head;
-    const Pieces keys = {p->dim, p->k_bits, (int)p->wide, p->block};
-    const Pieces values = {p->dim, p->v_bits, (int)p->wide, p->block};
-    const int64_t k_bytes = kept_bytes(&keys), v_bytes = kept_bytes(&values);
-    for (int64_t i = 0; i < held; i++) keep_vector(&keys, k + kept[i] * p->k_token, p->to_k + (base + i) * k_bytes, NULL);
-    for (int64_t i = 0; i < held; i++) keep_vector(&values, v + kept[i] * p->v_token, p->to_v + (base + i) * v_bytes, NULL);
-    if (!sums) return;
-    for (int64_t i = 0; i < p->capacity; i++) {
-        p->pos[base + i] = i < held ? kept[i] : -1;
-        p->score[base + i] = i < row->sinks || i >= held ? INFINITY : sums[kept[i]];
+/* Keys or values of a row and head: its first token, the bytes from one to the next, its slots, its mended tokens. */
+typedef struct {
+    Pieces kind;
+    const char *from;
+    int64_t token;
+    uint8_t *to, *lost;
+    const char *mean, *scales; /* see `scaled_key`; NULL: none */
+} Side;
+
+static Side side_of(const Keep *p, const PackedRow *row, int64_t head, int values) {
+    const int64_t bits = values ? p->v_bits : p->k_bits, token = values ? p->v_token : p->k_token;
+    Side s = {.kind = {p->dim, bits, (int)p->wide, p->block}, .token = token};
+    s.from = (values ? p->v : p->k) + row->first * token + head * (values ? p->v_head : p->k_head);
+    const int64_t task = row->place * p->kv_heads + head, bytes = kept_bytes(&s.kind);
+    s.to = (values ? p->to_v : p->to_k) + task * p->capacity * bytes;
+    if (p->mended) s.lost = (values ? p->lost_v : p->lost_k) + task * p->mended * bytes;
+    if (!values && p->scales) s.scales = p->scales + task * vector_bytes(&s.kind);
+    if (!values && p->means) s.mean = p->means + task * vector_bytes(&s.kind);
+    return s;
+}
+
+/* Which of the mended tokens lies in slot i, of `held`; -1: none. The first one is so where it stays, as `first_stays`
+   says, others where they are among the last `newest`. */
+static int64_t mended_at(const Keep *p, int64_t i, int64_t held, int64_t newest, int first_stays) {
+    if (i == 0 && first_stays && p->mended > p->newest) return p->newest;
+    return i < held - newest ? -1 : p->newest - held + i;
+}
+
+static void keep_side(const Keep *p, const Side *s, const int32_t *kept, int64_t held, int64_t newest) {
+    const int64_t bytes = kept_bytes(&s->kind);
+    char scaled[MOST_DIM * sizeof(float)];
+    for (int64_t i = 0; i < held; i++) {
+        const char *x = s->from + kept[i] * s->token;
+        if (s->scales) scaled_key(&s->kind, x, s->mean, s->scales, scaled), x = scaled;
+        const int64_t mended = p->mended ? mended_at(p, i, held, newest, kept[0] == 0) : -1;
+        keep_vector(&s->kind, x, s->to + i * bytes, mended < 0 ? NULL : s->lost + mended * bytes);
     }
 }
 
-static void one_prompt(void *task, int64_t i, int64_t end, void *kept) {
+static void one_head(void *task, int64_t i, int64_t end, void *room) {
     const Keep *p = task;
-    for (int64_t head = 0; head < p->kv_heads; head++) keep(p, p->rows + i, head, kept);
+    const PackedRow *row = p->rows + i / p->kv_heads;
+    const int64_t head = i % p->kv_heads, own = row->place * p->kv_heads + head, base = own * p->capacity;
+    int32_t *kept = room;
+    const float *sums = p->sums ? p->sums + row->first * p->kv_heads + head * row->length : NULL;
+    const int64_t held = choose(row, sums, p->window, kept), last = row->length <= row->total ? held : row->recent;
+    const int64_t newest = least(p->newest, last);
+    for (int values = 0; values < 2; values++) {
+        const Side side = side_of(p, row, head, values);
+        keep_side(p, &side, kept, held, newest);
+    }
+    for (int64_t j = 0; j < p->mended; j++) p->lost_slots[own * p->mended + j] = -1;
+    for (int64_t j = 0; p->mended && j < held; j = j ? j + 1 : most(1, held - newest)) {
+        const int64_t mended = mended_at(p, j, held, newest, kept[0] == 0);
+        if (mended >= 0) p->lost_slots[own * p->mended + mended] = (int32_t)j;
+    }
+    for (int64_t j = 0; sums && j < p->capacity; j++) {
+        p->pos[base + j] = j < held ? kept[j] : -1;
+        p->score[base + j] = j < row->sinks || j >= held ? INFINITY : sums[kept[j]];
+    }
 }
 
 /* All of them. Returns 0, or 1 where memory is short. */
 int keep_prompts(Keep *p) {
     int64_t tokens = 0;
     for (int64_t i = 0; i < p->count; i++) tokens += p->rows[i].length;
-    const int many = tokens * p->kv_heads * p->dim * 2 > FEW_BYTES;
-    return team_share(one_prompt, p, p->count, 1, p->capacity * (int64_t)sizeof(int32_t), many ? (int)p->threads : 1);
+    const int threads = tokens * p->kv_heads * p->dim * 2 > FEW_BYTES ? (int)p->threads : 1;
+    return team_share(one_head, p, p->count * p->kv_heads, 1, p->capacity * (int64_t)sizeof(int32_t), threads);
 }

@@ -194,11 +194,14 @@ static void some_vectors(void *task, int64_t first, int64_t last, void *room) {
         expand_pieces(p, (const uint8_t *)all->from + first * piece, last - first, all->to + first * bytes);
     for (int64_t i = first; !all->packs && p->block && i < last; i++)
         bring_back(p, (const uint8_t *)all->from + i * piece, all->to + i * bytes);
-    for (int64_t i = first; all->packs && i < last; i++)
-        keep_vector(p, all->from + i * bytes, (uint8_t *)all->to + i * piece, NULL);
+    for (int64_t i = first; all->packs && i < last; i++) {
+        uint8_t *to = (uint8_t *)all->to + i * piece, own[MOST_DIM + 4 * MOST_DIM / PIECE_GROUP];
+        if (all->packs == 1) keep_vector(p, all->from + i * bytes, to, NULL);
+        else keep_vector(p, all->from + i * bytes, own, to);
+    }
 }
 
-/* `count` vectors, all contiguous: packed, or expanded to what they were. */
+/* `count` vectors, all contiguous: expanded to what they were (`packs` 0), packed (1), or what that costs them packed (2). */
 void move_pieces(const void *from, void *to, long count, long dim, int bits, long block, int wide, int packs,
                  int threads) {
     Vectors all = {{dim, bits, wide, block}, from, to, packs};

@@ -23,9 +23,10 @@ INLINE int64_t kept_bytes(const Pieces *p) {
    pairs of vectors of LANES behind the last number. */
 void transform(const Pieces *p, float *x);
 
-/* x as numbers of the vector's kind. */
+/* x as LANES of a vector's numbers from number d on, and as all of them. */
+INLINE void store_at(const Pieces *p, char *to, int64_t d, __m512 x) { put_number(to, !p->wide, d, p->dim, x); }
 INLINE void store_numbers(const Pieces *p, const float *x, char *to) {
-    for (int64_t d = 0; d < p->dim; d += LANES) put_number(to, !p->wide, d, p->dim, _mm512_loadu_ps(x + d));
+    for (int64_t d = 0; d < p->dim; d += LANES) store_at(p, to, d, _mm512_loadu_ps(x + d));
 }
 
 /* LANES of a vector's numbers from number d on, 0 behind its last. */
@@ -34,6 +35,14 @@ INLINE __m512 numbers_at(const Pieces *p, const char *from, int64_t d) { return 
 /* All of them. There is room for whole vectors. */
 INLINE void load_numbers(const Pieces *p, const char *from, float *to) {
     for (int64_t d = 0; d < p->dim; d += LANES) _mm512_storeu_ps(to + d, numbers_at(p, from, d));
+}
+
+/* The key k less its head's mean, rounded, if there is one, times its scales. */
+INLINE void scaled_key(const Pieces *p, const char *k, const char *mean, const char *scales, char *to) {
+    for (int64_t d = 0; d < p->dim; d += LANES) {
+        if (mean) store_at(p, to, d, _mm512_sub_ps(numbers_at(p, k, d), numbers_at(p, mean, d)));
+        store_at(p, to, d, _mm512_mul_ps(numbers_at(p, mean ? to : k, d), numbers_at(p, scales, d)));
+    }
 }
 
 /* One vector of numbers as it is kept; where it is no piece, as it is. Packed, what that has cost it goes to `lost`, a
