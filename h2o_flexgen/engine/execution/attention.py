@@ -170,7 +170,7 @@ class PromptAttention:
             return
         if segment.rows:
             sums = sums if self.cache.wants_column_sums else None
-            if past is None and self._fill_packed(segment, packed, sums):
+            if self._fill_packed(segment, packed, sums):
                 return
             before = None if past is None else (past.k, past.v, past.stored_k)
             prompts = AttendedPrompts(k, v, stored_k, self.logits, before, queries, sums, self.turn)
@@ -185,21 +185,25 @@ class PromptAttention:
                 segment.new.add(self.layer, piece)
 
     def _fill_packed(self, segment: PromptSegment, packed: list[Tensor], sums: Tensor | None) -> bool:
-        """Fills the cache with whole prompts by a kernel, if one can: otherwise does nothing, False."""
-        q, _, v, stored_k, _ = packed
-        length, serves = segment.length, available(v.dtype, v.shape[-1], v.device)
-        if (
-            self.fill is not None
-            or self.cache.chunk is not None
-            or not serves
-            or length != self.lengths[segment.rows[0]]
-        ):
+        """Fills the cache with prompts that the segment ends by a kernel, if one can: otherwise does nothing, False.
+
+        packed: q, k, v, keys as they are stored and queries as policies look at them, of the segment's tokens. sums:
+        of everything up to there, (n, kv_heads, P + S).
+        """
+        past, (q, _, v, k, _) = self.path.before(segment.depth), packed
+        length = segment.past + segment.length
+        serves = self.fill is None and self.cache.chunk is None and available(v.dtype, v.shape[-1], v.device)
+        if not serves or length != self.lengths[segment.rows[0]] or (past is not None and self.raw_queries):
             return False
         prompts = self.cache.packing([(row, i * length, length) for i, row in enumerate(segment.rows)])
         if prompts is None:
             return False
-        self.cache.settle_packed(prompts, q, stored_k)
-        self.cache.fill_packed(prompts, stored_k, v, None if sums is None else sums.flatten())
+        if past is not None:
+            rows = len(segment.rows)
+            k, v = (_behind(x, before, rows) for x, before in ((k, past.stored_k), (v, past.v)))
+            q = q if past.queries is None else _behind(q, past.queries, rows, segment.past)
+        self.cache.settle_packed(prompts, q, k)
+        self.cache.fill_packed(prompts, k, v, None if sums is None else sums.flatten())
         return True
 
     def _attend(
@@ -259,6 +263,18 @@ class PromptAttention:
         scores = None if scores is None else scores.to(place)
         past = None if past is None else KeysValues(past.k.to(place), past.v.to(place))
         self.cache.fill(rows, prompts.stored_k.to(place), prompts.v.to(place), scores, past)
+
+
+def _behind(own: Tensor, before: Tensor, rows: int, past: int | None = None) -> Tensor:
+    """The tokens of `rows` prompts one after the other, (rows (P + S), heads, d): own ones (rows S, heads, d) behind
+    those that all share, `before` (heads, P, d). Of a `past` of more tokens these are the last, others are anything."""
+    length = own.shape[0] // rows
+    known = before.shape[1]
+    past = known if past is None else past
+    joined = own.new_empty(rows, past + length, *own.shape[1:])
+    joined[:, past - known : past] = before.transpose(0, 1)
+    joined[:, past:] = own.unflatten(0, (rows, length))
+    return joined.flatten(0, 1)
 
 
 @dataclass
