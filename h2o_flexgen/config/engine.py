@@ -236,6 +236,12 @@ class EngineConfig(Checked):
             if bits == 16:
                 return spec
             raise UsageError(f"cache_bits is {bits} for {spec.name}, which runs row by row", "needed 16")
+        if spec.arch.positions == "biases" and (by_bytes or bits != 16):
+            found = "--kv-bytes is given" if by_bytes else f"cache_bits is {bits}"
+            raise UsageError(
+                f"{found}, and keys of {spec.name} have biases by distance (ALiBi), which few bits would lose",
+                "needed keys of 16 bits, and a budget in tokens",
+            )
         if newest is None:
             newest = NEWEST if by_bytes else 0
         dims = [spec.heads_of(layer).dim for layer in range(spec.num_layers) if spec.attends(layer)]

@@ -121,6 +121,7 @@ def check_recall(spec: ModelSpec, tier: str | None) -> None:
         f"layers of {spec.name} read the caches of others": any(spec.source_of(layer) != layer for layer in layers),
         f"heads of {spec.name} have {spec.head_dim} numbers, no multiple of 4": bool(spec.head_dim % 4),
         f"{spec.name} runs row by row": not spec.keeps_caches,
+        f"keys of {spec.name} have biases by distance (ALiBi)": spec.arch.positions == "biases",
     }
     for found, given in kinds.items():
         if given:

@@ -197,6 +197,11 @@ def for_modules(config: EngineConfig, spec: ModuleSpec, compute_tier: str) -> En
             f"the eviction policy is {config.eviction.name} {what}",
             "needed a policy that does not look at queries before they are rotated",
         )
+    if spec.arch.positions == "biases" and config.eviction.name.split("+")[0] in ("keydiff", "knorm", "rkv"):
+        raise UsageError(
+            f"the eviction policy is {config.eviction.name} {what}, with biases by distance (ALiBi) in its keys",
+            "needed a policy that does not compare keys",
+        )
     if spec.arch.chunked and config.eviction.spans:
         raise UsageError(
             f"spans are {config.eviction.spans!r} {what}, and whose layers attend by chunks",

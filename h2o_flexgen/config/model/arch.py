@@ -126,7 +126,7 @@ class ArchSpec:
     """Both halves of a layer read its input, and their outputs are added to it together (GPT-NeoX)."""
     one_norm: bool = False
     """They read it through one norm, of which each has a copy (Cohere)."""
-    positions: Literal["learned", "rotary"] = "learned"
+    positions: Literal["learned", "rotary", "biases"] = "learned"
     position_offset: int = 0
     """Rows of the position table before that of position 0."""
     rotary: RotarySpec | None = None

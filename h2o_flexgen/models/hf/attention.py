@@ -46,6 +46,7 @@ class Call(NamedTuple):
 
     `sinks`: of each head a logit that is no token's; `soft_cap`: of all logits. `chunked`: windows are chunks. `joint`:
     values are the keys. `reads`: k and v are those of `layer`, which has attended before. `choice`: of tokens.
+    `by_distance`: numbers of q and k are biases by distance.
     """
 
     layer: int
@@ -60,6 +61,7 @@ class Call(NamedTuple):
     joint: bool = False
     reads: bool = False
     choice: Choice | None = None
+    by_distance: bool = False
 
 
 class ModelRun(greenlet):

@@ -30,7 +30,7 @@ from h2o_flexgen.errors import ModelError, first_line
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.packed import PackedWeight, look_up
 from h2o_flexgen.models.hf.attention import NAME
-from h2o_flexgen.models.hf.changes import adapt
+from h2o_flexgen.models.hf.changes import adapt, register
 from h2o_flexgen.models.hf.experts import TEXT_ONLY
 
 T = TypeVar("T", bound=NamedTuple)
@@ -64,9 +64,10 @@ def build(
             elif raw["model_type"] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:  # names of tensors are then its own
                 kind = transformers.AutoModelForImageTextToText
             attention = "eager" if alone else NAME
+            register(raw["model_type"])
             model = kind.from_config(made, dtype=dtype, attn_implementation=attention, experts_implementation=NAME)
             model.tie_weights()
-            adapt(model)
+            adapt(model, alone)
             for module in model.modules():
                 if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # it would look at the tokens
                     module.warn_if_padding_and_no_attention_mask = lambda *_, **__: None

@@ -4,10 +4,12 @@ interfaces, by which alone the engine's take their place."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +17,22 @@ from transformers import AttentionInterface
 from transformers.integrations import moe
 
 from h2o_flexgen.kernels import linear
-from h2o_flexgen.models.hf.attention import NAME, NotUnderstood, attention, current
+from h2o_flexgen.models.hf.attention import NAME, Call, NotUnderstood, attention, current
 from h2o_flexgen.models.hf.experts import ExpertPart, Routing, tell_form
 
 
-def adapt(model: nn.Module) -> None:
-    """From now on experts are asked for where ours can answer, and positions are those of packed tokens."""
+def adapt(model: nn.Module, alone: bool) -> None:
+    """From now on experts are asked for where ours can answer, and positions are those of packed tokens.
+
+    alone: attention stays the modules' own.
+    """
+    changes = CHANGES if alone else CHANGES | OWN
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)
         if any(by_length(str(kind)) for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):
             # Within `record.context` these angles are all; transformers would look for the longest row of a batch.
             module.forward = partial(inspect.unwrap(type(module).forward), module)
-        change = CHANGES.get(type(module).__name__)
+        change = changes.get(type(module).__name__)
         if change is not None:
             change(module)
 
@@ -288,6 +294,153 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "RecurrentGemmaRecurrentBlock": _without_states,
 }
 """By the names of modules, what is done to them."""
+
+# Attention that is a module's own. ALiBi (Press et al. 2022, arXiv 2108.12409) adds to the logit of a key its position
+# times a slope of the head, as far as a softmax can tell. That is a product of further numbers of query and key, so
+# that caches, budgets and kernels need not know of it. Each of them is exact in bfloat16.
+
+_CLASSES = {"falcon": "FALCON_ATTENTION_CLASSES", "gpt_neo": "GPT_NEO_ATTENTION_CLASSES"}
+_NEAR, _MULTIPLE = 256, 16
+"""Positions that bfloat16 can count; numbers of a head are a multiple, for kernels."""
+
+
+def register(kind: str) -> None:
+    """Before a model of this type is made: its attention may be ours."""
+    if kind in _CLASSES:
+        classes = getattr(import_module(f"transformers.models.{kind}.modeling_{kind}"), _CLASSES[kind])
+        classes[NAME] = classes["eager"]
+
+
+class Biases(NamedTuple):
+    """Numbers of queries, `asked` (heads, n), and of keys, `held` (T, n), whose products are biases of logits before
+    these are scaled."""
+
+    asked: Tensor
+    held: Tensor
+
+    @classmethod
+    def of(cls, slopes: Tensor, dtype: torch.dtype) -> Biases:
+        """Slopes (heads,) float32 times positions, exactly: positions are two numbers, and slopes are sums of three."""
+        positions, parts, rest = current().positions, list[Tensor](), slopes.to(current().positions.device)
+        for _ in range(3):
+            parts.append(rest.to(dtype))
+            rest = rest - parts[-1]
+        asked = torch.stack([part * times for part in parts for times in (_NEAR, 1)], -1)
+        return cls(asked, torch.stack([positions // _NEAR, positions % _NEAR] * len(parts), -1))
+
+
+def _attend(
+    layer: int, qkv: Sequence[Tensor], scale: float, *, window: int | None = None, biases: Biases | None = None
+) -> Tensor:
+    """q (1, T, heads, d), k, v (1, T, kv_heads, d) -> (1, T, heads * d)."""
+    q, k, v = (each[0] for each in qkv)
+    dim = v.shape[-1]
+    if biases is not None:
+        pad = -(dim + biases.held.shape[1]) % _MULTIPLE
+        q, k = (
+            nn.functional.pad(torch.cat([x, more.to(x).expand(*x.shape[:2], -1)], -1), (0, pad))
+            for x, more in ((q, biases.asked.unsqueeze(0)), (k, biases.held.unsqueeze(1)))
+        )
+        v = nn.functional.pad(v, (0, k.shape[-1] - dim))
+    mixed = current().attend(Call(layer, q, k, v, scale, window, by_distance=biases is not None))
+    return mixed[..., :dim].flatten(1).unsqueeze(0)
+
+
+def _slopes(module: Any) -> Tensor:
+    """As transformers makes them of positions 0 and 1."""
+    made = sys.modules[type(module).__module__].build_alibi_tensor(torch.ones(1, 2), module.num_heads, torch.float32)
+    return made[:, 0, 1]
+
+
+def _rotated(module: Any, q: Tensor, k: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """q, k (1, T, heads, d), as the module's file turns them with heads first."""
+    turn = sys.modules[type(module).__module__].apply_rotary_pos_emb
+    q, k = turn(q.transpose(1, 2), k.transpose(1, 2), *angles)
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def _falcon(module: Any, hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
+    fused = module.query_key_value(hidden_states)
+    keys = module.num_kv_heads
+    if module.new_decoder_architecture or module.multi_query:  # a KV head's queries, then its key and value
+        fused = fused.unflatten(-1, (keys, -1, module.head_dim))
+        q, k, v = fused[..., :-2, :].flatten(2, 3), fused[..., -2, :], fused[..., -1, :]
+    else:
+        q, k, v = fused.unflatten(-1, (keys, 3, module.head_dim)).unbind(-2)
+    biases = None
+    if module.config.alibi:  # of positions in bfloat16, times slopes that round nothing where they are powers of two
+        if module.num_heads & (module.num_heads - 1):
+            raise NotUnderstood(f"ALiBi of {module.num_heads} heads")
+        slopes, positions = _slopes(module).to(q.device), current().positions.bfloat16()
+        biases = Biases(slopes.unsqueeze(1), positions.unsqueeze(1))
+    else:
+        q, k = _rotated(module, q, k, given["position_embeddings"])
+    return module.dense(_attend(module.layer_idx, (q, k, v), module.inv_norm_factor, biases=biases)), None
+
+
+def _bloom(module: Any, hidden_states: Tensor, residual: Tensor, **_: Any) -> tuple[Tensor, None]:
+    fused = module.query_key_value(hidden_states).unflatten(-1, (module.num_heads, 3, module.head_dim))
+    biases = Biases.of(_slopes(module) / module.inv_norm_factor, fused.dtype)
+    mixed = _attend(module.layer_idx, fused.unbind(-2), module.inv_norm_factor, biases=biases)
+    return module.dense(mixed) + residual, None
+
+
+def _mpt(module: Any, hidden_states: Tensor, position_bias: Tensor, **_: Any) -> tuple[Tensor, None]:
+    fused = module.Wqkv(hidden_states)
+    if module.clip_qkv:
+        fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+    slopes = (position_bias[:, 0, -1] - position_bias[:, 0, -2]).float()
+    biases = Biases.of(slopes / module.softmax_scale, fused.dtype)
+    qkv = fused.unflatten(-1, (3, module.n_heads, module.head_dim)).unbind(2)
+    return module.out_proj(_attend(module.layer_idx, qkv, module.softmax_scale, biases=biases)), None
+
+
+def _apart(module: Any, hidden_states: Tensor) -> list[Tensor]:
+    """Queries, keys and values (1, T, heads, d) of three projections."""
+    each = (module.q_proj, module.k_proj, module.v_proj)
+    return [project(hidden_states).unflatten(-1, (module.num_heads, module.head_dim)) for project in each]
+
+
+def _gpt_neo(module: Any, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+    window = module.config.window_size if module.attention_type == "local" else None
+    return module.out_proj(_attend(module.layer_id, _apart(module, hidden_states), 1.0, window=window)), None
+
+
+def _xglm(module: Any, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+    return module.out_proj(_attend(module.layer_idx, _apart(module, hidden_states), module.scaling)), None
+
+
+def _without_biases(module: Any) -> None:
+    """Falcon's masks have ALiBi's biases in them."""
+    module.use_alibi = False
+
+
+def _without_mask(module: Any) -> None:
+    """MPT changes its mask's dtype, so that there must be one."""
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "attention_mask": torch.zeros(1, 1, 1, 1)})
+
+
+def _attention(by: Callable[..., Any]) -> Callable[[Any], None]:
+    """A change of the forward, without a mask of the whole context where a module keeps one."""
+
+    def change(module: Any) -> None:
+        module.forward = partial(by, module)
+        module._buffers.pop("bias", None)
+
+    return change
+
+
+OWN: dict[str, Callable[[Any], None]] = {
+    "BloomAttention": _attention(_bloom),
+    "FalconAttention": _attention(_falcon),
+    "FalconModel": _without_biases,
+    "GPTNeoSelfAttention": _attention(_gpt_neo),
+    "MptAttention": _attention(_mpt),
+    "MptModel": _without_mask,
+    "XGLMAttention": _attention(_xglm),
+}
+"""By the names of modules, what is done to them where attention is ours."""
 
 
 AttentionInterface.register(PAIRS, _attention_of_pairs)

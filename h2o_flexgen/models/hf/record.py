@@ -169,7 +169,8 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
     events = record(model, name)
     timeline = RecordedUnits(model, events, name)
     calls, heads = timeline.calls, _covering([heads_of(call) for call in timeline.calls])
-    if calls and not _takes_positions(model):
+    by_distance = bool(calls) and all(call.by_distance for call in calls)
+    if calls and not by_distance and not _takes_positions(model):
         raise ModelError(f"{type(model).__name__} takes no positions")
     if len({call.chunked for call in calls if call.window is not None}) > 1:
         raise ModelError(f"{name}: some of its layers have windows, and some chunks", "needed either in all")
@@ -181,7 +182,7 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
     spec = plain_spec(config, name, model, timeline, layers, heads)
     arch = replace(
         spec.arch,
-        positions="learned" if learned else "rotary",
+        positions="biases" if by_distance else "learned" if learned else "rotary",
         window=max((window for window in windows if window is not None), default=None),
         window_layers=None if len(windowed) == len(windows) or not windowed else windowed,
         own_windows=tuple(windows) if len({*windows} - {None}) > 1 else (),

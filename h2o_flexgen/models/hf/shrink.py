@@ -83,6 +83,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "dots1": {"n_group": 1, "n_shared_experts": 1, "n_routed_experts": 8, "num_experts_per_tok": 2},
     "dots3_note_text": {"head_dim": 24},
+    "falcon": {"num_kv_heads": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": _MIXED},
     "hunyuan_v1_dense": {"head_dim": 16},
