@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -67,7 +67,7 @@ class Grammars:
             return self._made[form]
         library = _library()
         try:
-            parsed = _parsed(library.Grammar, form)
+            _follow(form, library.Grammar.from_structural_tag, library.Grammar.from_json_schema)
         except RuntimeError as error:
             raise UsageError(f"{where}: the schema cannot be followed: {_why(error)}") from None
         if self._codec is None or self._codec.light is None:
@@ -79,11 +79,16 @@ class Grammars:
             self._pieces[spelt] = token_bytes(self._codec.light, self._size, spelt)
             self._cuts = cuts(self._pieces[spelt])
             self._silent[spelt] = frozenset(token for token, piece in enumerate(self._pieces[spelt]) if not piece)
-        compiled = self._pools[0].submit(lambda: self._compiler(spelt).compile_grammar(parsed))
+        compiled = self._pools[0].submit(lambda: self._compiled(form))
         grammar = self._made[form] = Grammar(compiled, self._pools[1], self._cuts, self._silent[spelt])
         if len(self._made) > _KEPT:
             self._made.popitem(last=False)
         return grammar
+
+    def _compiled(self, form: ResponseFormat) -> Any:
+        """xgrammar's CompiledGrammar. A Grammar would be printed and read again, where "\\xfc" and "be" become one."""
+        compiler = self._compiler(form.tags is not None)
+        return _follow(form, compiler.compile_structural_tag, compiler.compile_json_schema)
 
     def _compiler(self, spelt: bool) -> Any:
         if spelt not in self._compilers:
@@ -108,12 +113,12 @@ def _why(error: RuntimeError) -> str:
     return last or text or "the library does not say why"  # as of bounds beyond 64 bits
 
 
-def _parsed(grammar: Any, form: ResponseFormat) -> Any:
-    """xgrammar's Grammar of a form; RuntimeError if it cannot be followed."""
+def _follow(form: ResponseFormat, tags: Callable[..., Any], schema: Callable[..., Any]) -> Any:
+    """A form by one of xgrammar's functions; RuntimeError if it cannot be followed."""
     if form.tags is not None:
-        return grammar.from_structural_tag(form.tags)
-    schema = _OBJECT if form.schema is None else form.schema
-    return grammar.from_json_schema(schema, strict_mode=form.strict, max_whitespace_cnt=_MOST_SPACES)
+        return tags(form.tags)
+    given = _OBJECT if form.schema is None else form.schema
+    return schema(given, strict_mode=form.strict, max_whitespace_cnt=_MOST_SPACES)
 
 
 def _library() -> Any:
