@@ -21,6 +21,7 @@ from h2o_flexgen.engine.requests.sequence import Hooks, Processor, Sequence
 from h2o_flexgen.kernels.layers import largest
 
 NOTHING = float("-inf")
+_TOP_K = "TopKLogitsWarper"
 """The score of a token that cannot be chosen."""
 _CHUNK = 1 << 20  # scores of rows that are processed together: sorting them takes some 25 bytes each
 
@@ -109,9 +110,17 @@ class Group:
             scores = scores.index_fill(1, self._eos, NOTHING)
         if any(row.guide is not None for row in rows[part]):
             scores = guided(rows[part], scores)
+        places: Tensor | None = None  # of the scores among the vocabulary's; None: all are there
         for step in self._shaping:
-            scores = step.apply(ids, scores)
-        return pick(scores, rows[part] if self._usual.do_sample else None)
+            found = highest(self._usual.top_k, scores) if step.name == _TOP_K else None
+            if found is None:
+                scores = step.apply(ids, scores)
+            else:
+                scores, places = found
+        tokens = pick(scores, rows[part] if self._usual.do_sample else None)
+        if places is None:
+            return tokens
+        return torch.where(tokens < 0, tokens, places.gather(1, tokens.clamp(min=0).unsqueeze(1)).squeeze(1))
 
     def _find(self, rows: SequenceOf[Sequence]) -> None:
         """Makes `_ids` (n, most) of `rows`, in any order, padded with an id of the row's own."""
@@ -140,15 +149,18 @@ def guided(rows: SequenceOf[Sequence], scores: Tensor) -> Tensor:
 def pick(scores: Tensor, rows: SequenceOf[Sequence] | None) -> Tensor:
     """The likeliest token of each row of `scores` (n, vocab), or one drawn with the generators of `rows`: (n,) int64,
     negative if none is allowed."""
-    if rows is not None:
-        # As torch.multinomial does it for one row, which would wait for the device and take one generator for all.
-        noise = torch.empty_like(scores, memory_format=torch.contiguous_format)
-        for row, values in zip(rows, noise, strict=True):
-            values.exponential_(1, generator=row.generator(scores.device))
-        scores = torch.div(scores.softmax(-1), noise, out=noise)
-    best, tokens = largest(scores)
-    allowed = best.isfinite() if rows is None else ~best.isnan()
-    return torch.where(allowed, tokens, -1)
+    if rows is None:
+        best, tokens = largest(scores)
+        return torch.where(best.isfinite(), tokens, -1)
+    # By one number of each row. torch.multinomial draws one for each token, which took longer than some models' steps,
+    # waits for the device, and takes one generator for all.
+    sums = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
+    total, like = sums[:, -1:], sums.new_empty(1)
+    drawn = torch.stack([like.clone().uniform_(generator=row.generator(scores.device)) for row in rows])
+    # Rounded, a product may be the total, behind which no token is.
+    place = torch.minimum(drawn * total, total.nextafter(torch.zeros_like(total)))
+    tokens = torch.searchsorted(sums, place, right=True)
+    return torch.where(total.isnan(), -1, tokens).squeeze(-1)
 
 
 class Chooser:
@@ -285,7 +297,7 @@ def _warpers(params: SamplingParams, device: torch.device) -> Iterator[LogitsSte
     if params.top_h is not None:
         yield make("TopHLogitsWarper", params.top_h)
     if params.top_k > 0:
-        yield LogitsStep("TopKLogitsWarper", lambda ids, scores: top_k(params.top_k, scores))
+        yield LogitsStep(_TOP_K, lambda ids, scores: top_k(params.top_k, scores))
     if params.top_p < 1.0:
         yield LogitsStep("TopPLogitsWarper", lambda ids, scores: top_p(params.top_p, scores))
     if params.min_p > 0.0:
@@ -323,6 +335,19 @@ def top_k(count: int, scores: Tensor) -> Tensor:
     if count >= scores.shape[-1]:
         return scores
     return scores.masked_fill(scores < torch.topk(scores, count).values[..., -1:], NOTHING)
+
+
+def highest(count: int, scores: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The scores that `top_k` leaves, (b, count), and where they are, in the vocabulary's order. None where that may be
+    more, or might wait for a device to say so."""
+    if count >= scores.shape[-1] or scores.device.type != "cpu":
+        return None
+    values, places = scores.topk(count + 1)
+    last, next_one = values[:, -2], values[:, -1]
+    if ((last == next_one) & next_one.isfinite()).numpy().any():
+        return None
+    places = places[:, :count].sort(-1).values
+    return scores.gather(1, places), places
 
 
 def top_p(mass: float, scores: Tensor) -> Tensor:
