@@ -191,19 +191,33 @@ class PromptAttention:
         of everything up to there, (n, kv_heads, P + S).
         """
         past, (q, _, v, k, _) = self.path.before(segment.depth), packed
-        length = segment.past + segment.length
+        length, own = segment.past + segment.length, segment.length
         serves = self.fill is None and self.cache.chunk is None and available(v.dtype, v.shape[-1], v.device)
-        if not serves or length != self.lengths[segment.rows[0]] or (past is not None and self.raw_queries):
+        if not serves or length != self.lengths[segment.rows[0]]:
             return False
-        prompts = self.cache.packing([(row, i * length, length) for i, row in enumerate(segment.rows)])
+        if past is not None and (self.raw_queries or (past.queries is None and own < self.queries)):
+            return False
+        if past is None:
+            spans = [(row, i * length, length) for i, row in enumerate(segment.rows)]
+            return self._filled(spans, (q, k, v), sums)
+        asked = q.new_empty(q.shape[1], 0, q.shape[2]) if past.queries is None else past.queries
+        whole = [_ending(x, length, own) for x in (asked, past.stored_k, past.v)]
+        for i, row in enumerate(segment.rows):  # one by one, behind the tokens that all share
+            for joined, x in zip(whole, (q, k, v), strict=True):
+                joined[segment.past :] = x[i * own : (i + 1) * own]
+            if not self._filled([(row, 0, length)], (whole[0], whole[1], whole[2]), None if sums is None else sums[i]):
+                return False
+        return True
+
+    def _filled(
+        self, spans: list[tuple[int, int, int]], qkv: tuple[Tensor, Tensor, Tensor], sums: Tensor | None
+    ) -> bool:
+        """`KVCache.fill_packed` of whole prompts, if a kernel does that."""
+        prompts = self.cache.packing(spans)
         if prompts is None:
             return False
-        if past is not None:
-            rows = len(segment.rows)
-            k, v = (_behind(x, before, rows) for x, before in ((k, past.stored_k), (v, past.v)))
-            q = q if past.queries is None else _behind(q, past.queries, rows, segment.past)
-        self.cache.settle_packed(prompts, q, k)
-        self.cache.fill_packed(prompts, k, v, None if sums is None else sums.flatten())
+        self.cache.settle_packed(prompts, qkv[0], qkv[1])
+        self.cache.fill_packed(prompts, qkv[1], qkv[2], None if sums is None else sums.flatten())
         return True
 
     def _attend(
@@ -265,16 +279,12 @@ class PromptAttention:
         self.cache.fill(rows, prompts.stored_k.to(place), prompts.v.to(place), scores, past)
 
 
-def _behind(own: Tensor, before: Tensor, rows: int, past: int | None = None) -> Tensor:
-    """The tokens of `rows` prompts one after the other, (rows (P + S), heads, d): own ones (rows S, heads, d) behind
-    those that all share, `before` (heads, P, d). Of a `past` of more tokens these are the last, others are anything."""
-    length = own.shape[0] // rows
-    known = before.shape[1]
-    past = known if past is None else past
-    joined = own.new_empty(rows, past + length, *own.shape[1:])
-    joined[:, past - known : past] = before.transpose(0, 1)
-    joined[:, past:] = own.unflatten(0, (rows, length))
-    return joined.flatten(0, 1)
+def _ending(before: Tensor, length: int, own: int) -> Tensor:
+    """Room for the tokens of a prompt (length, heads, d), of which the last but `own` ones are `before` (heads, P, d).
+    Any numbers are in front of these."""
+    joined = before.new_empty(length, before.shape[0], before.shape[2])
+    joined[length - own - before.shape[1] : length - own] = before.transpose(0, 1)
+    return joined
 
 
 @dataclass
