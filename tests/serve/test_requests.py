@@ -200,7 +200,7 @@ def test_models_and_single_requests(service: Service, talker: Path) -> None:
     for choice in client.completions.create(**several).choices:
         assert "".join(p.choices[0].text for p in pieces if p.choices[0].index == choice.index) == choice.text
     for given in ({"logprobs": 2}, {"logprobs": 0, "n": 2}, {"echo": True}, {"echo": True, "stop": ["a", "e"]}):
-        settings = {"model": "model", "prompt": "ab", "max_tokens": 9, "seed": 4, **given}
+        settings = {"model": "model", "prompt": "ab", "max_tokens": 9, "seed": 5, **given}
         pieces = list(client.completions.create(**settings, stream=True))
         for choice in client.completions.create(**settings).choices:
             mine = [p.choices[0] for p in pieces if p.choices[0].index == choice.index]
