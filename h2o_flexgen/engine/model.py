@@ -197,7 +197,7 @@ def for_modules(config: EngineConfig, spec: ModuleSpec, compute_tier: str) -> En
             f"the eviction policy is {config.eviction.name} {what}",
             "needed a policy that does not look at queries before they are rotated",
         )
-    if spec.arch.positions == "biases" and config.eviction.name.split("+")[0] in ("keydiff", "knorm", "rkv"):
+    if spec.arch.positions == "biases" and isinstance(policy, RankedPolicy) and policy.compares_keys:
         raise UsageError(
             f"the eviction policy is {config.eviction.name} {what}, with biases by distance (ALiBi) in its keys",
             "needed a policy that does not compare keys",

@@ -102,6 +102,8 @@ def test_products_of_a_class_of_its_own_may_be_packed(tmp_path: Path) -> None:
             "--recall cpu is given, and keys of .* have biases",
         ),
         ({"eviction": EvictionConfig("knorm", ratio=0.3)}, "the eviction policy is knorm .* with biases by distance"),
+        ({"eviction": EvictionConfig("keydiff+h2o", ratio=0.3)}, "policy is keydiff.h2o .* with biases by distance"),
+        ({"eviction": EvictionConfig("rkv", ratio=0.3)}, "the eviction policy is rkv .* with biases by distance"),
     ],
 )
 def test_what_biases_in_keys_cannot_have_is_refused(settings: dict[str, Any], said: str, tmp_path: Path) -> None:

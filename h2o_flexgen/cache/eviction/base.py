@@ -215,6 +215,7 @@ class RankedPolicy(EvictionPolicy, ABC):
     asks: ClassVar[int | Literal["recent", "all"]] = 0  # how many of a prompt's last queries it looks at
     raw_queries: ClassVar[bool] = False  # whether `queries` are needed as they were before rotation
     scores_keys: ClassVar[bool] = False  # whether a new token's score is computed from its key
+    compares_keys: ClassVar[bool] = False  # whether keys count beside the attention that queries pay to them
     keeps_two: ClassVar[bool] = False  # whether a second number is stored per slot
     looks_back: ClassVar[int] = 0  # how many of the last queries `ranks` looks at
     by: ClassVar[RankedBy | None] = None  # the C kernel's rule that equals `update` and `ranks`

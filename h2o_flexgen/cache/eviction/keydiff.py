@@ -18,6 +18,7 @@ class KeyDiffPolicy(base.RankedPolicy):
 
     name = "keydiff"
     by = "difference"
+    compares_keys = True
 
     def prompt_scores(self, prompts: base.AttendedPrompts, rows: base.PromptRows) -> base.PromptScores:
         return base.PromptScores(_difference(prompts.stored_keys, None))

@@ -12,7 +12,7 @@ class KnormPolicy(base.RankedPolicy):
     """The score of a token is one over the norm of its key: queries look most at short keys."""
 
     name = "knorm"
-    scores_keys = True
+    scores_keys = compares_keys = True
 
     def prompt_scores(self, prompts: base.AttendedPrompts, rows: base.PromptRows) -> base.PromptScores:
         return base.PromptScores(_shortness(prompts.stored_keys))

@@ -23,6 +23,7 @@ class RKVPolicy(LookingBack):
 
     name = "rkv"
     looks_back = 8
+    compares_keys = True
 
     def score(self, look: Look) -> Tensor:
         important = neighbours(look.attention(candidates=True, group="before"), look.chosen, _POOL, largest=True)

@@ -199,7 +199,7 @@ def attention(
         own = [choice.keys.unsqueeze(1)] if choice is not None and choice.layer == layer else []
         kept = torch.cat([k, v, *own], -1)
         # The numbers that follow the latents in a value are left out of the result.
-        asked = _wide(absorbed.query(query), kept.shape[-1])
+        asked = wide(absorbed.query(query), kept.shape[-1])
         call = Call(layer, asked, kept, kept, scale, window, sinks, softcap, chunked, joint=True, choice=choice)
         mixed = run.attend(call)
         return absorbed.value(mixed).unsqueeze(0), None
@@ -207,12 +207,13 @@ def attention(
         raise NotUnderstood(f"{kind} chooses what it attends to, and keeps no latents")
     # Caches have keys and values of one size: the smaller ones end with zeros, which add nothing.
     dim = max(key.shape[-1], value.shape[-1])
-    q, k, v = (_wide(each[0].transpose(0, 1), dim) for each in (query, key, value))
+    q, k, v = (wide(each[0].transpose(0, 1), dim) for each in (query, key, value))
     mixed = run.attend(Call(layer, q, k, v, scale, window, sinks, softcap, chunked, reads=reads))
     return mixed[..., : value.shape[-1]].unsqueeze(0), None
 
 
-def _wide(x: Tensor, dim: int) -> Tensor:
+def wide(x: Tensor, dim: int) -> Tensor:
+    """x (..., d), with zeros behind its numbers so that they are `dim`."""
     return x if x.shape[-1] == dim else nn.functional.pad(x, (0, dim - x.shape[-1]))
 
 

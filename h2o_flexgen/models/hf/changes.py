@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from transformers.integrations import moe
 
 from h2o_flexgen.kernels import linear
-from h2o_flexgen.models.hf.attention import NAME, Call, NotUnderstood, attention, current
+from h2o_flexgen.models.hf.attention import NAME, Call, NotUnderstood, attention, current, wide
 from h2o_flexgen.models.hf.experts import ExpertPart, Routing, tell_form
 
 
@@ -336,12 +336,12 @@ def _attend(
     q, k, v = (each[0] for each in qkv)
     dim = v.shape[-1]
     if biases is not None:
-        pad = -(dim + biases.held.shape[1]) % _MULTIPLE
-        q, k = (
-            nn.functional.pad(torch.cat([x, more.to(x).expand(*x.shape[:2], -1)], -1), (0, pad))
-            for x, more in ((q, biases.asked.unsqueeze(0)), (k, biases.held.unsqueeze(1)))
-        )
-        v = nn.functional.pad(v, (0, k.shape[-1] - dim))
+        width = dim + biases.held.shape[1]
+        width += -width % _MULTIPLE
+        asked, held = biases.asked.to(q).unsqueeze(0), biases.held.to(k).unsqueeze(1)
+        q = wide(torch.cat([q, asked.expand(*q.shape[:2], -1)], -1), width)
+        k = wide(torch.cat([k, held.expand(*k.shape[:2], -1)], -1), width)
+        v = wide(v, width)
     mixed = current().attend(Call(layer, q, k, v, scale, window, by_distance=biases is not None))
     return mixed[..., :dim].flatten(1).unsqueeze(0)
 
