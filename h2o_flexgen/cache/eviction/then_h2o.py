@@ -29,10 +29,6 @@ class ThenH2O(base.RankedPolicy):
     def raw_queries(self) -> bool:  # type: ignore[override]
         return self._first.raw_queries
 
-    @property
-    def compares_keys(self) -> bool:  # type: ignore[override]
-        return self._first.compares_keys
-
     def queries(self, length: int, budget: Budget) -> int:
         return self._first.queries(length, _narrow(budget))
 
