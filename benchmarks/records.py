@@ -54,18 +54,16 @@ def _word(word: str) -> str:
     return shown(path) if path.is_relative_to(ROOT) else f".../{path.name}"
 
 
-def run_json(command: Sequence[str], loud: bool = False) -> Record:
+def run_json(command: Sequence[str]) -> Record:
     """Runs a command in the root of the sources and gives the JSON object on the last line of its stdout, with `facts`.
 
-    Its own keys go before those of `facts`. `loud` shows its stderr; where it fails, RunFailed has the end of one that
-    was not shown.
+    Its own keys go before those of `facts`. Where it fails, RunFailed has the end of its stderr.
     """
-    known, done = facts(command), run_command(command, loud=loud, cwd=ROOT)
+    known, done = facts(command), run_command(command, cwd=ROOT)
     try:
         result: Record = done.json()
     except RunFailed as failure:
-        errors = "" if loud else failure.errors[-2000:]
-        raise RunFailed(f"{failure} ({known['command']})", failure.out_of_memory, errors) from None
+        raise RunFailed(f"{failure} ({known['command']})", failure.out_of_memory, failure.errors[-2000:]) from None
     return {**known, **result, "host": {**known["host"], **result.get("host", {})}}
 
 

@@ -190,7 +190,9 @@ def markdown(summary: dict[str, Any], explain: bool = True) -> str:
         if why := system["disturbed"]:
             notes.append(f"{why['runs']} of {system['repetitions']} runs of {name}, at worst: {why['worst']}.")
     if explain:
-        notes += [f"{name}: {_says(summary, name)}." for name in rows]
+        for name in rows:
+            versions = ", ".join(f"{key} {value}" for key, value in summary["systems"][name]["versions"].items())
+            notes.append(f"{name}: {SYSTEMS.get(name).says} ({versions}).")
         notes += [f"{name} tried {_attempts(tried)}." for name, tried in summary["tried"].items()]
         notes.append(f"Medians of n runs. {summary['measured']} {_about_text(summary)}")
         if summary["cap"]["why_not"]:
@@ -318,11 +320,6 @@ def _about_text(summary: dict[str, Any]) -> str:
         f"Same text: sequences whose greedy tokens are all those of {reference}; a system that keeps part of the KV "
         "cache may well have others."
     )
-
-
-def _says(summary: dict[str, Any], name: str) -> str:
-    versions = ", ".join(f"{key} {value}" for key, value in summary["systems"][name]["versions"].items())
-    return f"{SYSTEMS.get(name).says} ({versions})"
 
 
 def _why(summary: dict[str, Any], name: str) -> str:

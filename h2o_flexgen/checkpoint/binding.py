@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -101,7 +102,7 @@ class Binding:
         self._quantization = quantization
         unread = (_OF_CACHES,) if quantization is not None and quantization.cached else ()
         self._ignored = [re.compile(pattern) for pattern in (*ignored, *unread)]
-        self._tied_heads = {name: Stored(name) for name in _TIED_HEADS if spec.arch.tied_head}
+        self._tied_heads = _TIED_HEADS if spec.arch.tied_head else ()
         self._vocab_shape = (spec.vocab_size, spec.embed_dim)
         self._layers, self._predicting = self._wanted.layers, spec.arch.predicting
         self.problems = problems
@@ -146,7 +147,7 @@ class Binding:
                 self._give(stored, partial(tensor_in, entry) if fine else None)
             elif stored in self._tied_heads:
                 if self._check_tensor(stored, self._vocab_shape, entry):
-                    self.tied_copy = (stored, tensor_in(entry, self._tied_heads[stored], self._vocab_shape))
+                    self.tied_copy = (stored, entry)
             elif math.prod(entry.shape):  # transformers writes shared experts of no numbers where there are none
                 self.problems.add(f"tensor {stored!r} of {holders[0]} is not part of this model")
         self._settle_tied()
@@ -330,15 +331,17 @@ class Binding:
                 self.problems.add(f"tensor {stored!r} ({listed(names)}) is missing", download=True)
 
 
-def bind_files(root: str, shards: Shards, binding: Binding, files: list[CheckpointFile]) -> dict[str, FoundTensor]:
-    """Where the model's tensors are, by canonical name, as the tables of all shards in the folder `root` say; opened
-    files are appended to `files`, and what is wrong goes into the problems of `binding`."""
-    tables, problems = {}, binding.problems
+def bind_files(
+    root: str, shards: Shards, binding: Binding, opened: ExitStack
+) -> tuple[dict[str, FoundTensor], list[CheckpointFile]]:
+    """Where the model's tensors are, by canonical name, as the tables of all shards in the folder `root` say, and the
+    files, which are left to `opened`. All that is wrong goes into the problems of `binding`."""
+    tables, files, problems = {}, list[CheckpointFile](), binding.problems
     for name in shards.files:
         if name not in shards.present:
             continue
         try:
-            file = CheckpointFile(os.path.join(root, name))
+            file = opened.enter_context(CheckpointFile(os.path.join(root, name)))
         except OSError as error:
             problems.add(f"{name} cannot be opened: {error.strerror}", download=True)
             continue
@@ -351,7 +354,7 @@ def bind_files(root: str, shards: Shards, binding: Binding, files: list[Checkpoi
                 tables[name] = bin_table(file, problems, binding.least_bytes(shards, name))
         except Fault as fault:
             problems.add(fault.of(name), download=fault.download)
-    return binding.bind(shards, tables)
+    return binding.bind(shards, tables), files
 
 
 def _rows_of(

@@ -3,12 +3,12 @@ takes seconds, for all that its tables show."""
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from h2o_flexgen.checkpoint.binding import Binding, bind_files
-from h2o_flexgen.checkpoint.files import CheckpointFile, Problems
+from h2o_flexgen.checkpoint.files import Problems
 from h2o_flexgen.checkpoint.hub import ResolvedModel
 from h2o_flexgen.checkpoint.shards import find_shards
 from h2o_flexgen.config.model.spec import ModelSpec
@@ -37,13 +37,9 @@ def check_model(found: ResolvedModel, impl: str, weights: bool) -> None:
     elif shards.kind == "safetensors" and not by_modules(found.config, found.name, impl):
         spec, quantization = found.spec("native"), read_quantization(found.config, found.name)
         binding = Binding(spec, checkpoint_names(spec), ignored_names(spec), problems, quantization)
-        files: list[CheckpointFile] = []
-        try:
-            bind_files(root, shards, binding, files)
+        with ExitStack() as opened:
+            bind_files(root, shards, binding, opened)
             problems.raise_any(root)
-        finally:
-            for file in files:
-                file.close()
 
 
 def open_stored(found: ResolvedModel, spec: ModelSpec) -> WeightSource:
@@ -67,5 +63,5 @@ def stored_spec(found: ResolvedModel, impl: str = "auto") -> ModelSpec:
         return spec
     if found.folder is None:
         return replace(spec, packings=tuple(packings_of_config(found.config, spec).items()))
-    with closing(open_stored(found, spec)) as source:
+    with open_stored(found, spec) as source:
         return replace(spec, packings=tuple(sorted(source.packings.items())))

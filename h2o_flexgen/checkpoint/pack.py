@@ -15,7 +15,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -255,7 +254,7 @@ def _write(
     """A new file with what `filled` gives for each of `layouts`, on the disk when this returns; their checksums."""
     fd = os.open(path, _CREATE, 0o600)
     digests, done = [], 0
-    with closing(DirectFile(str(path), fd, writable=True, ours=True)) as file:
+    with DirectFile(str(path), fd, writable=True, ours=True) as file:
         for layout in layouts:
             data = filled(layout)
             digests.append(checksum((data,)))

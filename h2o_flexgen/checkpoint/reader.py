@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -62,28 +62,20 @@ def open_checkpoint(
     """
     root = os.fspath(folder)
     problems = Problems()
-    files: list[CheckpointFile] = []
-    try:
+    with ExitStack() as opened:
         shards = find_shards(root, problems)
         binding = Binding(spec, names, ignored, problems, quantization)
-        tensors = {} if shards is None else bind_files(root, shards, binding, files)
+        tensors, files = ({}, []) if shards is None else bind_files(root, shards, binding, opened)
         problems.raise_any(root)
-        source = CheckpointSource(tensors, files, quantization.method if quantization else None)
-        try:
-            if binding.tied_copy is not None and not source.equals("embed.tokens", binding.tied_copy[1]):
-                raise OwnHeadError(
-                    f"{binding.tied_copy[0]} in {root} is not the token embedding, to which config.json ties it",
-                    "needed a config.json that says what the checkpoint is",
-                    "if the model has a head of its own, set tie_word_embeddings to false in config.json",
-                )
-        except BaseException:
-            source.close()
-            raise
-        return source
-    except BaseException:
-        for file in files:
-            file.close()
-        raise
+        source = opened.enter_context(CheckpointSource(tensors, files, quantization.method if quantization else None))
+        if binding.tied_copy is not None and not source.equals("embed.tokens", binding.tied_copy[1]):
+            raise OwnHeadError(
+                f"{binding.tied_copy[0]} in {root} is not the token embedding, to which config.json ties it",
+                "needed a config.json that says what the checkpoint is",
+                "if the model has a head of its own, set tie_word_embeddings to false in config.json",
+            )
+        opened.pop_all()
+    return source
 
 
 class FileSource(WeightSource):

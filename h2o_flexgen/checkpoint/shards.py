@@ -12,7 +12,6 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -152,7 +151,7 @@ def _read_index(folder: str, name: str, ending: str, problems: Problems) -> dict
     except OSError as error:
         problems.add(f"{name} cannot be read: {error.strerror}", download=True)
         return None
-    with closing(file):
+    with file:
         text = file.head(_MAX_INDEX)
     try:
         index = strict_json(text.removeprefix(codecs.BOM_UTF8))

@@ -57,19 +57,16 @@ def keep_far_places(spec: ModelSpec, found: FarPlaces) -> Path:
     return path
 
 
-def _name(spec: ModelSpec) -> str:
-    return (PurePath(spec.name).name or spec.name).lower().replace(" ", "-").replace("_", "-")
-
-
 def _kept_file(spec: ModelSpec) -> Path:
+    name = (PurePath(spec.name).name or spec.name).lower().replace(" ", "-").replace("_", "-")
     shape = (
         spec.num_layers,
         spec.hidden_size,
         spec.vocab_size,
         [tuple(spec.heads_of(i)) for i in range(spec.num_layers)],
     )
-    digest = hashlib.sha256(repr((_name(spec), shape)).encode()).hexdigest()
-    return cached("far", f"{re.sub('[^a-z0-9.-]', '-', _name(spec))[:64]}-{digest[:12]}.json")
+    digest = hashlib.sha256(repr((name, shape)).encode()).hexdigest()
+    return cached("far", f"{re.sub('[^a-z0-9.-]', '-', name)[:64]}-{digest[:12]}.json")
 
 
 def fault_of(spec: ModelSpec, place: Place) -> str | None:

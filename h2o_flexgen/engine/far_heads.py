@@ -71,13 +71,9 @@ class RepeatsPolicy(base.RankedPolicy):
 def _watched(period: int) -> Iterator[dict[int, list[Tensor]]]:
     """Within it the policy _REPEATS exists, and adds to this."""
     found: dict[int, list[Tensor]] = {}
-
-    class Watching(RepeatsPolicy):
-        def __init__(self, seed: int = 0) -> None:
-            super().__init__(period, found)
-
     split = Split(lambda share: 0, takes_recent=False, queries="all")
-    with _LENT, SPLITS.lent(_REPEATS, split), EVICTION_POLICIES.lent(_REPEATS, Watching):
+    policy = EVICTION_POLICIES.lent(_REPEATS, lambda seed: RepeatsPolicy(period, found))
+    with _LENT, SPLITS.lent(_REPEATS, split), policy:
         yield found
 
 

@@ -102,10 +102,6 @@ class Summary:
         return {**vars(self), "seconds": round(self.seconds, 3), "gen_throughput": rate}
 
 
-def unheard(summary: Summary) -> None:
-    """Who is not interested in how far a job is."""
-
-
 @dataclass
 class Job:
     """Runs what `results` has not yet of `source`. `requests`: how many there are in all.
@@ -119,7 +115,7 @@ class Job:
     results: JobResults | GivenRequests
     requests: int
     window_rows: int = WINDOW_ROWS
-    told: Callable[[Summary], None] = unheard
+    told: Callable[[Summary], None] = lambda summary: None
     """Called after each request."""
     forecast: Forecast | None = None
     """Hears of all that is read and finished."""

@@ -13,7 +13,7 @@ from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.jobs.forecast import OF_SAMPLE, Forecast, Pace, Percentiles, ToCome, seconds_text
-from h2o_flexgen.jobs.job import GivenRequests, Job, Summary, bounded, opened, under_way, unheard
+from h2o_flexgen.jobs.job import GivenRequests, Job, Summary, bounded, opened, under_way
 from h2o_flexgen.jobs.requests import Refused, RequestFormat
 from h2o_flexgen.jobs.source import Record, Source
 from h2o_flexgen.planning.llm import LLM
@@ -83,7 +83,7 @@ def expected(
     state: bytearray,
     at_risk: float | None,
     sample: int,
-    told: Callable[[Summary], None] = unheard,
+    told: Callable[[Summary], None] = lambda summary: None,
 ) -> Outlook:
     """The outlook of a job before it goes on, empty without a sample. `state` has the finished requests."""
     left = requests - (len(state) - state.count(0))
@@ -109,7 +109,7 @@ def outlook(
     requests: int,
     at_risk: float | None,
     sample: int,
-    told: Callable[[Summary], None] = unheard,
+    told: Callable[[Summary], None] = lambda summary: None,
 ) -> Outlook:
     """Reads all requests, has `sample` of them answered, and says what the job takes. `llm` is as the job has it;
     `told`: called after each request of the sample."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from h2o_flexgen.config.model.tensors import PAGE, page_ceil, page_floor
 from h2o_flexgen.errors import ModelError, StorageError, storage_error
+from h2o_flexgen.folders import Closing
 from h2o_flexgen.units import format_bytes
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def host_view(tensor: torch.Tensor) -> HostView:
     return HostView(flat.numpy().data, flat.data_ptr())
 
 
-class DirectFile:
+class DirectFile(Closing):
     """One open file. Owns its descriptor. Reads and writes carry their offset and may come from several threads.
 
     `direct` says whether the page cache is bypassed; it turns False for good where the file system refuses O_DIRECT,

@@ -102,8 +102,8 @@ def _ernie(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     size, layers = read.whole("moe_intermediate_size", 1536), range(spec.num_layers)
     # Both bounds are layers; -1 stands for the last.
     first, step = read.count("moe_layer_start_index", 1), read.whole("moe_layer_interval", 1)
-    ends = {**dict.fromkeys(("moe_layer_end_index",), -1), **read.values()}["moe_layer_end_index"]
-    last = spec.num_layers - 1 if ends == -1 else read.count("moe_layer_end_index", 0)
+    ends = read.values().get("moe_layer_end_index", -1)
+    last = spec.num_layers - 1 if ends == -1 else read.count("moe_layer_end_index")
     experts = read_experts(
         read,
         64,

@@ -67,7 +67,8 @@ INTERRUPTED = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from benchmarks.records import repeat, run_json
+from benchmarks.records import repeat
+from h2o_flexgen.baselines.process import run_command
 from h2o_flexgen.baselines.store import RecordFile
 if len(sys.argv) > 3:
     try:
@@ -76,7 +77,7 @@ if len(sys.argv) > 3:
     finally:
         print("tidied", file=sys.stderr, flush=True)
 def measure(point):
-    return {} if point["name"] == "first" else run_json([sys.executable, *sys.argv[:3], "run"], loud=True)
+    return {} if point["name"] == "first" else run_command([sys.executable, *sys.argv[:3], "run"], loud=True).json()
 repeat(RecordFile.open(Path(sys.argv[2])), [{"name": "first"}, {"name": "second"}], 1, measure, "name")
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 
 from h2o_flexgen.cache.eviction.base import ArrivalPolicy, EvictionPolicy, RankedPolicy
@@ -10,7 +11,7 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.splits import base_of
 from h2o_flexgen.registry import Registry
 
-EVICTION_POLICIES: Registry[type[EvictionPolicy]] = Registry("eviction policy")
+EVICTION_POLICIES: Registry[Callable[..., EvictionPolicy]] = Registry("eviction policy")
 for _name in (
     *("full", "h2o", "streaming", "local", "heavy", "random", "tova", "snapkv", "pyramidkv", "keydiff", "knorm"),
     *("expected_attention", "nacl", "kvzip", "defensivekv", "roco", "scissorhands", "rkv", "vase", "snapkv_decode"),

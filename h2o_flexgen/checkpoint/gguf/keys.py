@@ -6,7 +6,6 @@ Keys are those of ggml's docs/gguf.md and of llama.cpp's converter.
 from __future__ import annotations
 
 import math
-from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -122,7 +121,7 @@ def factors_of(header: GgufHeader, name: str) -> list[float] | None:
     if tensor.kind != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > _MOST_FACTORS:
         raise ModelError(f"{header.path}: {name} is {tensor.kind} of shape {tensor.shape}", "needed a list in F32")
     part = header.parts[tensor.part]
-    with closing(CheckpointFile(part.path)) as file:
+    with CheckpointFile(part.path) as file:
         factors = np.frombuffer(file.head(tensor.nbytes, tensor.offset), "<f4").astype(float)
     if len(factors) != tensor.shape[0] or not np.isfinite(factors).all() or (factors <= 0).any():
         raise ModelError(f"{header.path}: {name} has numbers that are not above 0", change="download it again")

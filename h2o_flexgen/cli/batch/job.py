@@ -291,11 +291,10 @@ def request_format(
             model.dummy,
             "max_new_tokens" not in arguments.typed,
         )
-    eos = model.spec.eos_token_ids
     return OpenAIFormat(
         header.get("job", {}).get("model", typed),
         model.codec,
-        (eos,) if isinstance(eos, int) else tuple(eos),
+        model.spec.eos_token_ids,
         seed,
         arguments.typed,
         header.get("created", 0),

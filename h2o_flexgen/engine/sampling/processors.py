@@ -21,8 +21,8 @@ from h2o_flexgen.engine.requests.sequence import Hooks, Processor, Sequence
 from h2o_flexgen.kernels.layers import largest
 
 NOTHING = float("-inf")
-_TOP_K = "TopKLogitsWarper"
 """The score of a token that cannot be chosen."""
+_TOP_K = "TopKLogitsWarper"
 _CHUNK = 1 << 20  # scores of rows that are processed together: sorting them takes some 25 bytes each
 
 

@@ -299,10 +299,5 @@ def ceiling() -> Iterator[Foresight]:
     """Within it an eviction policy named CEILING exists, with the foresight that this gives."""
     foresight = Foresight()
     split = Split(lambda share: 0, takes_recent=False, queries="last")
-
-    class Foreseeing(CeilingPolicy):
-        def __init__(self, seed: int = 0) -> None:
-            super().__init__(foresight)
-
-    with SPLITS.lent(CEILING, split), EVICTION_POLICIES.lent(CEILING, Foreseeing):
+    with SPLITS.lent(CEILING, split), EVICTION_POLICIES.lent(CEILING, lambda seed: CeilingPolicy(foresight)):
         yield foresight

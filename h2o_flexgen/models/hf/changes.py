@@ -56,6 +56,16 @@ def _forward(by: Callable[..., Any]) -> Callable[[Any], None]:
     return lambda module: setattr(module, "forward", partial(by, module))
 
 
+def _given(**always: Any) -> Callable[[Any], None]:
+    """A change of nothing but some of what its own forward is given."""
+
+    def change(module: Any) -> None:
+        forward = module.forward
+        module.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, **always})
+
+    return change
+
+
 def _llama4_experts(module: Any) -> None:
     module.has_gate, module.is_transposed, module.is_concatenated, module.has_bias = True, True, True, False
     module._apply_gate = partial(moe._default_apply_gate, module)
@@ -122,13 +132,11 @@ def _attention_of_pairs(
 def _dbrx_experts(module: Any) -> None:
     """Experts are rows of matrices; in all three a row, not a column, is one of the numbers between projections."""
     ffn, hidden = module.ffn_hidden_size, module.hidden_size
-    wide = [ExpertPart(f"{name}.weight", f"mlp.{key}", (ffn, hidden), 0, ffn) for name, key in _DBRX]
+    keys = (("up", "v1"), ("gate", "w1"))
+    wide = [ExpertPart(f"{name}.weight", f"mlp.{key}", (ffn, hidden), 0, ffn) for name, key in keys]
     down = ExpertPart("down.weight", "mlp.w2", (hidden, ffn), 0, ffn, transposed=True)
     tell_form(module, module.mlp.activation_fn, module.num_experts, (ffn, hidden), [*wide, down])
     module.forward = partial(_dbrx_forward, module)
-
-
-_DBRX = (("up", "v1"), ("gate", "w1"))
 
 
 def _dbrx_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -225,12 +233,6 @@ def _turned(x: Tensor, first: int, second: int) -> Tensor:
     return x.reshape(len(x), first, second, -1).transpose(1, 2).reshape(x.shape)
 
 
-def _without_states(module: Any) -> None:
-    """All tokens go through it anew in each step; a lone one would go on with the states of another sequence."""
-    forward = module.forward
-    module.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "use_cache": False})
-
-
 NOBODY = -1
 """Chosen instead of LongCat-Flash's experts without weights (arXiv 2509.01322), which give back what they are given."""
 
@@ -291,7 +293,8 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "LongcatFlashExperts": _longcat_experts,
     "LongcatFlashTopkRouter": _longcat_router,
     "PhimoeRotaryEmbedding": _phimoe_angles,
-    "RecurrentGemmaRecurrentBlock": _without_states,
+    # all tokens go through it anew in each step; a lone one would go on with the states of another sequence
+    "RecurrentGemmaRecurrentBlock": _given(use_cache=False),
 }
 """By the names of modules, what is done to them."""
 
@@ -410,17 +413,6 @@ def _xglm(module: Any, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
     return module.out_proj(_attend(module.layer_idx, _apart(module, hidden_states), module.scaling)), None
 
 
-def _without_biases(module: Any) -> None:
-    """Falcon's masks have ALiBi's biases in them."""
-    module.use_alibi = False
-
-
-def _without_mask(module: Any) -> None:
-    """MPT changes its mask's dtype, so that there must be one."""
-    forward = module.forward
-    module.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "attention_mask": torch.zeros(1, 1, 1, 1)})
-
-
 def _attention(by: Callable[..., Any]) -> Callable[[Any], None]:
     """A change of the forward, without a mask of the whole context where a module keeps one."""
 
@@ -434,10 +426,10 @@ def _attention(by: Callable[..., Any]) -> Callable[[Any], None]:
 OWN: dict[str, Callable[[Any], None]] = {
     "BloomAttention": _attention(_bloom),
     "FalconAttention": _attention(_falcon),
-    "FalconModel": _without_biases,
+    "FalconModel": lambda module: setattr(module, "use_alibi", False),  # its masks have ALiBi's biases in them
     "GPTNeoSelfAttention": _attention(_gpt_neo),
     "MptAttention": _attention(_mpt),
-    "MptModel": _without_mask,
+    "MptModel": _given(attention_mask=torch.zeros(1, 1, 1, 1)),  # it changes its mask's dtype: there must be one
     "XGLMAttention": _attention(_xglm),
 }
 """By the names of modules, what is done to them where attention is ours."""
