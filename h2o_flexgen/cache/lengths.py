@@ -57,12 +57,11 @@ class _Milestones(NamedTuple):
 
 @dataclass(eq=False)
 class _SharedMetadata:
-    """Metadata that the caches of the same rows share in all layers with one window: results of `CacheLengths.once` by
-    name, the last ones of `at_step` with their steps, and the last change of rows by its key."""
+    """Metadata that the caches of the same rows share in all layers with one window: the last results of
+    `CacheLengths.at_step` by name, with their steps, and the last change of rows by its key."""
 
     milestones: _Milestones | None = None
-    once: dict[str, Any] = field(default_factory=dict)
-    at_step: dict[str, tuple[int, Any]] = field(default_factory=dict)
+    made: dict[str, tuple[int, Any]] = field(default_factory=dict)
     joined: tuple[list[Any], CacheLengths] | None = None
 
 
@@ -240,18 +239,15 @@ class CacheLengths:
 
     def once(self, name: str, make: Callable[[], _Made]) -> _Made:
         """The result of `make` for these lengths as they are before the first step; once for all layers."""
-        made = self._shared.once
-        if name not in made:
-            made[name] = make()
-        return cast(_Made, made[name])
+        return self.at_step(name, make, 0)
 
     def at_step(self, name: str, make: Callable[[], _Made], step: int | None = None) -> _Made:
         """The result of `make` for these lengths as they are now; once for all layers. `step`: an earlier one, since
         which it has not changed."""
         now = self.step if step is None else step
-        known = self._shared.at_step.get(name)
+        known = self._shared.made.get(name)
         if known is None or known[0] != now:
-            known = self._shared.at_step[name] = now, make()
+            known = self._shared.made[name] = now, make()
         return cast(_Made, known[1])
 
     @property

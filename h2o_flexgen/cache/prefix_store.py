@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -157,6 +157,10 @@ class StoredPrefix:
     name: FileName
     layers: tuple[LayerPrefix, ...]
 
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
     def layer(self, number: int, past: int, device: torch.device) -> LayerPrefix:
         """Its tokens from the prompt's token `past` on, in one layer."""
         first = past - self.name.start
@@ -221,7 +225,6 @@ class PrefixStore:
         self._ends = Counter[int]()
         self._starts: dict[str, FileName] = {}
         self._entries: dict[FileName, StoredPrefix] = {}
-        self._sizes: dict[FileName, int] = {}
         self._files: dict[FileName, int] = {}
         self._pinned: dict[object, set[FileName]] = {}
         self._pending: dict[FileName, int] = {}
@@ -318,11 +321,10 @@ class PrefixStore:
     # In memory
 
     def _hold(self, entry: StoredPrefix, category: Category) -> bool:
-        nbytes = sum(layer.nbytes for layer in entry.layers)
-        if not self._clear(nbytes):
+        if not self._clear(entry.nbytes):
             return False
-        self._entries[entry.name], self._sizes[entry.name] = entry, nbytes
-        self.bytes_held += nbytes
+        self._entries[entry.name] = entry
+        self.bytes_held += entry.nbytes
         self.held.touch(entry.name, category, entry.name.start, self._now)
         return True
 
@@ -330,7 +332,7 @@ class PrefixStore:
         """Evicts until so many bytes fit beside what is held and begun; False, and nothing goes, where they cannot."""
         spared = {name for names in self._pinned.values() for name in names}
         taken = sum(self._pending.values())
-        if taken + sum(self._sizes[name] for name in spared if name in self._sizes) + nbytes > self.memory:
+        if taken + sum(self._entries[name].nbytes for name in spared & self._entries.keys()) + nbytes > self.memory:
             return False
         while self.bytes_held + taken + nbytes > self.memory:
             name = self.held.victim(self._now, spared)
@@ -339,8 +341,7 @@ class PrefixStore:
         return True
 
     def _drop(self, name: FileName) -> None:
-        del self._entries[name]
-        self.bytes_held -= self._sizes.pop(name)
+        self.bytes_held -= self._entries.pop(name).nbytes
         self.held.forget(name)
         self.counts.evicted += 1
         self._forget(name)
@@ -391,8 +392,7 @@ class PrefixStore:
         return entry
 
     def _write(self, entry: StoredPrefix, category: Category) -> bool:
-        nbytes = sum(layer.nbytes for layer in entry.layers)
-        if self.folder is None or not self._make_room(nbytes):
+        if self.folder is None or not self._make_room(entry.nbytes):
             return False
         try:
             write_prefix(self.folder, entry.name, self.identity, entry.layers)

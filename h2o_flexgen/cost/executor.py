@@ -101,11 +101,9 @@ class SimulatedClock:
         """The computing thread takes something over `link` itself, and what is queued there stands still meanwhile."""
         start, held = self.now, self._link(link)
         self._held, self._running = held, None
-        held.moved += seconds
-        while seconds > _DONE:
-            seconds -= self._pass(seconds)
+        self.compute(None, seconds)
         self._held, self._running = None, None
-        self._computed += self.now - start
+        held.moved += seconds
         held.busy += self.now - start
         self.note(task, start, link)
 

@@ -19,7 +19,7 @@ MAX_DIM, MAX_PACKED_DIM = 640, 256
 """Numbers per head, and where they are packed; DeepSeek's latents are 576."""
 
 
-_Step, _Ranks = structure("attend.c", "Step"), structure("attend.c", "Ranks")
+_Step, _Ranks = structure("attend.h", "Step"), structure("attend.c", "Ranks")
 
 
 def available(dtype: torch.dtype, dim: int, device: torch.device, packed: bool = False) -> bool:

@@ -80,18 +80,15 @@ class PackedWeight:
         """Its numbers, (outs, ins) in `dtype`, its own where that is None: computed in float32, rounded once."""
         return self._sorted(self.in_order(dtype or self.dtype))
 
-    def in_order(self, dtype: torch.dtype) -> Tensor:
-        """`expanded` with the inputs in the order of the codes."""
-        return self._expanded(None, dtype)
-
     def look_up(self, rows: Tensor) -> Tensor:
         """Rows (T,) of it, (T, ins) in its dtype."""
-        return self._sorted(self._expanded(rows, self.dtype))
+        return self._sorted(self.in_order(self.dtype, rows))
 
     def _sorted(self, values: Tensor) -> Tensor:
         return values if self.order is None else torch.empty_like(values).index_copy_(1, self.order, values)
 
-    def _expanded(self, rows: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def in_order(self, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
+        """Some rows, None: all, in `dtype`, with the inputs in the order of the codes."""
         if self.place is None or dtype not in (torch.bfloat16, torch.float32):
             parts = {name: part if rows is None else part[rows] for name, part in self.parts.items() if name != "order"}
             return expand(self.packing, parts, self.shape[1], dtype)
@@ -99,8 +96,8 @@ class PackedWeight:
         count = self.shape[0] if chosen is None else chosen.numel()
         out = torch.empty(count, self.shape[1], dtype=dtype)
         where = None if chosen is None else chosen.data_ptr()
-        kind = 0, count, dtype is torch.float32, torch.get_num_threads()
-        if count and function("expand", "PPPllii", "i")(ctypes.byref(self.place), where, out.data_ptr(), *kind):
+        kind = count, dtype is torch.float32, torch.get_num_threads()
+        if count and function("expand", "PPPlii", "i")(ctypes.byref(self.place), where, out.data_ptr(), *kind):
             raise MemoryError(f"no memory to expand weights of {self.shape[1]} inputs")
         return out
 

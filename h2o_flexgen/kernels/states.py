@@ -124,7 +124,7 @@ def _run(
     if not out.numel():
         return out
     task = _States(rows, tokens, heads, key_heads, key_dim, value_dim, v.dtype is torch.bfloat16, delta, normed)
-    task.by_channel, task.value_first, task.threads = decay.ndim == 4, not delta, torch.get_num_threads()
+    task.by_channel, task.threads = decay.ndim == 4, torch.get_num_threads()
     task.q_row, task.q_token, task.q_head = q.stride()[:3]
     task.k_row, task.k_token, task.k_head = k.stride()[:3]
     task.v_row, task.v_token, task.v_head = v.stride()[:3]

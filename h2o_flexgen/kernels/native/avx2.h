@@ -276,8 +276,6 @@ INLINE i512 v_lanes(i512 x, i512 y, const int how) { /* two lanes of x, then two
 #define _mm512_shuffle_f32x4(x, y, how) v_as_f(v_lanes(v_as_i(x), v_as_i(y), how))
 INLINE f512 joined(__m256 x, __m256 y) { return F2(x, y); }
 INLINE i512 joined_i(__m256i x, __m256i y) { return I2(x, y); }
-INLINE f512 first_half(f512 x) { return F2(x.a, _mm256_setzero_ps()); }
-INLINE f512 second_half(f512 x) { return F2(_mm256_setzero_ps(), x.b); }
 INLINE __m256 halved(f512 x) { return _mm256_add_ps(x.a, x.b); }
 INLINE f512 spread_four(const float *four, i512 which) {
     const __m256 twice = _mm256_broadcast_ps((const __m128 *)four);

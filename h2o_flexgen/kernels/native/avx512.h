@@ -11,8 +11,6 @@ enum { REGISTERS = 32 };
 
 INLINE __m512i joined_i(__m256i x, __m256i y) { return _mm512_inserti64x4(_mm512_castsi256_si512(x), y, 1); }
 INLINE __m512 joined(__m256 x, __m256 y) { return _mm512_insertf32x8(_mm512_castps256_ps512(x), y, 1); }
-INLINE __m512 first_half(__m512 x) { return _mm512_maskz_mov_ps(0x00FF, x); }
-INLINE __m512 second_half(__m512 x) { return _mm512_maskz_mov_ps(0xFF00, x); }
 INLINE __m256 halved(__m512 x) { return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)); }
 INLINE __m512 spread_four(const float *four, __m512i which) {
     return _mm512_permutexvar_ps(which, _mm512_broadcast_f32x4(_mm_loadu_ps(four)));

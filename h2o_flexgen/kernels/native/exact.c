@@ -1,4 +1,4 @@
-/* y = x w^T in float32 for packed weights, whose numbers are those of `expand_row_wide`: the exact mode's products.
+/* y = x w^T in float32 for packed weights, whose numbers are those of `expand_row`: the exact mode's products.
 
    A thread expands some rows of weights at a time and takes all rows of x with them: DEPTH inputs of PART rows of weights,
    which stay in the first cache meanwhile, a tile of both in registers. Each sum has its own lanes, which are added up after
@@ -43,11 +43,7 @@ INLINE void tile(const Exact *e, const float *x, const float *w, int64_t pitch, 
         UNROLL for (int s = 0; s < rows * TILE_OUTS; s++)
             sum[s] = reg_fma(reg_first(x + s / TILE_OUTS * e->p->x_stride + whole, depth - whole),
                              reg_first(w + s % TILE_OUTS * pitch + whole, depth - whole), sum[s]);
-    UNROLL for (int s = 0; s < COUNT; s += 4) {
-        __m256 halves[4];
-        UNROLL for (int i = 0; i < 4; i++) halves[i] = reg_halved(sum[s + i]);
-        _mm_storeu_ps(folded + s, sums_of_four(halves));
-    }
+    fold(sum, folded, COUNT);
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int o = 0; o < TILE_OUTS; o++) sums[r * 2 * OUTS + o] += folded[r * TILE_OUTS + o];
 }
@@ -63,10 +59,8 @@ static void some_outs(void *task, int64_t out, int64_t end, void *memory) {
     const int64_t pitch = pitch_of(e);
     float *sums = memory, *room = sums + sums_of(e), *scales = room + e->some * pitch;
     for (long o = 0; o < up(outs, TILE_OUTS); o++)
-        if (o < outs)
-            expand_row_wide(e->p->packed, out + o, room + o * pitch, scales, scales + units_room(e->p->ins));
-        else
-            memset(room + o * pitch, 0, (size_t)e->p->ins * sizeof(float));
+        if (o < outs) expand_row(e->p->packed, out + o, 1, room + o * pitch, scales);
+        else memset(room + o * pitch, 0, (size_t)e->p->ins * sizeof(float));
     for (long from = 0; from < e->p->rows; from += ROWS) {
         const long rows = least(ROWS, e->p->rows - from);
         memset(sums, 0, (size_t)rows * 2 * OUTS * sizeof *sums);

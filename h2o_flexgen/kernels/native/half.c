@@ -73,14 +73,11 @@ int half_back(const Half *h, const bf16 *x, long x_stride, bf16 *hidden, long st
 
 int half_whole(const Half *h, bf16 *hidden, long stride, long rows, int threads) {
     const int64_t wide = half_width(h);
-    bf16 *room = memory_for(h, rows, wide), *made = room, *gated = room;
+    bf16 *room = memory_for(h, rows, wide);
     if (!room) return 1;
-    made = room + rows * most(h->first.ins, h->last.outs), gated = made;
+    bf16 *made = room + rows * most(h->first.ins, h->last.outs), *gated = made + (h->gate == RELU ? 0 : h->last.ins);
     int failed = half_products(h, hidden, stride, room, made, rows, threads);
-    if (h->gate != RELU) {
-        gated = made + h->last.ins;
-        gate_up(gated, made, rows, h->last.ins, wide, wide, h->gate == TANH_GELU, threads);
-    }
+    if (h->gate != RELU) gate_up(gated, made, rows, h->last.ins, wide, wide, h->gate == TANH_GELU, threads);
     failed |= back(h, gated, wide, hidden, stride, room, rows, threads);
     free(room);
     return failed;

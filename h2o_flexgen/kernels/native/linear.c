@@ -90,14 +90,6 @@ INLINE void step(reg *sums, const Place *at, long i, __mmask32 mask, const int r
 #endif
 }
 
-/* The sum of the numbers of each of so many. */
-INLINE void fold(const reg *sums, float *folded, const int count) {
-    UNROLL for (int s = 0; s < count; s += 4) {
-        const __m256 four[4] = {reg_halved(sums[s]), reg_halved(sums[s + 1]), reg_halved(sums[s + 2]), reg_halved(sums[s + 3])};
-        _mm_storeu_ps(folded + s, sums_of_four(four));
-    }
-}
-
 /* The sums of rows x outs, over all inputs; `lines` are asked for in each step, from at->ahead on. */
 INLINE void tile(const Place *at, const int rows, const int outs, const int lines) {
     reg sums[MAX_SUMS];

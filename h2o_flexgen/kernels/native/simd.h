@@ -8,7 +8,7 @@
                              reg_first (of the first count numbers), reg_set1, reg_fma, reg_halved (8 numbers of the same
                              sum), reg_terms: of pairs of bfloat16 numbers part 0, 1, ..: the first of each pair, REG at a
                              time, then the second ones
-   joined, joined_i          a vector of two halves; first_half, second_half: the other one is 0; halved: their sum
+   joined, joined_i          a vector of two halves; halved: their sum
    spread_four, spread_eight of so many numbers those that each lane asks for
    picked, picked_wide       of 16 values those that 32 codes of 4 bits stand for, bfloat16 or float32, in their order
    dot_bytes_512             sums in 32 bits, by fours, of unsigned bytes that are less than 8-bit codes by BYTE_OFFSET, with
@@ -111,6 +111,14 @@ INLINE void put_number(void *at, int half, int64_t i, int64_t n, __m512 x) {
 INLINE __m128 sums_of_four(const __m256 x[4]) {
     const __m256 halves = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
     return _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
+}
+
+/* The sum of the numbers of each of `count` registers, a multiple of four. */
+INLINE void fold(const reg *sums, float *folded, const int count) {
+    UNROLL for (int s = 0; s < count; s += 4) {
+        const __m256 four[4] = {reg_halved(sums[s]), reg_halved(sums[s + 1]), reg_halved(sums[s + 2]), reg_halved(sums[s + 3])};
+        _mm_storeu_ps(folded + s, sums_of_four(four));
+    }
 }
 
 /* exp of x <= 88 to a relative error below 1e-6, exactly 1 at 0, 0 below -104; NaN stays NaN. */

@@ -147,7 +147,7 @@ static void advance(const States *s, Place p, int64_t pitch, int64_t col, int64_
 static void move(const States *s, float *state, int64_t col, float *room, int back) {
     const int64_t n = s->value_dim, dim = s->key_dim, cols = least(COLS, n - col);
     for (int64_t i = 0; i < dim * COLS && !back && cols < COLS; i++) room[i] = 0;
-    if (s->value_first)
+    if (!s->delta)
         for (int64_t c = 0; c < cols; c++)
             for (int64_t t = 0; t < dim; t++) {
                 float *there = state + (col + c) * dim + t, *here = room + t * COLS + c;

@@ -12,14 +12,14 @@ enum { MOST_KEY = 1024 /* numbers of a key */ };
    and without (Dao and Gu, arXiv 2405.21060), out = query state + skip value, after state += key (beta value). */
 typedef struct {
     int64_t rows, tokens, heads, key_heads, key_dim, value_dim;
-    int64_t bf16, delta, normed, by_channel, value_first, threads;
+    int64_t bf16, delta, normed, by_channel, threads;
     /* numbers from one to the next */
     int64_t q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head;
     const void *q, *k, *v;    /* (rows, tokens, key_heads or heads, key_dim or value_dim), bfloat16 or float32 */
     const float *decay;       /* (rows, tokens, heads) logarithms, with by_channel (rows, tokens, heads, key_dim) */
     const float *beta;        /* (rows, tokens, heads) */
     const float *skip;        /* (heads) or NULL */
-    float *state;             /* (rows, heads, key_dim, value_dim), with value_first (rows, heads, value_dim, key_dim) */
+    float *state;             /* (rows, heads, key_dim, value_dim), without delta (rows, heads, value_dim, key_dim) */
     void *out;                /* (rows, tokens, heads, value_dim), as q, k and v are */
     double scale;             /* of queries; normed: they and keys are divided by their length before */
 } States;

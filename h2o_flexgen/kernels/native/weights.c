@@ -174,9 +174,10 @@ INLINE int64_t expand_32s(const Packed *w, const uint8_t *codes, char *to, const
     return i;
 }
 
-INLINE void expand_in(const Packed *w, int64_t out, void *to, float *scale, float *low, const int wide) {
+INLINE void expand_in(const Packed *w, int64_t out, void *to, float *scale, const int wide) {
     const uint8_t *codes = codes_of(w, out);
     const int64_t unit = unit_of(w);
+    float *low = scale + units_room(w->ins);
     units_and_lows(w, out, scale, low);
     int64_t i = has_nibbles(w) && unit == 32 ? expand_32s(w, codes, to, scale, low, 32, NIBBLES, wide)
                 : has_nibbles(w)             ? expand_32s(w, codes, to, scale, low, 16, NIBBLES, wide)
@@ -189,36 +190,28 @@ INLINE void expand_in(const Packed *w, int64_t out, void *to, float *scale, floa
     }
 }
 
-void expand_row(const Packed *w, int64_t out, bf16 *to, float *scale, float *low) { expand_in(w, out, to, scale, low, 0); }
-void expand_row_wide(const Packed *w, int64_t out, float *to, float *scale, float *low) {
-    expand_in(w, out, to, scale, low, 1);
+void expand_row(const Packed *w, int64_t out, int wide, void *to, float *scales) {
+    if (wide) expand_in(w, out, to, scales, 1);
+    else expand_in(w, out, to, scales, 0);
 }
 
 typedef struct {
     const Packed *w;
     const int64_t *rows;
-    void *to;
-    int64_t first;
+    char *to;
     int wide;
 } Expansion;
 
 static void some_rows(void *task, int64_t first, int64_t last, void *scales) {
     const Expansion *all = task;
-    const int64_t ins = all->w->ins;
-    float *lows = (float *)scales + units_room(ins);
-    for (int64_t i = first; i < last; i++) {
-        const int64_t out = all->rows ? all->rows[i] : all->first + i;
-        if (all->wide)
-            expand_row_wide(all->w, out, (float *)all->to + i * ins, scales, lows);
-        else
-            expand_row(all->w, out, (bf16 *)all->to + i * ins, scales, lows);
-    }
+    for (int64_t i = first; i < last; i++)
+        expand_row(all->w, all->rows ? all->rows[i] : i, all->wide, all->to + i * all->w->ins * (all->wide ? 4 : 2), scales);
 }
 
-/* Rows `rows`, or where that is NULL `count` rows from `first` on: (count, ins) in bfloat16, or `wide` in float32.
-   Returns 0, or 1 where memory is short. */
-int expand(const Packed *w, const int64_t *rows, void *to, long first, long count, int wide, int threads) {
-    Expansion all = {w, rows, to, first, wide};
+/* Rows `rows`, or where that is NULL the first ones: (count, ins) in bfloat16, or `wide` in float32. Returns 0, or 1 where
+   memory is short. */
+int expand(const Packed *w, const int64_t *rows, void *to, long count, int wide, int threads) {
+    Expansion all = {w, rows, to, wide};
     const int64_t room = 2 * units_room(w->ins) * (int64_t)sizeof(float);
     return team_share(some_rows, &all, count, most(1, (1 << 15) / w->ins), room, threads);
 }

@@ -62,15 +62,14 @@ int unit_scales(const Packed *w, int64_t out, float *scale, float *low);
 /* Asks for the scales and lows of rows that are wanted later. */
 void ask_scales(const Packed *w, int64_t out, int64_t count);
 
-/* Row `out` in bfloat16 or float32; `scale` and `low` are room for its units. */
-void expand_row(const Packed *w, int64_t out, bf16 *to, float *scale, float *low);
-void expand_row_wide(const Packed *w, int64_t out, float *to, float *scale, float *low);
+/* Row `out` in bfloat16, or `wide` in float32; `scales` is room for the scales and lows of its units. */
+void expand_row(const Packed *w, int64_t out, int wide, void *to, float *scales);
 
 /* Rows [out, out + count) in bfloat16, `ins` apart: `w` itself, or expanded into `room` (count x ins). */
 static inline const bf16 *bf16_rows(const bf16 *w, const Packed *packed, int64_t ins, int64_t out, int64_t count,
                                     bf16 *room, float *scales) {
     if (!packed) return w + out * ins;
-    for (int64_t i = 0; i < count; i++) expand_row(packed, out + i, room + i * ins, scales, scales + units_room(ins));
+    for (int64_t i = 0; i < count; i++) expand_row(packed, out + i, 0, room + i * ins, scales);
     return room;
 }
 

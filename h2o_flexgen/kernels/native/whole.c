@@ -319,29 +319,24 @@ typedef void Tile(const Whole *, const Panel *, int64_t, int64_t, float *, const
                                               const uint8_t *ahead) { \
         tile(all, panel, row, in, sums, ahead, ROWS, KIND, ASKS); \
     }
-#define NAME(ROWS, KIND, ASKS) tile_##ROWS##_##KIND##_##ASKS
+#define NAME(ROWS, KIND, ASKS) tile_##ROWS##_##KIND##_##ASKS,
 #if BY_FOURS
-#define TALL_TILES(KIND, ASKS) ONE_TILE(5, KIND, ASKS) ONE_TILE(6, KIND, ASKS)
-#define TALL_NAMES(KIND, ASKS) , NAME(5, KIND, ASKS), NAME(6, KIND, ASKS)
+#define HEIGHTS(DO, ...) \
+    DO(1, __VA_ARGS__) DO(2, __VA_ARGS__) DO(3, __VA_ARGS__) DO(4, __VA_ARGS__) DO(5, __VA_ARGS__) DO(6, __VA_ARGS__)
 #else
-#define TALL_TILES(KIND, ASKS)
-#define TALL_NAMES(KIND, ASKS)
+#define HEIGHTS(DO, ...) DO(1, __VA_ARGS__) DO(2, __VA_ARGS__) DO(3, __VA_ARGS__) DO(4, __VA_ARGS__)
+#endif
+#if BY_TWOS
+#define KINDS(DO) DO(BYTES) DO(UP_TO_15) DO(HALVES) DO(UP_TO_30) DO(SIGNED) DO(SIGNED_HALVES) DO(SCALED_HALVES) DO(SIX_BITS)
+#else
+#define KINDS(DO) DO(BYTES) DO(UP_TO_15) DO(HALVES)
 #endif
 #define SOME_TILES(KIND, ASKS) \
-    ONE_TILE(1, KIND, ASKS) ONE_TILE(2, KIND, ASKS) ONE_TILE(3, KIND, ASKS) ONE_TILE(4, KIND, ASKS) \
-    TALL_TILES(KIND, ASKS) \
-    static Tile *const tiles_##KIND##_##ASKS[HEIGHT] = {NAME(1, KIND, ASKS), NAME(2, KIND, ASKS), NAME(3, KIND, ASKS), \
-                                                        NAME(4, KIND, ASKS) TALL_NAMES(KIND, ASKS)};
+    HEIGHTS(ONE_TILE, KIND, ASKS) static Tile *const tiles_##KIND##_##ASKS[HEIGHT] = {HEIGHTS(NAME, KIND, ASKS)};
 #define TILES(KIND) SOME_TILES(KIND, 0) SOME_TILES(KIND, 1)
-#define BOTH(KIND) {tiles_##KIND##_0, tiles_##KIND##_1}
-TILES(BYTES) TILES(UP_TO_15) TILES(HALVES)
-#if !BY_TWOS
-static Tile *const *const tiles[][2] = {BOTH(BYTES), BOTH(UP_TO_15), BOTH(HALVES)};
-#else
-TILES(UP_TO_30) TILES(SIGNED) TILES(SIGNED_HALVES) TILES(SCALED_HALVES) TILES(SIX_BITS)
-static Tile *const *const tiles[][2] = {BOTH(BYTES),  BOTH(UP_TO_15),      BOTH(HALVES),        BOTH(UP_TO_30),
-                                        BOTH(SIGNED), BOTH(SIGNED_HALVES), BOTH(SCALED_HALVES), BOTH(SIX_BITS)};
-#endif
+#define BOTH(KIND) {tiles_##KIND##_0, tiles_##KIND##_1},
+KINDS(TILES)
+static Tile *const *const tiles[][2] = {KINDS(BOTH)};
 
 /* Pieces are shares of x times panels, those of a panel one after the other. */
 static int64_t panel_of(const Whole *all, int64_t piece) { return least(piece / all->shares * COLS, all->p.outs); }
