@@ -108,7 +108,7 @@ def rate(product: Callable[..., object], weights: Sequence[object], flops: int) 
 def run(point: Record) -> Record:
     import torch
 
-    from h2o_flexgen.kernels import linear
+    from h2o_flexgen.kernels.layers import linear
 
     threads, turns = torch.get_num_threads(), []
     buffer = torch.ones(_COLD // 8, dtype=torch.int64)

@@ -237,7 +237,7 @@ def experts(section: Section, rate: float) -> None:
 
 
 def _experts(sizes: tuple[int, int, int], rows: int, rate: float) -> dict[str, Any]:
-    from h2o_flexgen.kernels import gated
+    from h2o_flexgen.kernels.layers import gated
     from h2o_flexgen.kernels.triton_experts import TritonExpert, add_experts
 
     count, hidden, ffn = sizes

@@ -30,9 +30,9 @@ from h2o_flexgen.cache.vectors import (
 )
 from h2o_flexgen.config.budget import Budget, Range
 from h2o_flexgen.errors import required
-from h2o_flexgen.kernels import decode_attention
 from h2o_flexgen.kernels.decode import available
 from h2o_flexgen.kernels.prompt import keep_prompts, keeps
+from h2o_flexgen.kernels.torch_attention import decode_attention
 from h2o_flexgen.kernels.types import DecodeAttention, KeysValues, Logits, PackedPrompts, PackedRow
 
 PromptWatch = Callable[[int, int, Tensor], None]

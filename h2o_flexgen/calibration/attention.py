@@ -15,7 +15,7 @@ from h2o_flexgen.calibration.bench import Bench, largest_cache
 from h2o_flexgen.calibration.timing import Sample
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.hardware.rates import Curve
-from h2o_flexgen.kernels import prefill_attention
+from h2o_flexgen.kernels.prompt import prefill_attention
 from h2o_flexgen.kernels.types import Logits
 
 SLOTS = (128, 512)

@@ -25,8 +25,8 @@ from h2o_flexgen.engine.requests.reader import RequestReader
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.sampling.sampler import Sampler
 from h2o_flexgen.errors import required
-from h2o_flexgen.kernels import ACTIVATIONS, gated, layer_norm, linear, rms_norm
 from h2o_flexgen.kernels.experts import Choices
+from h2o_flexgen.kernels.layers import ACTIVATIONS, gated, layer_norm, linear, rms_norm
 from h2o_flexgen.kernels.packed import PackedWeight, Weight
 from h2o_flexgen.memory.handle import packed_layout, views
 from h2o_flexgen.memory.tiers import Allocation, HostMemory

@@ -62,32 +62,23 @@ class NativeAttend:
         self._call, self._pick = function("attend_step", "P", "i"), function("next_slots", "P")
         rows, kv_heads, self.capacity, dim = size
         self._rules = rules if isinstance(rules, Tensor) else torch.tensor(rules, dtype=torch.int64)
-        self._ranking = ranking
         self.used = torch.zeros(rows, kv_heads, dtype=torch.int64)
         self._size, self._new, self._rows = tuple(size), (rows, kv_heads, dim), rows
-        self._step = _Step(rows=rows, kv_heads=kv_heads, capacity=self.capacity, dim=dim)
-        self._step.rule, self._step.used = self._rules.data_ptr(), self.used.data_ptr()
-        self._step.window, self._step.adds = window or 0, adds
-        self._masks, self._step.masks = masks, masks is not None and window is not None
-        self._packings = packings
+        step = self._step = _Step(rows=rows, kv_heads=kv_heads, capacity=self.capacity, dim=dim, window=window or 0)
+        step.adds, step.masks = adds, masks is not None and window is not None
+        step.point(rule=self._rules, used=self.used, pos=masks)
+        self._packings, self._errors, self._held = packings, errors, (ranking, masks, rule)
         if packings is not None:
-            self._step.k_bits, self._step.v_bits = (packing.bits for packing in packings)
-            self._step.block = packings[0].block
+            step.k_bits, step.v_bits = (packing.bits for packing in packings)
+            step.block = packings[0].block
         if ranking is not None:
-            self._step.score, self._step.pos = ranking.score.data_ptr(), ranking.pos.data_ptr()
-            self._step.next = ranking.free.data_ptr()
-        elif masks is not None:
-            self._step.pos = masks.data_ptr()
-        self._rule = rule
+            step.point(score=ranking.score, pos=ranking.pos, next=ranking.free)
         if rule is not None:
-            self._step.by = RULES.index(rule.by)
-            self._step.squares = None if rule.squares is None else rule.squares.data_ptr()
-            self._step.scopes = None if rule.scopes is None else rule.scopes.data_ptr()
-        self._errors = errors
+            step.by = RULES.index(rule.by)
+            step.point(squares=rule.squares, scopes=rule.scopes)
         if errors is not None:
-            step, (lost_k, lost_v) = self._step, errors.lost
-            step.mended, step.lost_k, step.lost_v = errors.count, lost_k.data_ptr(), lost_v.data_ptr()
-            step.lost_slots = errors.slots.data_ptr()
+            step.mended = errors.count
+            step.point(lost_k=errors.lost.k, lost_v=errors.lost.v, lost_slots=errors.slots)
         self._scales: list[Tensor] = []
         self._kv: tuple[Tensor, Tensor] | None = None
         self._dtype = torch.float32
@@ -108,7 +99,7 @@ class NativeAttend:
         if self._packings is None:
             self._compute_in(k.dtype)
         self._kv = k, v
-        self._step.k, self._step.v = k.data_ptr(), v.data_ptr()
+        self._step.point(k=k, v=v)
 
     def scale_keys(self, scales: Tensor, means: Tensor | None) -> None:
         """Packed keys are kept less `means`, unless None, times `scales`, powers of two that queries are divided by.
@@ -119,7 +110,7 @@ class NativeAttend:
         for x in self._scales:
             if x.shape != self._new or not x.is_contiguous() or self._packings is None:
                 raise ValueError(f"{tuple(x.shape)}: needed {self._new}, contiguous, for packed keys")
-        self._step.key_scales, self._step.key_means = scales.data_ptr(), None if means is None else means.data_ptr()
+        self._step.point(key_scales=scales, key_means=means)
 
     def _compute_in(self, dtype: torch.dtype) -> None:
         """The dtype that numbers are in, or are expanded to."""
@@ -185,6 +176,5 @@ class NativeAttend:
         if ranks.stride(-1) != 1:
             ranks = ranks.contiguous()
         task = _Ranks(rows, kv_heads, self.capacity, number, self._step.window, ranks.stride(0), ranks.stride(1))
-        task.rule, task.rank = self._rules.data_ptr(), ranks.data_ptr()
-        task.pos, task.next = pos.data_ptr(), free.data_ptr()
+        task.point(rule=self._rules, rank=ranks, pos=pos, next=free)
         self._pick(ctypes.byref(task))

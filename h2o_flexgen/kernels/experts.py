@@ -125,8 +125,8 @@ def add_experts(
         which = (ctypes.c_void_p * len(places))(*map(ctypes.addressof, places))
         starts = (ctypes.c_int64 * (len(experts) + 1))(*choices.starts[experts.start : experts.stop + 1])
         hidden, ffn = weights[0]["down.weight"].shape
-        task = _Task(x=x.data_ptr(), out=out.data_ptr(), tokens=choices.tokens.data_ptr())
-        task.shares, task.starts = choices.shares.data_ptr(), ctypes.addressof(starts)
+        task = _Task(starts=ctypes.addressof(starts))
+        task.point(x=x, out=out, tokens=choices.tokens, shares=choices.shares)
         task.which, task.count, task.threads = ctypes.addressof(which), len(places), torch.get_num_threads()
         task.hidden, task.ffn, task.most = hidden, ffn, most
         task.interleaved, task.tanh_gelu = gate.clamp is not None, NATIVE_GATES.get(gate.activation, False)

@@ -120,7 +120,7 @@ def _run(task: Structure, out: Tensor, sums: Tensor | None, tokens: int) -> None
     task.workers = max(1, min(torch.get_num_threads(), tasks, (_allowed(task, tokens) - taken) // each))
     scratch = LARGE.empty(task.workers * each + _ALIGNMENT, dtype=torch.uint8)
     task.scratch = -(-scratch.data_ptr() // _ALIGNMENT) * _ALIGNMENT
-    task.out, task.sums = out.data_ptr(), None if sums is None else sums.data_ptr()
+    task.point(out=out, sums=sums)
     function("prompt_attention", "P")(byref(task))
 
 
@@ -141,16 +141,16 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, scale: float, past: KeysValues | None
 def _task(q: Tensor, k: Tensor, v: Tensor, logits: Logits, past: KeysValues | None, window: int | None) -> Structure:
     """The prompts, how they lie in memory, and how it is divided."""
     n, heads, length, d = q.shape
-    task = _Prompt(q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr())
-    task.scale, task.cap = logits.scale, logits.soft_cap or 0
-    task.sinks = None if logits.sinks is None else logits.sinks.data_ptr()
+    task = _Prompt(scale=logits.scale, cap=logits.soft_cap or 0)
+    task.point(q=q, k=k, v=v, sinks=logits.sinks)
     task.q_row, task.q_head, task.q_token, _ = q.stride()
     task.k_row, task.k_head, task.k_token, _ = k.stride()
     task.v_row, task.v_head, task.v_token, _ = v.stride()
     if past is not None:
-        task.past_k, task.past_v, task.before = past[0].data_ptr(), past[1].data_ptr(), past[0].shape[1]
-        task.past_k_head, task.past_k_token, _ = past[0].stride()
-        task.past_v_head, task.past_v_token, _ = past[1].stride()
+        task.point(past_k=past.k, past_v=past.v)
+        task.before = past.k.shape[1]
+        task.past_k_head, task.past_k_token, _ = past.k.stride()
+        task.past_v_head, task.past_v_token, _ = past.v.stride()
     task.rows, task.kv_heads, task.length, task.d = n, k.shape[1], length, d
     # C counts in 32 bits from a window's edge, and one that nothing has left hides nothing.
     task.window = window if window is not None and window < task.before + length else 0
@@ -223,24 +223,19 @@ def keep_prompts(
         raise ValueError(f"{sums.numel()} sums of {sums.dtype} for {prompts.tokens} tokens of {kv_heads} heads")
     if ranks is not None and any(rank.shape != cache.k.shape[:3] for rank in ranks):
         raise ValueError(f"ranks {[tuple(rank.shape) for rank in ranks]} for a cache of {tuple(cache.k.shape)}")
-    k, v = packed
-    size = k.itemsize
-    task = _Keep(k=k.data_ptr(), v=v.data_ptr(), to_k=cache.k.data_ptr(), to_v=cache.v.data_ptr())
+    (k, v), size, (score, pos) = packed, packed.k.itemsize, ranks or (None, None)
+    task = _Keep(count=len(prompts.table), kv_heads=kv_heads, capacity=capacity, dim=dim, wide=size == 4)
+    task.point(k=k, v=v, to_k=cache.k, to_v=cache.v, rows=prompts.table, sums=sums, score=score, pos=pos)
     task.k_token, task.k_head = (step * size for step in k.stride()[:2])
     task.v_token, task.v_head = (step * size for step in v.stride()[:2])
-    if sums is not None and ranks is not None:
-        task.sums, task.score, task.pos = sums.data_ptr(), ranks[0].data_ptr(), ranks[1].data_ptr()
-    task.rows, task.count = prompts.table.data_ptr(), len(prompts.table)
-    task.kv_heads, task.capacity = kv_heads, capacity
-    task.dim, task.wide = dim, size == 4
     if packings is not None:
         task.k_bits, task.v_bits = (packing.bits for packing in packings)
         task.block = packings[0].block
-        if scales is not None:
-            task.scales, task.means = scales[0].data_ptr(), None if scales[1] is None else scales[1].data_ptr()
-        if errors is not None:
-            task.lost_k, task.lost_v = (lost.data_ptr() for lost in errors.lost)
-            task.lost_slots, task.newest, task.mended = errors.slots.data_ptr(), errors.newest, errors.count
+    if scales is not None:
+        task.point(scales=scales[0], means=scales[1])
+    if errors is not None:
+        task.newest, task.mended = errors.newest, errors.count
+        task.point(lost_k=errors.lost.k, lost_v=errors.lost.v, lost_slots=errors.slots)
     task.window, task.threads = window or 0, torch.get_num_threads()
     if function("keep_prompts", "P", "i")(byref(task)):
         raise MemoryError("no memory for the positions that stay")
@@ -262,11 +257,9 @@ def settle_key_scales(
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} {k.dtype} for scales {tuple(scales.shape)}")
     if prompts.places > len(scales):
         raise ValueError(f"{prompts.places} rows have no place among {len(scales)}")
-    size, task = k.itemsize, _KeyScales(q=q.data_ptr(), k=k.data_ptr(), scales=scales.data_ptr())
-    task.means = None if means is None else means.data_ptr()
+    size, task = k.itemsize, _KeyScales(kv_heads=heads, group=q.shape[1] // heads, dim=dim, last=last, most=most)
+    task.point(q=q, k=k, scales=scales, means=means, rows=prompts.table)
     task.q_token, task.q_head = (step * size for step in q.stride()[:2])
     task.k_token, task.k_head = (step * size for step in k.stride()[:2])
-    task.rows, task.count, task.kv_heads = prompts.table.data_ptr(), len(prompts.table), heads
-    task.group, task.dim, task.wide = q.shape[1] // heads, dim, size == 4
-    task.last, task.most, task.threads = last, most, torch.get_num_threads()
+    task.count, task.wide, task.threads = len(prompts.table), size == 4, torch.get_num_threads()
     function("key_scales", "P")(byref(task))

@@ -43,11 +43,10 @@ def likeness(keys: Tensor, chosen: Tensor) -> Tensor:
 def _ranked(keys: Tensor, pos: Tensor | None, chosen: Tensor | None) -> Tensor:
     (rows, kv_heads, count, dim), ranks = keys.shape, torch.empty(keys.shape[:3])
     task = _Ranks(rows=rows, kv_heads=kv_heads, count=count, dim=dim, threads=torch.get_num_threads())
-    task.keys, task.bf16, task.rank = keys.data_ptr(), keys.dtype is torch.bfloat16, ranks.data_ptr()
-    task.key_row, task.key_head = keys.stride(0), keys.stride(1)
+    task.point(keys=keys, rank=ranks, pos=pos, chosen=chosen)
+    task.bf16, task.key_row, task.key_head = keys.dtype is torch.bfloat16, keys.stride(0), keys.stride(1)
     if pos is not None:
-        task.pos, task.row, task.head = pos.data_ptr(), pos.stride(0), pos.stride(1)
-    task.chosen = None if chosen is None else chosen.data_ptr()
+        task.row, task.head = pos.stride(0), pos.stride(1)
     if function("ranks_of", "P", "i")(ctypes.byref(task)):
         raise MemoryError("no memory to rank the tokens of a cache")
     return ranks
@@ -103,11 +102,10 @@ class NativeRecall:
         kv_heads = next((len(row.packed) for row in rows if row is not None), 0)
         self.moves = torch.empty(len(rows), kv_heads, MOST, 2, dtype=torch.int32)
         self._table = torch.tensor(table, dtype=torch.int64)
-        self._task = _Recall(rows=len(rows), first=FIRST, every=every, rates=rates, near=NEAR)
+        self._task = _Recall(rows=len(rows), first=FIRST, every=every, rates=rates, window=window or 0, near=NEAR)
         self._task.block = index_packing(dim).block
-        self._task.row, self._task.window = self._table.data_ptr(), window or 0
-        if any(row is not None and row.held is None for row in rows):
-            self._task.moves = self.moves.data_ptr()
+        moves = any(row is not None and row.held is None for row in rows)
+        self._task.point(row=self._table, moves=self.moves if moves else None)
         self._pointer, self._call = ctypes.byref(self._task), function("recall_step", "P", "i")
         self._asked = self._task.q, self._task.new_k, self._task.new_v
         self._kept, self._dtype = tuple[Tensor, ...](), torch.float32
@@ -155,8 +153,8 @@ class NativeRecall:
         if rows != len(self._rows) or not (held.k.is_contiguous() and held.v.is_contiguous()):
             raise ValueError(f"caches of {tuple(held.k.shape)}: needed {len(self._rows)} rows, contiguous")
         task.dim, task.group = qkv[0].shape[-1], qkv[0].shape[1] // task.kv_heads
-        task.k, task.v, task.score = held.k.data_ptr(), held.v.data_ptr(), ranking.score.data_ptr()
-        task.pos, task.next, task.bf16 = ranking.pos.data_ptr(), ranking.free.data_ptr(), like.dtype is torch.bfloat16
+        task.point(k=held.k, v=held.v, score=ranking.score, pos=ranking.pos, next=ranking.free)
+        task.bf16 = like.dtype is torch.bfloat16
         self._kept, self._dtype, self._strides = (*held, *ranking), like.dtype, None
 
     @staticmethod
@@ -167,7 +165,7 @@ class NativeRecall:
         (heads, count, dim), size = k.shape, k.itemsize
         task = _Filling(heads, count, start, length, dim, k.dtype is torch.bfloat16, index_packing(dim).block)
         task.threads = torch.get_num_threads()
-        task.new_k, task.k_head, task.k_token = k.data_ptr(), k.stride(0) * size, k.stride(1) * size
-        task.new_v, task.v_head, task.v_token = v.data_ptr(), v.stride(0) * size, v.stride(1) * size
-        (task.k, task.v), task.index = _pointers(shelf), packed.data_ptr()
+        task.k_head, task.k_token, task.v_head, task.v_token = (step * size for x in (k, v) for step in x.stride()[:2])
+        task.point(new_k=k, new_v=v, index=packed)
+        task.k, task.v = _pointers(shelf)
         function("recall_fill", "P")(ctypes.byref(task))

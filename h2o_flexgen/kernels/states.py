@@ -54,7 +54,7 @@ class GatedNorm(NamedTuple):
         task = _GatedNorm(len(flat), n // self.size, self.size, *bits, self.gate_first, self.sigmoid, self.rounds)
         task.threads, task.eps = torch.get_num_threads(), self.eps
         task.x_row, task.gate_row = flat.stride(0), gate.stride(0)
-        task.x, task.gate, task.weight, task.out = (each.data_ptr() for each in (flat, gate, weight, out))
+        task.point(x=flat, gate=gate, weight=weight, out=out)
         if function("gated_norm", "P", "i")(ctypes.byref(task)):
             raise MemoryError(f"no memory for {self.size} numbers")
         return out.view(x.shape)
@@ -128,8 +128,7 @@ def _run(
     task.q_row, task.q_token, task.q_head = q.stride()[:3]
     task.k_row, task.k_token, task.k_head = k.stride()[:3]
     task.v_row, task.v_token, task.v_head = v.stride()[:3]
-    task.q, task.k, task.v, task.decay, task.beta = (each.data_ptr() for each in (q, k, v, decay, beta))
-    task.skip, task.state, task.out = None if skip is None else skip.data_ptr(), state.data_ptr(), out.data_ptr()
+    task.point(q=q, k=k, v=v, decay=decay, beta=beta, skip=skip, state=state, out=out)
     task.scale = scale
     if tokens == 1:
         function("state_step", "P")(ctypes.byref(task))
@@ -155,8 +154,7 @@ def selective_scan(x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, s
     x, out = x.contiguous(), torch.empty(rows, tokens, channels, dtype=x.dtype)
     dt, rates, b, c, skip = (each.float().contiguous() for each in (dt, rates, b, c, skip))
     task = _Selective(rows, tokens, channels, numbers, x.dtype is torch.bfloat16, torch.get_num_threads())
-    task.x, task.dt, task.a, task.b, task.c = (each.data_ptr() for each in (x, dt, rates, b, c))
-    task.skip, task.state, task.out = skip.data_ptr(), state.data_ptr(), out.data_ptr()
+    task.point(x=x, dt=dt, a=rates, b=b, c=c, skip=skip, state=state, out=out)
     function("selective_scan", "P")(ctypes.byref(task))
     return out
 
@@ -183,7 +181,6 @@ def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | N
     out = torch.empty(rows, tokens, channels, dtype=x.dtype)
     task = _Conv(rows, tokens, channels, taps, 0 if state is None else state.shape[2], x.dtype is torch.bfloat16, silu)
     task.threads, task.x_row, task.x_token = torch.get_num_threads(), x.stride(0), x.stride(1)
-    task.x, task.weight, task.out = x.data_ptr(), weight.data_ptr(), out.data_ptr()
-    task.state, task.bias = (None if each is None else each.data_ptr() for each in (state, bias))
+    task.point(x=x, weight=weight, bias=bias, state=state, out=out)
     function("short_conv", "P")(ctypes.byref(task))
     return out.transpose(1, 2)

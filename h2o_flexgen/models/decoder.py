@@ -22,11 +22,12 @@ from h2o_flexgen.config.model.arch import ArchSpec, ExpertSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import WeightGroup
 from h2o_flexgen.errors import required
-from h2o_flexgen.kernels import ACTIVATIONS, gated, layer_norm, linear, prefill_attention, rms_norm
 from h2o_flexgen.kernels.experts import PLACE, Choices, Gate, add_experts, expert_place
 from h2o_flexgen.kernels.halves import PLACE as HALF
 from h2o_flexgen.kernels.halves import Form, HalfPlace
+from h2o_flexgen.kernels.layers import ACTIVATIONS, gated, layer_norm, linear, rms_norm
 from h2o_flexgen.kernels.packed import look_up
+from h2o_flexgen.kernels.prompt import prefill_attention
 from h2o_flexgen.kernels.types import Logits
 from h2o_flexgen.models.mixture import SLOPE
 from h2o_flexgen.models.rotary import Angles, Rotary, rotate_both

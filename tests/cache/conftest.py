@@ -11,9 +11,9 @@ from torch import Tensor
 
 from h2o_flexgen.cache import kv_cache
 from h2o_flexgen.cache.fused import FusedStep
-from h2o_flexgen.kernels import DecodeAttention, decode_attention
 from h2o_flexgen.kernels.decode import NativeAttend, available
-from h2o_flexgen.kernels.types import Logits
+from h2o_flexgen.kernels.torch_attention import decode_attention
+from h2o_flexgen.kernels.types import DecodeAttention, Logits
 from tests.cache import harness
 
 needs_native = pytest.mark.skipif(

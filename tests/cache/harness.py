@@ -18,8 +18,8 @@ from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.model.packing import CacheBits
 from h2o_flexgen.config.splits import SPLITS
-from h2o_flexgen.kernels import PrefillAttention, prefill_attention
-from h2o_flexgen.kernels.types import Logits
+from h2o_flexgen.kernels.prompt import prefill_attention
+from h2o_flexgen.kernels.types import Logits, PrefillAttention
 from tests.oracles.eviction import EvictionOracle
 from tests.oracles.packed import rounding
 from tests.policy_matrix import PolicyRow

@@ -16,7 +16,7 @@ from h2o_flexgen.cache.lengths import CacheLengths, slots_needed
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.cache.vectors import move_down
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
-from h2o_flexgen.kernels import prefill_attention
+from h2o_flexgen.kernels.prompt import prefill_attention
 from h2o_flexgen.kernels.types import Logits
 from tests.cache.conftest import by_torch
 from tests.cache.harness import CacheRun, Stream, Turning, held_counts, make_stream

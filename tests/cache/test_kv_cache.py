@@ -17,8 +17,7 @@ from h2o_flexgen.cache.lengths import slots_needed
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.cache.vectors import select
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
-from h2o_flexgen.kernels import DecodeAttention
-from h2o_flexgen.kernels.types import Logits
+from h2o_flexgen.kernels.types import DecodeAttention, Logits
 from tests.cache.conftest import by_torch
 from tests.cache.harness import CacheRun, Turning, held_counts, make_stream, state_bytes
 from tests.policy_matrix import POLICIES, PolicyRow

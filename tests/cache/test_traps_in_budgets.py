@@ -14,7 +14,7 @@ from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.kernels import DecodeAttention
+from h2o_flexgen.kernels.types import DecodeAttention
 from tests.cache.conftest import by_torch
 from tests.cache.harness import CacheRun, OracleRun, Stream, make_stream
 from tests.cache.traps import each_evicting, run_of

@@ -11,7 +11,7 @@ from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.eviction import Budget
-from h2o_flexgen.kernels import prefill_attention
+from h2o_flexgen.kernels.prompt import prefill_attention
 from h2o_flexgen.kernels.types import KeysValues, Logits
 from tests.cache.conftest import by_torch
 from tests.cache.harness import CacheRun, Stream, make_stream

@@ -12,8 +12,8 @@ from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
-from h2o_flexgen.kernels import DecodeAttention, prefill_attention
-from h2o_flexgen.kernels.types import Logits
+from h2o_flexgen.kernels.prompt import prefill_attention
+from h2o_flexgen.kernels.types import DecodeAttention, Logits
 from tests.cache.conftest import by_torch
 from tests.cache.harness import CacheRun, held_counts, make_stream
 from tests.cache.traps import each_evicting, each_policy, run_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h2o_flexgen.kernels import KeysValues, torch_attention
-from h2o_flexgen.kernels.types import Logits
+from h2o_flexgen.kernels import torch_attention
+from h2o_flexgen.kernels.types import KeysValues, Logits
 from tests.oracles import attention as reference
 from tests.pairs import pairs
 

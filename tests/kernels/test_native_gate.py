@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels import ACTIVATIONS, gated, layers, rms_norm
+from h2o_flexgen.kernels import layers
+from h2o_flexgen.kernels.layers import ACTIVATIONS, gated, rms_norm
 from h2o_flexgen.kernels.native import why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.kernels import layers, linear
+from h2o_flexgen.kernels import layers
+from h2o_flexgen.kernels.layers import linear
 from h2o_flexgen.kernels.native import why_not
 from tests.pairs import pairs
 

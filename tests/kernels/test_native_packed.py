@@ -21,9 +21,9 @@ from h2o_flexgen.config.model.packing import CacheBits, CacheRotation
 from h2o_flexgen.engine.batching.prefix_tree import PromptChunk, PromptSegment, chunks_of, segments_of
 from h2o_flexgen.engine.execution.attention import PrefixPath, PromptAttention
 from h2o_flexgen.errors import required
-from h2o_flexgen.kernels import KeysValues, native, prompt
+from h2o_flexgen.kernels import native, prompt
 from h2o_flexgen.kernels.prompt import keep_prompts
-from h2o_flexgen.kernels.types import Logits, PackedPrompts, PackedRow
+from h2o_flexgen.kernels.types import KeysValues, Logits, PackedPrompts, PackedRow
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.seeds import moved, torch_generator
 

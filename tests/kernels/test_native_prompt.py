@@ -13,9 +13,9 @@ from h2o_flexgen.config.model.arch import ArchSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.kernels import KeysValues, prompt, torch_attention
+from h2o_flexgen.kernels import prompt, torch_attention
 from h2o_flexgen.kernels.native import why_not
-from h2o_flexgen.kernels.types import Logits, PrefillAttention
+from h2o_flexgen.kernels.types import KeysValues, Logits, PrefillAttention
 from h2o_flexgen.schedule import workspace
 from h2o_flexgen.schedule.request import BlockShape, Caps, PlanRequest
 from tests.oracles import attention as reference

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from h2o_flexgen.config.model.packing import Packing
-from h2o_flexgen.kernels import layers, linear, native
+from h2o_flexgen.kernels import layers, native
+from h2o_flexgen.kernels.layers import linear
 from h2o_flexgen.kernels.native import building, function, tiers
 from tests.kernels import emulated
 from tests.kernels.test_native_linear import check_rows, exactly, noise

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from h2o_flexgen.config.model.packing import LEVELS, SUPER, Packing
-from h2o_flexgen.kernels import layers, linear
+from h2o_flexgen.kernels import layers
+from h2o_flexgen.kernels.layers import linear
 from h2o_flexgen.kernels.native import function
 from h2o_flexgen.kernels.packed import PackedWeight, look_up, scales_and_lows
 from tests.seeds import torch_generator

@@ -8,7 +8,8 @@ import torch
 from tests.kernels.triton_device import DEVICE  # isort: skip  (before Triton is imported)
 
 from h2o_flexgen.config.model.packing import Packing
-from h2o_flexgen.kernels import layers, linear
+from h2o_flexgen.kernels import layers
+from h2o_flexgen.kernels.layers import linear
 from h2o_flexgen.kernels.packed import PackedWeight
 from h2o_flexgen.kernels.triton_linear import packed_linear
 from tests.kernels.test_packed_weights import PACKINGS, id_of, random_weight

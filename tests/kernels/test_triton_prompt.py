@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tests.kernels.triton_device import DEVICE  # isort: skip  (before Triton is imported)
 
-from h2o_flexgen.kernels import KeysValues, triton_prompt
-from h2o_flexgen.kernels.types import Logits, PrefillAttention
+from h2o_flexgen.kernels import triton_prompt
+from h2o_flexgen.kernels.types import KeysValues, Logits, PrefillAttention
 from tests.oracles import attention as reference
 from tests.seeds import torch_generator
 

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from h2o_flexgen.config.model.arch import ArchSpec, RotarySpec
 from h2o_flexgen.config.model.spec import ModelSpec
-from h2o_flexgen.kernels import rms_norm
+from h2o_flexgen.kernels.layers import rms_norm
 from h2o_flexgen.models.decoder import Decoder, bind
 from h2o_flexgen.models.rotary import rotate
 from tests.models.reference import TOKENS, Reference, reference

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from h2o_flexgen.config.model.packing import groupwise
 from h2o_flexgen.config.model.spec import ModelSpec
-from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.halves import PLACE, HalfPlace
+from h2o_flexgen.kernels.layers import linear
 from h2o_flexgen.kernels.native import library
 from h2o_flexgen.kernels.packed import PackedWeight
 from h2o_flexgen.models.decoder import Decoder, bind

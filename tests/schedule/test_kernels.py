@@ -17,8 +17,8 @@ from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost.model import CostModel
 from h2o_flexgen.cost.search import search
 from h2o_flexgen.engine.limits.plan import Plan, by_rule, make_plan
-from h2o_flexgen.kernels import KeysValues, prompt, torch_attention
-from h2o_flexgen.kernels.types import Logits
+from h2o_flexgen.kernels import prompt, torch_attention
+from h2o_flexgen.kernels.types import KeysValues, Logits
 from h2o_flexgen.schedule import workspace
 from h2o_flexgen.schedule.footprint import footprint
 from h2o_flexgen.schedule.request import BlockShape, Caps, PlanRequest

@@ -19,10 +19,10 @@ from h2o_flexgen.engine.batching.prefix_tree import PromptChunk, PromptSegment
 from h2o_flexgen.engine.state.kv_store import RowStatePlaces, States
 from h2o_flexgen.errors import required
 from h2o_flexgen.huge import LARGE
-from h2o_flexgen.kernels import KeysValues, prefill_attention, torch_attention
+from h2o_flexgen.kernels import torch_attention
 from h2o_flexgen.kernels.decode import available
-from h2o_flexgen.kernels.prompt import packed_attention, takes_packed
-from h2o_flexgen.kernels.types import Logits, PrefillAttention
+from h2o_flexgen.kernels.prompt import packed_attention, prefill_attention, takes_packed
+from h2o_flexgen.kernels.types import KeysValues, Logits, PrefillAttention
 from h2o_flexgen.models.rotary import Angles, rotate_both
 
 if TYPE_CHECKING:

@@ -96,6 +96,11 @@ def structure(source: str, name: str) -> type[ctypes.Structure]:
     class Declared(ctypes.Structure):
         _fields_ = found
 
+        def point(self, **tensors: Any) -> None:
+            """Has fields point to tensors, which must outlive their use; to none for None."""
+            for field, x in tensors.items():
+                setattr(self, field, None if x is None else x.data_ptr())
+
     return Declared
 
 

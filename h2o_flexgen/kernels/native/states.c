@@ -119,7 +119,7 @@ static void one_head(void *task, int64_t i, int64_t end, void *room) {
     else scan_step(s, p, state);
 }
 
-/* One token of every row; states in place. What has no `delta` has no `by_channel`. */
+/* One token of every row; states in place. Decays by channel need `delta`. */
 void state_step(States *s) {
     const int64_t numbers = s->rows * s->heads * s->key_dim * s->value_dim;
     team_share(one_head, s, s->rows * s->heads, 1, 0, numbers < ALONE ? 1 : (int)s->threads);

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from h2o_flexgen.config.model.modules import Activations
 from h2o_flexgen.errors import ModelError, first_line
-from h2o_flexgen.kernels import linear
+from h2o_flexgen.kernels.layers import linear
 from h2o_flexgen.kernels.packed import PackedWeight, look_up
 from h2o_flexgen.models.hf.attention import NAME
 from h2o_flexgen.models.hf.changes import adapt, register

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations import moe
 
-from h2o_flexgen.kernels import linear
+from h2o_flexgen.kernels.layers import linear
 from h2o_flexgen.models.hf.attention import NAME, Call, NotUnderstood, attention, current, wide
 from h2o_flexgen.models.hf.experts import ExpertPart, Routing, tell_form
 

@@ -19,7 +19,7 @@ from transformers.activations import ACT2CLS
 from transformers.integrations import moe
 
 from h2o_flexgen.config.model.arch import Activation
-from h2o_flexgen.kernels import linear
+from h2o_flexgen.kernels.layers import linear
 from h2o_flexgen.kernels.types import Choice, Seen
 from h2o_flexgen.models.fields import ACTIVATIONS
 from h2o_flexgen.models.hf.attention import NAME, NotUnderstood, current, each_tensor, named

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o_flexgen.config.model.modules import ModuleTensor
-from h2o_flexgen.kernels import ACTIVATIONS, gated, layer_norm, rms_norm
-from h2o_flexgen.kernels.layers import rotate_heads
+from h2o_flexgen.kernels.layers import ACTIVATIONS, gated, layer_norm, rms_norm, rotate_heads
 from h2o_flexgen.kernels.native import library
 from h2o_flexgen.models.decoder import as_one
 from h2o_flexgen.models.hf.build import is_product, multiply, product
