@@ -208,7 +208,7 @@ class Decoder:
         """Logits (T, vocab_size) in float32 of hidden (T, hidden_width)."""
         for step in self._head_steps:
             hidden = step(w, hidden)
-        logits = self._linear(hidden, w[self._head_name], w.get("head.vocab_bias"), wide=True)
+        logits = self._linear(hidden, w[self._head_name], wide=True)
         if self._arch.logit_scale != 1:
             logits.mul_(self._arch.logit_scale)
         if (cap := self._arch.logit_cap) is not None:

@@ -96,7 +96,7 @@ def _neox_names(spec: ModelSpec) -> Names:
 FAMILIES = (
     LlamaLike(
         "cohere2",
-        switches={"norm": "layernorm", "norm_bias": False, "parallel": True, "one_norm": True},
+        switches={"norm": "layernorm", "norm_bias": False, "parallel": True},
         more=_cohere,
         checkpoint_names=lambda spec: pairs_apart(spec, plain_names(spec, {**PARTS, "mlp.norm": PARTS["attn.norm"]})),
     ),

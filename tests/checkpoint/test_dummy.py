@@ -56,7 +56,7 @@ def test_the_scale_is_sane() -> None:
 
 def test_tensors_of_every_architecture() -> None:
     """Norms of whatever kind change nothing, biases of whatever kind are 0, all else is random."""
-    arch = replace(make_spec().arch, post_norms=True, qk_norm=True, gated_mlp=True, head_bias=True, tied_head=False)
+    arch = replace(make_spec().arch, post_norms=True, qk_norm=True, gated_mlp=True, tied_head=False)
     spec = replace(make_spec(), arch=arch)
     gemma = replace(spec, arch=replace(arch, norm="rmsnorm", norm_offset=1.0))
     for each, one in ((spec, 1.0), (gemma, 0.0)):

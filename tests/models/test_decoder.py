@@ -196,13 +196,6 @@ def test_scale_of_attention() -> None:
     assert Decoder(small(attention_scale=0.3)).scale == 0.3
 
 
-def test_head_bias() -> None:
-    spec = small(head_bias=True, tied_head=False, final_norm=False)
-    hidden, vocab, bias = torch.randn(3, 8), torch.randn(11, 8), torch.randn(11)
-    logits = Decoder(spec).head({"head.vocab": vocab, "head.vocab_bias": bias}, hidden)
-    torch.testing.assert_close(logits, hidden @ vocab.T + bias)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_embeddings_are_scaled_by_a_rounded_number(dtype: torch.dtype) -> None:
     module = Gemma3TextScaledWordEmbedding(11, 8, 0, embed_scale=3072**0.5).to(dtype)

@@ -121,11 +121,8 @@ class ArchSpec:
     output_bias: bool = True
     """Of the attention's output projection."""
     mlp_bias: bool = True
-    head_bias: bool = False
     parallel: bool = False
     """Both halves of a layer read its input, and their outputs are added to it together (GPT-NeoX)."""
-    one_norm: bool = False
-    """They read it through one norm, of which each has a copy (Cohere)."""
     positions: Literal["learned", "rotary", "biases"] = "learned"
     position_offset: int = 0
     """Rows of the position table before that of position 0."""

@@ -416,8 +416,6 @@ def _head_tensors(spec: ModelSpec) -> tuple[TensorSpec, ...]:
         tensors.extend(_norm(spec, "head.norm"))
     if not spec.arch.tied_head:
         tensors.append(TensorSpec("head.vocab", (spec.vocab_size, spec.embed_dim)))
-    if spec.arch.head_bias:
-        tensors.append(TensorSpec("head.vocab_bias", (spec.vocab_size,)))
     return tuple(tensors)
 
 
