@@ -24,8 +24,9 @@ from h2o_flexgen.checkpoint.wanted import LAYER, Range, Wanted
 from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import WEIGHT_DTYPES
+from h2o_flexgen.errors import required
 from h2o_flexgen.models.quantized import SETTINGS_FILES
-from h2o_flexgen.models.schemes import Quantization
+from h2o_flexgen.models.schemes import Quantization, Scheme
 from h2o_flexgen.models.stored import Stored
 
 log = logging.getLogger(__name__)
@@ -186,7 +187,7 @@ class Binding:
         for stored, users in self._wanted.users.items():
             if all(f"{stored}_{part}" in where for part in _MXFP4):
                 packed.update(f"{stored}_{part}" for part in _MXFP4)
-                self._claim_mxfp4(stored)
+                self._claim_mxfp4(stored, self._quantization.scheme(stored, "Linear"))
                 continue
             module = stored.removesuffix(".weight")
             held = {part: f"{module}.{part}" for part in PART_NAMES if f"{module}.{part}" in where}
@@ -223,23 +224,20 @@ class Binding:
                 self._give(stored, partial(_rows_of, bound, shape[1], shape[0]) if turned and bound else bound)
         return packed
 
-    def _claim_mxfp4(self, stored: str) -> None:
+    def _claim_mxfp4(self, stored: str, scheme: Scheme | None) -> None:
         """As `_claim_packed`, of all experts of a layer, which plain checkpoints keep the other way round."""
         option = next(iter(self._wanted.users[stored].values()))
         count, ins, outs = option.shape
         entries = {part: self._entry(f"{stored}_{part}") for part in _MXFP4}
         shapes = {"blocks": (count, outs, ins // 32, 16), "scales": (count, outs, ins // 32)}
-        scheme = None if self._quantization is None else self._quantization.scheme(stored, "Linear")
         for part, entry in entries.items():
             if entry.shape != shapes[part] or scheme is None or scheme.layout != "mxfp4":
                 self.problems.add(f"tensor '{stored}_{part}': expected {shapes[part]} of MXFP4, found {entry.shape}")
                 self._give(stored, None)
                 return
             entries[part] = entry._replace(shape=(count * outs, math.prod(entry.shape) // (count * outs)))
-        bound = None
-        if scheme is not None:
-            matrix = stored_matrix(scheme, (count * outs, ins), {})
-            bound = MatrixParts(stored, matrix, entries).bound((), self.problems)
+        matrix = stored_matrix(required(scheme, "no scheme"), (count * outs, ins), {})
+        bound = MatrixParts(stored, matrix, entries).bound((), self.problems)
         self._give(stored, None if bound is None else partial(_rows_of, bound, ins, outs))
 
     def _give(self, stored: str, part_of: Callable[[Stored, tuple[int, ...]], FoundTensor] | None) -> None:

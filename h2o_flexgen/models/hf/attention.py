@@ -294,10 +294,10 @@ class RowStates(LinearAttentionLayer):
     Given states are written to in place. `layer`: the one that the mixer has asked for, by its own number.
     """
 
-    def __init__(self, given: dict[Key, Tensor] | None = None) -> None:
+    def __init__(self, given: dict[Key, Tensor]) -> None:
         super().__init__(8)
         self.layer: int | None = None
-        self.given = {} if given is None else dict(given)
+        self.given = dict(given)
         for (kind, number), state in self.given.items():
             getattr(self, f"{kind}_states")[number] = state
             getattr(self, f"is_{kind}_states_initialized")[number] = True
