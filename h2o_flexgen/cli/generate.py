@@ -51,8 +51,7 @@ def generate(arguments: RunArguments, every: list[GivenPrompt] | None, answers: 
         if any(each.settings for each in every or ()):
             params = [replace(sampling, **each.settings) for each in every or ()]
         _notes(arguments, llm, given, prompts)
-        progress = RunProgress(arguments.quiet, len(prompts) * sampling.num_return_sequences)
-        stack.callback(progress.close)
+        progress = stack.enter_context(RunProgress(arguments.quiet, len(prompts) * sampling.num_return_sequences))
         llm.on_progress = progress
         let_calibrate(llm, arguments.calibrate, arguments.quiet)
 

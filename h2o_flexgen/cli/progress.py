@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from h2o_flexgen.cli.program import print_error, stop_if_told
+from h2o_flexgen.folders import Closing
 from h2o_flexgen.units import format_bytes, format_speed
 
 PREFILL, GENERATING, PACKING, COMPILING = "prefill", "generating", "packing weights", "compiling kernels"
@@ -52,7 +53,7 @@ class _Phase:
         return (self.total - self.done) / rate if rate else None
 
 
-class ProgressBar:
+class ProgressBar(Closing):
     """The progress bar of a program, and the notice that kernels are compiled."""
 
     def __init__(self, quiet: bool) -> None:

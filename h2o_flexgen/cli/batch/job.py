@@ -15,7 +15,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
@@ -90,7 +90,7 @@ def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
         if forecast.first is not None and not arguments.quiet:
             print_error(f"expected: {seconds_text(forecast.first)}")
         progress = JobProgress(arguments.quiet, scan.requests, done, forecast.meter, forecast.left_text)
-        stack.callback(progress.close)
+        stack.enter_context(progress)
         job = _job(arguments, llm, source, scan, results, progress, form, forecast)
         outcome.stopped = EXIT_RESUMABLE
         try:
@@ -130,7 +130,7 @@ def _plan_only(arguments: BatchArguments) -> int:
 def _sampling(arguments: BatchArguments, llm: LLM, requests: int) -> Iterator[Callable[[Summary], None]]:
     """Shows how far a sample of the requests is."""
     some = min(arguments.sample, requests)
-    with closing(JobProgress(arguments.quiet, some, what="requests of the sample")) as progress:
+    with JobProgress(arguments.quiet, some, what="requests of the sample") as progress:
         llm.on_progress = progress
         yield lambda summary: progress.finished(summary.ok + summary.failed, summary.failed)
 

@@ -237,9 +237,8 @@ class BlockRunner:
             }
             on_cpu, counted = plan.policy.cpu_cache_compute, not spec.keeps_caches
             caches = CacheStore(tiers, copies, own, plan.placement.cache, dtype, on_cpu, counted, states)
-            stack.callback(caches.close)
-            hidden = HiddenStore(tiers, copies, dict(parked(plan, each, groups)), nbytes, dtype)
-            stack.callback(hidden.close)
+            stack.enter_context(caches)
+            hidden = stack.enter_context(HiddenStore(tiers, copies, dict(parked(plan, each, groups)), nbytes, dtype))
             if prompt_room and caches.on_host:
                 beside, streamed = caches.on_host if attends else {}, each.weights.streamed
                 host = HostAttention(

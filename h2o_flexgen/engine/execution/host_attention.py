@@ -8,7 +8,7 @@ prompts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -88,9 +88,8 @@ class HostAttention:
         self._late: dict[int, _Late] = {}
         with ExitStack() as stack:
             both = (compute, tiers.cpu)
-            self._prompts = stack.enter_context(
-                closing(BufferCycle(both, prompt_room, workspace.FILL_BUFFERS, "prompts for the cpu"))
-            )
+            prompts = BufferCycle(both, prompt_room, workspace.FILL_BUFFERS, "prompts for the cpu")
+            self._prompts = stack.enter_context(prompts)
             self._desks: dict[int, _Desk] = {}
             for gpu_batch, rows in sorted({gpu_batch: rows for (_, gpu_batch), rows in places.items()}.items()):
                 sizes = workspace.query_bytes(spec, rows, name), workspace.answer_bytes(spec, rows, name)

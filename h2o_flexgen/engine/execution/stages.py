@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +37,7 @@ class ActivationTransfer:
         self._sender, self._copies, self._dtype = sender.accelerator, copies, dtype
         size, what = page_ceil(nbytes), "hidden states between GPUs"
         with ExitStack() as stack:
-            self._leaving = stack.enter_context(closing(BufferCycle((sender.compute,), size, LEAVING, what)))
+            self._leaving = stack.enter_context(BufferCycle((sender.compute,), size, LEAVING, what))
             landing = (stack.enter_context(receiver.compute.allocate(size, what)) for _ in range(landings))
             self._landing = deque(buffer.tensor for buffer in landing)
             self._resources = stack.pop_all()

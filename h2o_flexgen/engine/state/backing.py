@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from typing import Generic, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from h2o_flexgen.config.model.tensors import page_ceil
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
+from h2o_flexgen.folders import Closing
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.memory.tiers import Buffer, Region, Tier, Tiers
@@ -24,7 +25,7 @@ def typed(buffer: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return buffer[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
-class BufferCycle:
+class BufferCycle(Closing):
     """Sets of buffers, one on each of `tiers`, that transfers use in turn."""
 
     def __init__(self, tiers: Sequence[Tier], nbytes: int, count: int, what: str) -> None:
@@ -103,7 +104,7 @@ class Backing:
 K = TypeVar("K", bound=Hashable)
 
 
-class Parking(Generic[K]):
+class Parking(Closing, Generic[K]):
     """Backing stores of things off the compute tier, `stores`, and transfer buffers on the compute tier."""
 
     def __init__(
@@ -118,9 +119,7 @@ class Parking(Generic[K]):
             self._free = [stack.enter_context(tiers.compute.allocate(largest, buffers)).tensor for _ in range(count)]
             staging = None
             if tiers.gpu is not None and any(tier == "disk" for tier, _ in places.values()):
-                staging = stack.enter_context(
-                    closing(BufferCycle((tiers.cpu,), largest, STAGING_BUFFERS, "staging buffers"))
-                )
+                staging = stack.enter_context(BufferCycle((tiers.cpu,), largest, STAGING_BUFFERS, "staging buffers"))
             for key, (tier, nbytes) in places.items():
                 on_disk = tier == "disk"
                 place: Buffer | Region = (tiers.disk if on_disk else tiers.memory(tier)).allocate(nbytes, what)
@@ -161,7 +160,7 @@ class Parking(Generic[K]):
         self._resources.close()
 
 
-class HiddenStore:
+class HiddenStore(Closing):
     """The hidden states of a block's GPU batches that are parked off the compute tier between two units."""
 
     def __init__(

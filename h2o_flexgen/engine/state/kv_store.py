@@ -28,6 +28,7 @@ from h2o_flexgen.config.model.tensors import TENSOR_ALIGN, StateSpec, page_ceil,
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.state.backing import Backing, Parking
 from h2o_flexgen.errors import required
+from h2o_flexgen.folders import Closing
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.handle import torch_dtype
 from h2o_flexgen.memory.pinned import Pin
@@ -315,7 +316,7 @@ class _MovingCache:
         return required(self.cache.rows, "the cache has no rows yet")
 
 
-class CacheStore:
+class CacheStore(Closing):
     """The caches of one block. The executor calls `load`, `wait` and `store` in schedule order."""
 
     def __init__(
@@ -347,8 +348,7 @@ class CacheStore:
         self.state_bytes = sum(each.nbytes for each in states.values())
         with ExitStack() as stack:
             sizes = {place: (backing[place], cache.nbytes) for place, cache in self._caches.items() if place in moving}
-            self._parking = Parking(tiers, copies, sizes, "kv cache", "cache buffers")
-            stack.callback(self._parking.close)
+            self._parking = stack.enter_context(Parking(tiers, copies, sizes, "kv cache", "cache buffers"))
             self._moving = {
                 place: _MovingCache(self._caches[place], store) for place, store in self._parking.stores.items()
             }
