@@ -105,9 +105,7 @@ class HalfPlace(structure("matrices.h", "Half")):  # type: ignore[misc]
         if angles is not None:
             cos, sin = angles
             turns = cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[1] // 2
-        call = function("half_forward", "PPlPPPllli", "i")
-        places = hidden.data_ptr(), hidden.stride(0), out.data_ptr()
-        self._check(call(ctypes.byref(self), *places, *turns, *self._how(rows)))
+        self._run("half_forward", "PPlPPPllli", rows, hidden.data_ptr(), hidden.stride(0), out.data_ptr(), *turns)
         return out
 
     @staticmethod
@@ -119,17 +117,13 @@ class HalfPlace(structure("matrices.h", "Half")):  # type: ignore[misc]
 
     def back(self, x: Tensor, hidden: Tensor) -> None:
         """Adds the last product, of x (T, ins), and its norm, to hidden (T, H), in place."""
-        call, places = function("half_back", "PPlPlli", "i"), (x.data_ptr(), x.stride(0), hidden.data_ptr())
-        self._check(call(ctypes.byref(self), *places, hidden.stride(0), *self._how(hidden.shape[0])))
+        places = x.data_ptr(), x.stride(0), hidden.data_ptr(), hidden.stride(0)
+        self._run("half_back", "PPlPlli", hidden.shape[0], *places)
 
     def whole(self, hidden: Tensor) -> None:
         """Both, with the activation between them."""
-        call = function("half_whole", "PPlli", "i")
-        self._check(call(ctypes.byref(self), hidden.data_ptr(), hidden.stride(0), *self._how(hidden.shape[0])))
+        self._run("half_whole", "PPlli", hidden.shape[0], hidden.data_ptr(), hidden.stride(0))
 
-    def _how(self, rows: int) -> tuple[int, int]:
-        return rows, torch.get_num_threads()
-
-    def _check(self, failed: int) -> None:
-        if failed:
+    def _run(self, name: str, kinds: str, rows: int, *places: int | None) -> None:
+        if function(name, kinds, "i")(ctypes.byref(self), *places, rows, torch.get_num_threads()):
             raise MemoryError(f"no memory for what half a layer of {self.first.ins} inputs computes")

@@ -130,7 +130,7 @@ def _is_vector(x: Tensor | None, n: int, dtype: torch.dtype = torch.bfloat16) ->
 
 
 def _takes(onto: Tensor, rows: int, outs: int, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether the kernels in C can add to this."""
+    """Whether the kernels in C can add to this, or multiply it."""
     return onto.dtype is dtype and onto.is_cpu and onto.shape == (rows, outs) and onto.stride(1) == 1
 
 
@@ -223,16 +223,12 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     activation: a key of `ACTIVATIONS`, computed in float32, then rounded. Raises RuntimeError for shapes that do not
     fit together.
     """
-    fits = gate.shape == up.shape and gate.numel() and _is_matrix(gate) and _is_matrix(up)
+    fits = gate.ndim == 2 and gate.numel() and _takes(gate, *gate.shape) and _takes(up, *gate.shape)
     if fits and activation in NATIVE_GATES and library():
         strides, kind = (gate.stride(0), up.stride(0)), (NATIVE_GATES[activation], torch.get_num_threads())
         function("gate_up", "PPllllii")(gate.data_ptr(), up.data_ptr(), *gate.shape, *strides, *kind)
         return gate
     return ACTIVATIONS[activation](gate).mul_(up)
-
-
-def _is_matrix(x: Tensor) -> bool:
-    return x.dtype is torch.bfloat16 and x.is_cpu and x.ndim == 2 and x.stride(1) == 1
 
 
 def rotate_heads(

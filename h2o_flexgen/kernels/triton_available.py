@@ -47,11 +47,6 @@ def why_not(device: torch.device | str) -> str | None:
     return _failing(device)
 
 
-def available(device: torch.device | str) -> bool:
-    """Whether `why_not` has nothing to say."""
-    return why_not(device) is None
-
-
 def serves(device: torch.device) -> bool:
     """Whether the engine's caches and prompts on `device` are worked on by Triton. Asked often: the answer is kept."""
     interpreted = interpreting()
@@ -61,7 +56,7 @@ def serves(device: torch.device) -> bool:
 @cache
 def _serves(device: torch.device, interpreted: bool, switch: bool | None) -> bool:
     asked_for = device.type == "cuda" or (interpreted and switch is True)
-    return asked_for and available(device)
+    return asked_for and why_not(device) is None
 
 
 def _switch() -> bool | None:

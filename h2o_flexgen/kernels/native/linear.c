@@ -222,12 +222,8 @@ static Terms copied(const Product *p) {
 
 /* x where it lies, or copied; NULL where that takes memory that is not there. */
 static Terms terms_of(const Product *p, int copies) {
-#ifdef PAIRS
     const Terms elsewhere = copies ? copied(p) : (Terms){NULL, 0};
-    return elsewhere.at ? elsewhere : (Terms){p->x, p->x_stride};
-#else
-    return copies ? copied(p) : (Terms){NULL, 0};
-#endif
+    return elsewhere.at || TERMS == 1 ? elsewhere : (Terms){(const term *)p->x, p->x_stride};
 }
 
 /* How many outputs a thread takes at a time: whole blocks of them. */

@@ -317,12 +317,18 @@ INLINE int is_rated(const Recall *r, const Shelved *row) {
     return (taken < r->first ? taken : taken / r->every) % r->rates == 0;
 }
 
+typedef struct {
+    const Recall *r;
+    Found *found;
+} Heads;
+
 /* The head's new token goes to the shelf and into the index; a look, if it is the row's turn. */
-static void step_of(const Recall *r, int64_t task, float *scratch, Found *found) {
+static void one_head(void *all, int64_t task, int64_t end, void *scratch) {
+    const Recall *r = ((Heads *)all)->r;
+    Found *found = ((Heads *)all)->found + task;
     const int64_t place = task / r->kv_heads, head = task % r->kv_heads, bytes = r->dim * (r->bf16 ? 2 : 4);
     const Shelved *row = r->row + place;
     const int64_t now = row->first + r->step, at = head * row->length + now;
-    *found = (Found){0, 0, 0, 0, 0};
     if (r->moves) memset(r->moves + 2 * task * MOST_MOVED, -1, 2 * MOST_MOVED * sizeof *r->moves);
     if (!row->index || now >= row->length) return; /* it is done, and its neighbours are not */
     const Pieces p = {r->dim, BITS, !r->bf16, r->block};
@@ -336,16 +342,6 @@ static void step_of(const Recall *r, int64_t task, float *scratch, Found *found)
     if (!looks(r, row)) return;
     const Room room = room_in(r, scratch, up(now + 1, LANES));
     look(r, row, task, now, &room, is_rated(r, row), found);
-}
-
-typedef struct {
-    const Recall *r;
-    Found *found;
-} Heads;
-
-static void one_head(void *task, int64_t i, int64_t end, void *scratch) {
-    const Heads *all = task;
-    step_of(all->r, i, scratch, all->found + i);
 }
 
 /* A step of all rows, before its queries attend. Returns 0, or 1 where memory is short. */

@@ -161,34 +161,30 @@ static void move(const States *s, float *state, int64_t col, float *room, int ba
 }
 
 /* A row's head. */
-static void whole_prompt(const States *s, Place p, float *room) {
-    const int64_t pitch = up(s->key_dim, LANES);
+static void one_head(void *task, int64_t i, int64_t end, void *room) {
+    const States *s = task;
+    const int64_t pitch = up(s->key_dim, LANES), row = i / s->heads, head = i % s->heads;
     float *key = room, *query = key + pitch, *decay = query + pitch, *columns = decay + pitch;
     float *parts = columns + s->key_dim * COLS;
-    float *state = s->state + (p.row * s->heads + p.head) * s->key_dim * s->value_dim;
+    float *state = s->state + i * s->key_dim * s->value_dim;
     Few few[BLOCK / TOKENS];
-    for (int i = 0; i < BLOCK / TOKENS; i++, parts += (3 * TOKENS + 1) * pitch) {
-        few[i].in = parts, few[i].asks = parts + TOKENS * pitch, few[i].onto = parts + 2 * TOKENS * pitch;
-        few[i].keeps = parts + 3 * TOKENS * pitch;
+    for (int n = 0; n < BLOCK / TOKENS; n++, parts += (3 * TOKENS + 1) * pitch) {
+        few[n].in = parts, few[n].asks = parts + TOKENS * pitch, few[n].onto = parts + 2 * TOKENS * pitch;
+        few[n].keeps = parts + 3 * TOKENS * pitch;
     }
     for (int64_t start = 0; start < s->tokens; start += BLOCK) {
         const int64_t stop = least(start + BLOCK, s->tokens);
         for (int64_t t = start; t < up(stop - start, TOKENS) + start; t++)
-            add_token(s, (Place){p.row, t, p.head}, pitch, (t - start) % TOKENS, t < stop, &few[(t - start) / TOKENS],
+            add_token(s, (Place){row, t, head}, pitch, (t - start) % TOKENS, t < stop, &few[(t - start) / TOKENS],
                       key, query, decay);
         for (int64_t col = 0; col < s->value_dim; col += COLS) {
             move(s, state, col, columns, 0);
             for (int64_t t = start; t < stop; t += TOKENS)
-                advance(s, (Place){p.row, t, p.head}, pitch, col, least(TOKENS, stop - t), &few[(t - start) / TOKENS],
+                advance(s, (Place){row, t, head}, pitch, col, least(TOKENS, stop - t), &few[(t - start) / TOKENS],
                         columns);
             move(s, state, col, columns, 1);
         }
     }
-}
-
-static void one_head(void *task, int64_t i, int64_t end, void *room) {
-    const States *s = task;
-    whole_prompt(s, (Place){i / s->heads, 0, i % s->heads}, room);
 }
 
 /* All tokens of every row; states in place. Returns 0, or 1 where memory is short. */
