@@ -204,19 +204,16 @@ class _Folder:
         """Group key -> record. Empty where the manifest is missing or, with a notice, torn or of other weights."""
         path = self._path / _MANIFEST
         try:
-            file = CheckpointFile(str(path))
-        except FileNotFoundError:
-            return {}
-        try:
-            manifest = strict_json(file.head(file.size))
+            with CheckpointFile(str(path)) as file:
+                manifest = strict_json(file.head(file.size))
             units = manifest.pop("units")
             if manifest != self._identity or not all(_is_record(record) for record in units.values()):
                 raise ValueError("it is not of these weights")
+        except FileNotFoundError:
+            return {}
         except (ValueError, AttributeError, KeyError, TypeError) as error:
             log.warning("%s cannot be used (%s): the weights are packed again", path, error)
             return {}
-        finally:
-            file.close()
         return dict(units)
 
 

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -49,21 +50,17 @@ class GgufSource(FileSource):
                 raise ModelError(f"{header.path}: rows of {name} have {most} bytes", f"needed {CHUNK}")
         facts = [[tuple(part) for part in header.parts], self._bound]
         self.fingerprint = hashlib.sha256(json.dumps(["gguf", facts], sort_keys=True).encode()).hexdigest()
-        try:
-            self._open(header)
-        except BaseException:
-            self.close()
-            raise
-
-    def _open(self, header: GgufHeader) -> None:
-        for part in header.parts:
-            try:
-                file = CheckpointFile(part.path)
-            except OSError as error:
-                raise ModelError(f"cannot open {part.path}: {error.strerror}") from error
-            self._files.append(file)
-            if (file.size, file.mtime_ns) != (part.size, part.mtime_ns):
-                raise ModelError(f"{part.path} changed while it was read", change="run again")
+        with ExitStack() as opened:
+            opened.enter_context(self)
+            for part in header.parts:
+                try:
+                    file = CheckpointFile(part.path)
+                except OSError as error:
+                    raise ModelError(f"cannot open {part.path}: {error.strerror}") from error
+                self._files.append(file)
+                if (file.size, file.mtime_ns) != (part.size, part.mtime_ns):
+                    raise ModelError(f"{part.path} changed while it was read", change="run again")
+            opened.pop_all()
 
     def read_into(self, name: str, out: Weight) -> None:
         """Fill `out` with tensor `name`: floats as WeightSource has it, or a PackedWeight of `packings[name]`.
