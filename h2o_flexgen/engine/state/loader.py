@@ -24,7 +24,7 @@ from h2o_flexgen.config.model.tensors import WeightGroup
 from h2o_flexgen.engine.limits.devices import note_tiers, return_free_pages
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.state.weights import WeightLocation, WeightStore
-from h2o_flexgen.errors import PlanError, StorageError
+from h2o_flexgen.errors import PlanError, StorageError, required
 from h2o_flexgen.huge import LARGE
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.device_copies import BOUNCE_BYTES
@@ -273,11 +273,10 @@ class _Loading:
                 units[group.key] = PackedUnit(layout, extents, None)
             else:
                 packed.append(group)
-        if (units or packed) and self._folder is None:
-            raise PlanError("weights are placed on disk, and there is no offload folder")
-        if packed and self._folder is not None:
+        if packed:
+            folder = required(self._folder, "weights are placed on disk, and there is no offload folder")
             note, reserve = partial(self._progress, "packing weights"), _state_on_disk(self._plan)
-            units.update(ensure_packed(packed, self._source, self._dtype, self._folder, note, reserve))
+            units.update(ensure_packed(packed, self._source, self._dtype, folder, note, reserve))
         for keys, own in zip(self._keys, locations, strict=True):
             for key, unit in ((key, unit) for key, unit in units.items() if key in keys):
                 own[key] = (
