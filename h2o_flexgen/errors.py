@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Self, TypeVar
 
 _Value = TypeVar("_Value")
@@ -21,6 +23,12 @@ def required(value: _Value | None, missing: str) -> _Value:
 def first_line(error: BaseException) -> str:
     """The first line of another library's error, up to 300 characters; its type's name if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+@cache
+def warn_once(text: str) -> None:
+    """A warning about a model's files, which are read more than once."""
+    logging.getLogger(__name__).warning("%s", text)
 
 
 class H2OFlexGenError(Exception):

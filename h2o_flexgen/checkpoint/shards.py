@@ -8,19 +8,16 @@ whatever they are called. Files beside these are left alone, with a warning: the
 from __future__ import annotations
 
 import codecs
-import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Literal
 
 from h2o_flexgen.checkpoint.files import CheckpointFile, Problems, name_fault, strict_json
 from h2o_flexgen.config.model.known import is_gguf
-
-log = logging.getLogger(__name__)
+from h2o_flexgen.errors import warn_once
 
 _NUMBERED = re.compile(r"-\d+-of-\d+\.")  # one of several
 _MAX_INDEX = 64 << 20  # bytes
@@ -96,10 +93,10 @@ def find_shards(folder: str, problems: Problems) -> Shards | None:
         for name in found.missing:
             problems.add(f"{name} is missing, which the index names", download=True)
     elif first != usual:  # as those of AutoGPTQ are called
-        _tell(f"the weights are read from {first}: {folder} has no {usual}")
+        warn_once(f"the weights are read from {first}: {folder} has no {usual}")
     extra = [name for name in names if _is_weight_file(name, kind) and name not in found.files]
     if extra:
-        _tell(f"{listed(extra)} in {folder} is not read: the weights are in {listed(found.files)}")
+        warn_once(f"{listed(extra)} in {folder} is not read: the weights are in {listed(found.files)}")
     return found
 
 
@@ -130,12 +127,6 @@ def other_layout(names: Iterable[str]) -> str:
     if any(is_gguf(name) for name in names):
         return "there are GGUF files: get one, and give it with --model /path/to/file.gguf"
     return ""
-
-
-@cache
-def _tell(text: str) -> None:
-    """A warning, once: a folder is looked at more than once."""
-    log.warning("%s", text)
 
 
 def _is_weight_file(name: str, ending: str) -> bool:

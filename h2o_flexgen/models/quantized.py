@@ -11,20 +11,18 @@ GPTQModel, AutoAWQ, AutoRound, transformers and compressed-tensors write.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache
 from typing import Any, Literal, TypeVar
 
 from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.errors import warn_once
 from h2o_flexgen.models.fields import ConfigReader, shown
 from h2o_flexgen.models.schemes import MXFP4, Quantization, Scheme, pattern_fault
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 SETTINGS_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Files beside config.json in which AutoGPTQ, AutoAWQ and ModelOpt wrote what transformers keeps in
@@ -261,7 +259,7 @@ def _has_cached(read: ConfigReader) -> bool:
     """Whether caches have scales, which are not used."""
     found = "kv_cache_quant_algo" in read or "kv_cache_scheme" in read
     if found:
-        _tell(f"{read.name}: its scales of caches are not used: keys and values keep the bits that are asked for")
+        warn_once(f"{read.name}: its scales of caches are not used: keys and values keep the bits that are asked for")
     return found
 
 
@@ -373,17 +371,11 @@ def _only(read: ConfigReader, method: str, known: str) -> None:
             raise read.error(key, f"a checkpoint of {method} without it: it is not supported")
     if others:
         keys = ", ".join(map(shown, others[:5])) + (f" and {len(others) - 5} more" if others[5:] else "")
-        _tell(f"{read.name}: {keys} in quantization_config is not known, and taken for bookkeeping")
-
-
-@cache
-def _tell(text: str) -> None:
-    """A warning, once: a config is read several times."""
-    log.warning("%s", text)
+        warn_once(f"{read.name}: {keys} in quantization_config is not known, and taken for bookkeeping")
 
 
 def _tell_static(name: str) -> None:
-    _tell(f"{name}: its static scales of activations are not used: activations keep 16 bits or more")
+    warn_once(f"{name}: its static scales of activations are not used: activations keep 16 bits or more")
 
 
 def _bits(read: ConfigReader, key: str, allowed: tuple[int, ...]) -> int:
