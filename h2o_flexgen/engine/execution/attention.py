@@ -26,7 +26,7 @@ from h2o_flexgen.kernels.types import KeysValues, Logits, PrefillAttention
 from h2o_flexgen.models.rotary import Angles, rotate_both
 
 if TYPE_CHECKING:
-    from h2o_flexgen.models.hf.attention import MixedTokens, MixerCall
+    from h2o_flexgen.models.hf.states import MixedTokens, MixerCall, Prompt
 
 
 NO_CACHE = "prompts are in hand, and no cache to fill from them"
@@ -368,18 +368,28 @@ class TickStates:
         return call.of(self._pieces(part, call))
 
     def _pieces(self, part: AttentionPart, call: MixerCall) -> Iterator[MixedTokens]:
-        """The decode rows of a part as one piece, then its prompts one by one; their states are kept once computed."""
+        """The decode rows of a part as one piece, then its prompts: those next to each other as one, each segment that
+        others follow as one, whose states they begin with."""
+        start = part.rows
+        prompts: list[Prompt] = []
         if part.rows:
             yield call.piece(0, part.rows, self.places.first(part.rows), decode=True)
         for segment in () if part.chunk is None else part.chunk.segments:
-            start = part.rows + segment.start - (0 if part.chunk is None else part.chunk.start)
-            del self.path[segment.depth :]
-            for row in segment.rows or (None,):
-                behind = {key: state.clone() for key, state in self.path[-1].items()} if segment.depth else {}
-                piece = call.piece(start, segment.length, behind)
-                yield piece
-                start += segment.length
-                if row is None:
-                    self.path.append(piece.states.held())
-                else:
-                    self.places.keep(self.decoding + row, piece.states.held())
+            behind = self.path[segment.depth - 1] if segment.depth else {}
+            for row in segment.rows:
+                within = sum(prompt.length for prompt in prompts)
+                prompts.append(call.prompt(within, segment.length, self.decoding + row, behind))
+            if segment.rows:
+                continue
+            if prompts:
+                yield self._together(call, start, prompts)
+                start, prompts = start + sum(prompt.length for prompt in prompts), []
+            piece = call.piece(start, segment.length, {key: state.clone() for key, state in behind.items()})
+            yield piece
+            start += segment.length
+            self.path[segment.depth :] = [piece.states.held()]
+        if prompts:
+            yield self._together(call, start, prompts)
+
+    def _together(self, call: MixerCall, start: int, prompts: list[Prompt]) -> MixedTokens:
+        return call.prompts(start, prompts, self.places.first(1 + max(prompt.place for prompt in prompts)))

@@ -1,25 +1,19 @@
 """Attention, masks and caches that transformers' modules call in place of their own, and the guards of these calls.
 
-Modules that keep states of each sequence (short convolutions, delta rules, state space models) are called for each
-prompt alone, and for all decode rows at once; `MixerCall.of` is the one place where that is done.
-
 A forward runs in a greenlet of its own (`ModelRun`), so that it can stop at every unit; these functions find it there.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache, LinearAttentionLayer
+from transformers.cache_utils import Cache
 
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.kernels.torch_attention import product
@@ -250,7 +244,7 @@ class Absorbed(NamedTuple):
 
 
 _KINDS = frozenset({None, "full_attention", "sliding_attention", "chunked_attention", "indexed_attention"})
-_KINDS |= {"hybrid", "hybrid_sliding"}  # with states beside, see `MixerCall`
+_KINDS |= {"hybrid", "hybrid_sliding"}  # with states beside, see `states.MixerCall`
 
 
 def _window(module: nn.Module, given: int | None) -> tuple[int | None, bool]:
@@ -277,182 +271,6 @@ def _no_mask(
     """Masks are made where attention is."""
     current().masks.add(local_size)
     return None if allow_is_causal_skip else torch.zeros(1, 1, 1, 1)
-
-
-Kind = Literal["conv", "recurrent"]
-KEPT: tuple[Kind, ...] = ("conv", "recurrent")
-"""The kinds of states."""
-_CALLS = frozenset(f"{verb}_{kind}_state" for verb in ("update", "get") for kind in KEPT)
-_CALLS |= {"conv_states", "recurrent_states"}
-Key = tuple[Kind, int]
-"""A kind of states, and the number of the state among those of its layer."""
-
-
-class RowStates(LinearAttentionLayer):
-    """The states of some rows (rows, ...) that a mixer finds in its cache, or none yet.
-
-    Given states are written to in place. `layer`: the one that the mixer has asked for, by its own number.
-    """
-
-    def __init__(self, given: dict[Key, Tensor]) -> None:
-        super().__init__(8)
-        self.layer: int | None = None
-        self.given = dict(given)
-        for (kind, number), state in self.given.items():
-            getattr(self, f"{kind}_states")[number] = state
-            getattr(self, f"is_{kind}_states_initialized")[number] = True
-            if kind == "conv":
-                self.conv_kernel_size[number] = state.shape[-1]
-            self.has_previous_state[number] = True
-
-    def lazy_initialization(
-        self,
-        conv_states: Tensor | None = None,
-        recurrent_states: Tensor | None = None,
-        state_idx: int = 0,
-        conv_kernel_size: int | None = None,
-    ) -> None:
-        """As transformers has it, but for what prepares for its compiler, which takes seconds to import."""
-        if conv_states is not None:
-            size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
-            self.conv_kernel_size[state_idx] = size
-            self.conv_states[state_idx] = conv_states.new_zeros(*conv_states.shape[:-1], size)
-            self.is_conv_states_initialized[state_idx] = True
-        if recurrent_states is not None:
-            self.recurrent_states[state_idx] = torch.zeros_like(recurrent_states)
-            self.is_recurrent_states_initialized[state_idx] = True
-
-    def held(self) -> dict[Key, Tensor]:
-        found: dict[Key, Tensor] = {}
-        for kind in KEPT:
-            states: dict[int, Tensor | None] = getattr(self, f"{kind}_states")
-            found.update({(kind, number): state for number, state in states.items() if state is not None})
-        return found
-
-
-class MixedTokens(NamedTuple):
-    """`length` tokens of a part from `start` on, which go through a mixer together: a prompt's or some of it, one after
-    the other, or, if `decode`, one of each row. `states` are theirs."""
-
-    start: int
-    length: int
-    decode: bool
-    states: RowStates
-
-
-_NO_STATES = RowStates({})
-
-
-@dataclass
-class MixerCall:
-    """A call of a mixer with the tokens of a part, as its modules make it."""
-
-    module: nn.Module
-    forward: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    tokens: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        given = (each for each in (*self.args, *self.kwargs.values()) if torch.is_tensor(each))
-        hidden = next((each for each in given if each.dim() == 3 and each.shape[0] == 1), None)
-        if hidden is None:
-            raise NotUnderstood(f"{type(self.module).__name__} keeps states of other than packed tokens")
-        self.tokens = hidden.shape[1]
-
-    def _is_of_tokens(self, x: Tensor) -> bool:
-        return x.dim() > 1 and x.shape[:2] == (1, self.tokens)
-
-    def wide(self, tokens: int) -> MixerCall:
-        """The same call with so many tokens, of which nothing is known but the sizes."""
-
-        def widened(x: Tensor) -> Tensor:
-            return x.new_empty(1, tokens, *x.shape[2:]) if self._is_of_tokens(x) else x
-
-        return replace(self, args=each_tensor(widened, self.args), kwargs=each_tensor(widened, self.kwargs))
-
-    @staticmethod
-    def piece(start: int, length: int, states: dict[Key, Tensor], *, decode: bool = False) -> MixedTokens:
-        """A piece of the call's tokens, of rows that go on with these states, or begin."""
-        return MixedTokens(start, length, decode, RowStates(states))
-
-    def of(self, pieces: Iterable[MixedTokens]) -> Any:
-        """The mixer's output for all tokens, from transformers' own functions piece by piece. The next piece is asked
-        for when one is done."""
-        seen, done, outs = current().cache.layers, list[MixedTokens](), list[Any]()
-        # The scan of the first Mamba takes no state: with several tokens it begins anew, so it gets them one by one.
-        kind: Any = type(self.module)
-        begins_anew = "mamba_selective_scan" in named(kind)
-        for piece in pieces:
-            done.append(piece._replace(states=_NO_STATES))  # a prompt's are its row's from now on
-            seen.states = piece.states
-            steps = [piece]
-            if piece.states.given and not piece.decode and begins_anew:
-                steps = [piece._replace(start=piece.start + i, length=1) for i in range(piece.length)]
-            try:
-                outs.append(_joined([self._made(step) for step in steps], steps))
-            finally:
-                seen.states = None
-        if sum(piece.length for piece in done) != self.tokens:
-            raise RuntimeError(f"{[piece[:2] for piece in done]} are not all of {self.tokens} tokens")
-        return _joined(outs, [piece._replace(decode=False) for piece in done])
-
-    def _made(self, piece: MixedTokens) -> Any:
-        """Of what arguments have of a piece: (1, length, ...), or (length, 1, ...) of decode rows."""
-
-        def cut(x: Tensor) -> Tensor:
-            part = x.narrow(1, piece.start, piece.length) if self._is_of_tokens(x) else x
-            return part.transpose(0, 1) if piece.decode and part is not x else part
-
-        return self.forward(*each_tensor(cut, self.args), **each_tensor(cut, self.kwargs))
-
-
-def each_tensor(change: Callable[[Tensor], Tensor], x: Any) -> Any:
-    """An argument with what `change` makes of each tensor in it."""
-    if torch.is_tensor(x):
-        return change(x)
-    if isinstance(x, dict):
-        return {key: each_tensor(change, each) for key, each in x.items()}
-    return type(x)(each_tensor(change, each) for each in x) if type(x) in (tuple, list) else x
-
-
-def _joined(outs: Sequence[Any], pieces: Sequence[MixedTokens]) -> Any:
-    if torch.is_tensor(outs[0]):
-        parts = [out.transpose(0, 1) if piece.decode else out for out, piece in zip(outs, pieces, strict=True)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    if isinstance(outs[0], tuple | list):
-        return type(outs[0])(_joined(each, pieces) for each in zip(*outs, strict=True))
-    return outs[0]
-
-
-@cache
-def named(kind: Any) -> frozenset[str]:
-    """The names of globals and attributes in the methods that this class of modules defines; none in torch's."""
-    if kind.__module__.startswith("torch."):
-        return frozenset()
-    functions = (inspect.unwrap(each) for each in vars(kind).values() if callable(each))
-    codes = (getattr(each, "__code__", None) for each in functions)
-    return frozenset(name for code in codes if code is not None for name in code.co_names)
-
-
-def mixers(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that ask a cache for states, by path; of those within each other the outermost."""
-    found: dict[str, nn.Module] = {}
-    for path, module in model.named_modules():
-        kind: Any = type(module)
-        if not _CALLS.isdisjoint(named(kind)) and not any(path.startswith(f"{other}.") for other in found):
-            found[path] = module
-    return found
-
-
-def take_mixers(model: nn.Module) -> None:
-    """From now on a mixer's calls are those that the run says, see `ModelRun.mix`."""
-    for module in mixers(model).values():
-        module.forward = partial(_mix, module, module.forward)
-
-
-def _mix(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return current().mix(MixerCall(module, forward, args, kwargs))
 
 
 AttentionInterface.register(NAME, attention)

@@ -17,13 +17,14 @@ from h2o_flexgen.kernels.experts import Gate
 from h2o_flexgen.kernels.native.tiers import torch_widens
 from h2o_flexgen.kernels.packed import PackedWeight
 from h2o_flexgen.models.decoder import Decoder, as_one, local_name
-from h2o_flexgen.models.hf.attention import Call, MixerCall, ModelRun, take_mixers
+from h2o_flexgen.models.hf.attention import Call, ModelRun
 from h2o_flexgen.models.hf.build import Absent, Matrix, Packed, build, is_product, take_products
 from h2o_flexgen.models.hf.experts import Routing, feed_forward, take_indexers
 from h2o_flexgen.models.hf.fused import Joint, take_gates, take_norms, take_rotations
 from h2o_flexgen.models.hf.mixers import take_gated_norms, take_recurrences
 from h2o_flexgen.models.hf.record import arguments, heads_of
 from h2o_flexgen.models.hf.rows import cache_of, row_arguments
+from h2o_flexgen.models.hf.states import MixerCall, take_mixers
 
 Places = list[tuple[dict[str, Any], str, tuple[str, ...], bool, bool]]
 """Of a unit's tensors: the dictionary of a module and the key in it, the bound name, or those of the pieces that it is

@@ -22,7 +22,8 @@ from h2o_flexgen.config.model.arch import Activation
 from h2o_flexgen.kernels.layers import linear
 from h2o_flexgen.kernels.types import Choice, Seen
 from h2o_flexgen.models.fields import ACTIVATIONS
-from h2o_flexgen.models.hf.attention import NAME, NotUnderstood, current, each_tensor, named
+from h2o_flexgen.models.hf.attention import NAME, NotUnderstood, current
+from h2o_flexgen.models.hf.states import each_tensor, named
 from h2o_flexgen.models.mixture import SLOPE
 
 TEXT_ONLY = frozenset({"llama4", "gemma3n"})

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import product
 from types import FunctionType, MethodType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from h2o_flexgen.kernels import states
 from h2o_flexgen.kernels.native import library
 from h2o_flexgen.models.hf.fused import Norm, among, epsilons, first_same, take_norms
+from h2o_flexgen.models.hf.states import NotTogether, PromptStates, together
 
 Original = Callable[..., Any]
 
@@ -35,13 +36,55 @@ def _usual(original: Original) -> dict[str, Any]:
 
 def _by(compute: Callable[[Any], Any], original: Original, *args: Any, **others: Any) -> Any:
     """The result of `compute`, given the arguments by their names in transformers; where it is None, the result of
-    `original`, which also gets packed sequences, and all calls where it names no arguments."""
-    usual = _usual(original)
-    if usual and others.get("cu_seqlens") is None and others.get("seq_idx") is None:
-        made = compute(SimpleNamespace(**{**usual, **dict(zip(usual, args, strict=False)), **others}))
-        if made is not None:
-            return made
-    return original(*args, **others)
+    `original`, which also gets packed sequences, and all calls where it names no arguments. Of several prompts in one
+    call, each by itself."""
+    usual, states = _usual(original), together()
+    if not usual or others.get("cu_seqlens") is not None or others.get("seq_idx") is not None:
+        if states is not None:
+            raise NotTogether
+        return original(*args, **others)
+    call = {**usual, **dict(zip(usual, args, strict=False)), **others}
+
+    def made(**changed: Any) -> Any:
+        given = {**call, **changed}
+        found = compute(SimpleNamespace(**given))
+        return original(**given) if found is None else found
+
+    if states is None:
+        return made()
+    if compute is _conv:
+        return states.convolved(call["hidden_states"], call["weight"].shape[-1], lambda x: made(hidden_states=x))
+    if compute not in _ALONG:
+        raise NotTogether
+    return _each_prompt(states, _ALONG[compute], call, made)
+
+
+class Along(NamedTuple):
+    """Of a recurrence: which arguments have tokens, in which dimension, the argument for the states before these, and
+    the one that asks for the states behind them."""
+
+    tokens: tuple[str, ...]
+    dim: int
+    begins: str | None
+    returns: str
+
+
+def _each_prompt(states: PromptStates, along: Along, call: dict[str, Any], made: Callable[..., Any]) -> Any:
+    """The result of a recurrence for prompts one behind the other, and the states (n, ...) after each."""
+    given = {name: call[name] for name in along.tokens if call.get(name) is not None}
+    if not call[along.returns] or any(x.shape[along.dim] != states.tokens for x in given.values()):
+        raise NotTogether
+    begun, outs = states.begun(), list[Tensor]()
+    for i, prompt in enumerate(states.prompts):
+        own = {name: x.narrow(along.dim, prompt.start, prompt.length) for name, x in given.items()}
+        before = begun[i : i + 1]
+        out, after = made(**own, **({} if along.begins is None else {along.begins: before}))
+        if after.shape != before.shape:
+            raise NotTogether
+        if after.data_ptr() != before.data_ptr():
+            before.copy_(after)
+        outs.append(out)
+    return torch.cat(outs, along.dim), begun
 
 
 def _delta_rule(rule: Any) -> Any:
@@ -142,6 +185,11 @@ def _passed(out: Tensor, gate: Tensor | None) -> Tensor:
     return out if gate is None else out * F.silu(gate)
 
 
+_ALONG = {
+    _delta_rule: Along(("query", "key", "value", "g", "beta"), 1, "initial_state", "output_final_state"),
+    _second_scan: Along(("hidden_states", "dt", "B", "C", "z"), 1, "initial_states", "return_final_states"),
+    _first_scan: Along(("hidden_states", "dt", "B", "C", "z"), 2, None, "return_last_state"),
+}
 OURS: dict[str, Callable[[Any], Any]] = {
     "torch_chunk_gated_delta_rule": _delta_rule,
     "torch_recurrent_gated_delta_rule": _delta_rule,

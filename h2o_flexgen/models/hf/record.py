@@ -21,11 +21,12 @@ from h2o_flexgen.config.model.tensors import LayerHeads, StateSpec
 from h2o_flexgen.errors import ModelError, first_line
 from h2o_flexgen.kernels.native import library
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.hf.attention import Call, MixerCall, ModelRun, NotUnderstood, take_mixers
+from h2o_flexgen.models.hf.attention import Call, ModelRun, NotUnderstood
 from h2o_flexgen.models.hf.build import Alive, Marked, activations, apart, build, is_product, quiet
 from h2o_flexgen.models.hf.experts import ExpertForm, Routing, form_of, settings_of, take_indexers
 from h2o_flexgen.models.hf.fused import SharedInputs, side_by_side
 from h2o_flexgen.models.hf.mixers import take_recurrences
+from h2o_flexgen.models.hf.states import MixerCall, take_mixers
 from h2o_flexgen.models.hf.units import Event, Mixing, RecordedUnits, weight_groups
 
 TOKENS = 4

@@ -22,10 +22,11 @@ from h2o_flexgen.config.model.modules import LayerSpec, ModuleSpec
 from h2o_flexgen.config.model.tensors import LayerHeads
 from h2o_flexgen.errors import ModelError, first_line
 from h2o_flexgen.models.hf import record
-from h2o_flexgen.models.hf.attention import Call, MixerCall, ModelRun, NotUnderstood
+from h2o_flexgen.models.hf.attention import Call, ModelRun, NotUnderstood
 from h2o_flexgen.models.hf.build import build, quiet
 from h2o_flexgen.models.hf.experts import Routing
 from h2o_flexgen.models.hf.record import any_choice
+from h2o_flexgen.models.hf.states import MixerCall
 from h2o_flexgen.models.hf.units import Event, RecordedLayer, RecordedUnits
 
 CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")

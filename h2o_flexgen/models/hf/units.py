@@ -11,11 +11,12 @@ from transformers import PreTrainedModel
 from h2o_flexgen.config.model.modules import HalfSpec, ModuleTensor, half_names
 from h2o_flexgen.config.model.tensors import StateSpec
 from h2o_flexgen.errors import ModelError
-from h2o_flexgen.models.hf.attention import Call, mixers
+from h2o_flexgen.models.hf.attention import Call
 from h2o_flexgen.models.hf.build import is_product
 from h2o_flexgen.models.hf.experts import Routing, form_of
 from h2o_flexgen.models.hf.fused import Groups
 from h2o_flexgen.models.hf.names import pieces
+from h2o_flexgen.models.hf.states import mixers
 
 SMALL = 1 << 22
 """Numbers that a tensor may have which is used by several units at once, and is copied for them."""
