@@ -31,10 +31,11 @@ def _in_a_run(compute: Callable[[], Any]) -> Any:
 
 def _mixed(module: nn.Module, x: Tensor, make: Callable[[MixerCall], Iterator[MixedTokens]]) -> Tensor:
     """The output of a module for x (1, T, n), in the pieces that `make` makes of its call."""
-    name = next(each for each in ("hidden_states", "x") if each in inspect.signature(module.forward).parameters)
+    takes = inspect.signature(module.forward).parameters
+    cache = next(each for each in ("cache", "cache_params", "past_key_values") if each in takes)
 
     def compute() -> Any:
-        call = MixerCall(module, module.forward, (), {name: x, "cache": current().cache})
+        call = MixerCall(module, module.forward, (), {"hidden_states": x, cache: current().cache})
         return call.of(make(call))
 
     made: Tensor = _in_a_run(compute)
@@ -151,11 +152,11 @@ class Own(nn.Module):
                 ]
             ).mT
         if self.way == "convolves what it is given":
-            before = cache.get_conv_state(0)
+            before = cache.layers[0].conv_states.get(0)
             known = torch.zeros_like(x[..., :1]) if before is None else before[..., -1:].clone()
             cache.update_conv_state(x, 0, conv_kernel_size=2)
             return (x + torch.cat([known, x[..., :-1]], -1)).mT
-        state = cache.get_recurrent_state(0)
+        state = cache.layers[0].recurrent_states.get(0)
         sums = x.cumsum(-1) if state is None else x.cumsum(-1) + state.unsqueeze(-1)
         cache.update_recurrent_state(sums[..., -1].contiguous(), 0)
         return sums.mT
