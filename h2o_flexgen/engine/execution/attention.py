@@ -26,7 +26,7 @@ from h2o_flexgen.kernels.types import KeysValues, Logits, PrefillAttention
 from h2o_flexgen.models.rotary import Angles, rotate_both
 
 if TYPE_CHECKING:
-    from h2o_flexgen.models.hf.states import MixedTokens, MixerCall, Prompt
+    from h2o_flexgen.models.hf.states import MixedTokens, MixerCall, PromptRow
 
 
 NO_CACHE = "prompts are in hand, and no cache to fill from them"
@@ -368,10 +368,10 @@ class TickStates:
         return call.of(self._pieces(part, call))
 
     def _pieces(self, part: AttentionPart, call: MixerCall) -> Iterator[MixedTokens]:
-        """The decode rows of a part as one piece, then its prompts: those next to each other as one, each segment that
-        others follow as one, whose states they begin with."""
+        """The decode rows of a part as one piece, then its prompts: neighbours as one, and by itself a segment that
+        others follow, whose states they begin with."""
         start = part.rows
-        prompts: list[Prompt] = []
+        prompts: list[PromptRow] = []
         if part.rows:
             yield call.piece(0, part.rows, self.places.first(part.rows), decode=True)
         for segment in () if part.chunk is None else part.chunk.segments:
@@ -391,5 +391,5 @@ class TickStates:
         if prompts:
             yield self._together(call, start, prompts)
 
-    def _together(self, call: MixerCall, start: int, prompts: list[Prompt]) -> MixedTokens:
+    def _together(self, call: MixerCall, start: int, prompts: list[PromptRow]) -> MixedTokens:
         return call.prompts(start, prompts, self.places.first(1 + max(prompt.place for prompt in prompts)))

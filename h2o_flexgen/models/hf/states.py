@@ -77,9 +77,9 @@ class NotTogether(Exception):
     """A mixer does with several prompts in one call what is not known to be right for each."""
 
 
-class Prompt(NamedTuple):
-    """`length` tokens of a prompt, the last of it, from `start` on among those of a call. Their states go to `place`;
-    `behind`: those of the tokens before them, (1, *shape), if there are any."""
+class PromptRow(NamedTuple):
+    """The last `length` tokens of a prompt, from `start` on among those of a call. Their states go to `place`; `behind`
+    are the states of the tokens before them, (1, *shape), if there are any."""
 
     start: int
     length: int
@@ -93,7 +93,7 @@ class PromptStates(RowStates):
     views: of all places, (places, *shape), which the states of the prompts are written to.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], views: States) -> None:
+    def __init__(self, prompts: Sequence[PromptRow], views: States) -> None:
         super().__init__({})
         self.prompts, self._views = prompts, views
         self.tokens = sum(prompt.length for prompt in prompts)
@@ -101,7 +101,7 @@ class PromptStates(RowStates):
         self._begun: Tensor | None = None
         self._done = set[Key]()
 
-    def keep(self, prompt: Prompt, states: States) -> None:
+    def keep(self, prompt: PromptRow, states: States) -> None:
         """Stores a prompt's states (1, *shape)."""
         kept = {key: view.shape[1:] for key, view in self._views.items()}
         if kept != {key: x.shape[1:] for key, x in states.items()}:
@@ -248,12 +248,12 @@ class MixerCall:
         return MixedTokens(start, length, decode, RowStates(states))
 
     @staticmethod
-    def prompt(start: int, length: int, place: int, behind: States) -> Prompt:
-        """One of the `prompts` of a piece, see Prompt."""
-        return Prompt(start, length, place, behind)
+    def prompt(start: int, length: int, place: int, behind: States) -> PromptRow:
+        """One of the `prompts` of a piece, see PromptRow."""
+        return PromptRow(start, length, place, behind)
 
     @staticmethod
-    def prompts(start: int, prompts: Sequence[Prompt], views: States) -> MixedTokens:
+    def prompts(start: int, prompts: Sequence[PromptRow], views: States) -> MixedTokens:
         """A piece of the call's tokens from `start` on, of prompts whose states are kept in `views`."""
         states = PromptStates(prompts, views)
         return MixedTokens(start, states.tokens, False, states)
@@ -264,15 +264,15 @@ class MixerCall:
         done, outs = list[MixedTokens](), list[Any]()
         for piece in pieces:
             done.append(piece._replace(states=_NO_STATES))  # a prompt's are its row's from now on
-            outs.append(self._prompts(piece) if isinstance(piece.states, PromptStates) else self._mixed(piece))
+            states = piece.states
+            outs.append(self._prompts(piece, states) if isinstance(states, PromptStates) else self._mixed(piece))
         if sum(piece.length for piece in done) != self.tokens:
             raise RuntimeError(f"{[piece[:2] for piece in done]} are not all of {self.tokens} tokens")
         return _joined(outs, [piece._replace(decode=False) for piece in done])
 
-    def _prompts(self, piece: MixedTokens) -> Any:
+    def _prompts(self, piece: MixedTokens, states: PromptStates) -> Any:
         """Of several prompts: in one call, or, for modules of which that is not known to be right, one by one."""
-        states, kind = piece.states, type(self.module)
-        assert isinstance(states, PromptStates)
+        kind: Any = type(self.module)
         behind = any(prompt.behind for prompt in states.prompts)
         if len(states.prompts) > 1 and kind not in _APART and not (behind and _begins_anew(kind)):
             try:
@@ -297,7 +297,7 @@ class MixerCall:
         return _joined([self._in(step) for step in steps], steps)
 
     def _in(self, piece: MixedTokens) -> Any:
-        """What the module makes of a piece, with its states in the cache."""
+        """The module's result for a piece, with its states in the cache."""
         layers = current().cache.layers
         layers.states = piece.states
         try:
