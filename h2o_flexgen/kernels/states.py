@@ -18,7 +18,7 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.native import function, library, structure
 
-_DTYPES = (torch.float32, torch.bfloat16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_KEY = 1024
 _TAPS = (2, 3, 4)
 
@@ -49,7 +49,8 @@ class GatedNorm(NamedTuple):
         flat, gate = (
             each if each.stride(1) == 1 else each.contiguous() for each in (x.reshape(-1, n), gate.reshape(-1, n))
         )
-        weight, out = weight.contiguous(), torch.empty(len(flat), n, dtype=x.dtype)
+        flat, gate, weight = _wide(flat, gate, weight.contiguous())
+        out = torch.empty(len(flat), n, dtype=flat.dtype)
         bits = (each.dtype is torch.bfloat16 for each in (flat, gate, weight))
         task = _GatedNorm(len(flat), n // self.size, self.size, *bits, self.gate_first, self.sigmoid, self.rounds)
         task.threads, task.eps = torch.get_num_threads(), self.eps
@@ -57,13 +58,18 @@ class GatedNorm(NamedTuple):
         task.point(x=flat, gate=gate, weight=weight, out=out)
         if function("gated_norm", "P", "i")(ctypes.byref(task)):
             raise MemoryError(f"no memory for {self.size} numbers")
-        return out.view(x.shape)
+        return out.view(x.shape).to(x.dtype)
 
 
 def serves(*tensors: Tensor) -> bool:
     """Whether the kernels take numbers like these: of one dtype, on a CPU."""
     dtype = tensors[0].dtype
     return dtype in _DTYPES and all(x.is_cpu and x.dtype is dtype for x in tensors) and library() is not None
+
+
+def _wide(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same numbers as the kernels take them: float16 becomes float32."""
+    return tuple(x.float() if x.dtype is torch.float16 else x for x in tensors)
 
 
 def serves_state(state: Tensor, key_dim: int) -> bool:
@@ -117,12 +123,13 @@ def _run(
     if not fits or state.shape != (rows, heads, *sizes):
         shapes = ", ".join(str(tuple(each.shape)) for each in (q, k, v, decay, beta, state))
         raise ValueError(f"queries, keys, values, decays, betas and states of shapes that do not fit: {shapes}")
-    q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (q, k, v))
+    dtype = v.dtype
+    q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in _wide(q, k, v))
     decay, beta = decay.float().contiguous(), beta.float().contiguous()
     skip = None if skip is None else skip.float().contiguous()
     out = torch.empty(rows, tokens, heads, value_dim, dtype=v.dtype)
     if not out.numel():
-        return out
+        return out.to(dtype)
     task = _States(rows, tokens, heads, key_heads, key_dim, value_dim, v.dtype is torch.bfloat16, delta, normed)
     task.by_channel, task.threads = decay.ndim == 4, torch.get_num_threads()
     task.q_row, task.q_token, task.q_head = q.stride()[:3]
@@ -134,7 +141,7 @@ def _run(
         function("state_step", "P")(ctypes.byref(task))
     elif function("state_prompts", "P", "i")(ctypes.byref(task)):
         raise MemoryError("no memory for the keys of some tokens")
-    return out
+    return out.to(dtype)
 
 
 def selective_scan(x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, state: Tensor, skip: Tensor) -> Tensor:
@@ -151,12 +158,13 @@ def selective_scan(x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, s
         raise ValueError(
             f"numbers, steps, rates, inputs, outputs, states and skips of shapes that do not fit: {shapes}"
         )
-    x, out = x.contiguous(), torch.empty(rows, tokens, channels, dtype=x.dtype)
+    dtype, (x,) = x.dtype, _wide(x.contiguous())
+    out = torch.empty(rows, tokens, channels, dtype=x.dtype)
     dt, rates, b, c, skip = (each.float().contiguous() for each in (dt, rates, b, c, skip))
     task = _Selective(rows, tokens, channels, numbers, x.dtype is torch.bfloat16, torch.get_num_threads())
     task.point(x=x, dt=dt, a=rates, b=b, c=c, skip=skip, state=state, out=out)
     function("selective_scan", "P")(ctypes.byref(task))
-    return out
+    return out.to(dtype)
 
 
 def serves_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -176,11 +184,14 @@ def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | N
     if state is not None and (tokens != 1 or not state.is_contiguous() or state.shape[2] < taps - 1):
         raise ValueError(f"{tokens} tokens after a state {tuple(state.shape)} of {taps} taps")
     x = x.transpose(1, 2)
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
+    dtype, given = x.dtype, state
+    x, weight = _wide(x if x.stride(-1) == 1 else x.contiguous(), weight.contiguous())
+    bias, state = (None if each is None else _wide(each.contiguous())[0] for each in (bias, state))
     out = torch.empty(rows, tokens, channels, dtype=x.dtype)
     task = _Conv(rows, tokens, channels, taps, 0 if state is None else state.shape[2], x.dtype is torch.bfloat16, silu)
     task.threads, task.x_row, task.x_token = torch.get_num_threads(), x.stride(0), x.stride(1)
     task.point(x=x, weight=weight, bias=bias, state=state, out=out)
     function("short_conv", "P")(ctypes.byref(task))
-    return out.transpose(1, 2)
+    if given is not None and state is not None and given is not state:
+        given.copy_(state)
+    return out.to(dtype).transpose(1, 2)

@@ -221,7 +221,7 @@ def test_shapes_that_do_not_fit() -> None:
         with pytest.raises(ValueError, match="do not fit"):
             states.delta_rule(**given, scale=1.0, normed=False)
     assert not states.serves(q, k.bfloat16())
-    assert not states.serves(q.half())
+    assert not states.serves(q.double())
     assert not states.serves_state(state.bfloat16(), 8)
     assert not states.serves_state(state.transpose(2, 3), 8)
     assert not states.serves_state(state, 2048)
@@ -259,15 +259,16 @@ def test_short_convolutions(channels: int, tokens: int, silu: bool, taps: int) -
         assert torch.equal(state, theirs)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("silu", [False, True])
-def test_short_convolutions_of_sixteen_bits(silu: bool) -> None:
-    x, weight, bias = (torch.randn(shape).bfloat16() for shape in ((2, 40, 9), (40, 4), (40,)))
+def test_short_convolutions_of_sixteen_bits(silu: bool, dtype: torch.dtype) -> None:
+    x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((2, 40, 9), (40, 4), (40,)))
     activation = "silu" if silu else None
     expected = qwen.causal_conv1d_fn(x, weight, bias, activation)
     found = states.short_conv(x, weight, bias, None, silu=silu)
-    assert found.dtype is torch.bfloat16
+    assert found.dtype is dtype
     near(found, expected, 7)
-    held = torch.randn(2, 40, 6).bfloat16()
+    held = torch.randn(2, 40, 6).to(dtype)
     theirs = held.clone()
     expected = qwen.causal_conv1d_update(x[..., :1], theirs, weight, bias, activation)
     near(states.short_conv(x[..., :1], weight, bias, held, silu=silu), expected, 7)

@@ -132,15 +132,16 @@ def test_tokens_stay_those_of_transformers(kind: str, monkeypatch: pytest.Monkey
     torch.testing.assert_close(near, logits, rtol=0, atol=2e-4 * logits.std().item())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "mamba", "mamba2", "lfm2"])
-def test_sixteen_bits(kind: str) -> None:
+def test_sixteen_bits(kind: str, dtype: torch.dtype) -> None:
     """As near to float32 as transformers' own functions are."""
     model = tiny(kind, KINDS[kind][0])
     ids = torch.randint(3, VOCAB, (3, 13))
     with torch.inference_mode():
-        model = model.bfloat16().float()
+        model = model.to(dtype).float()
         exact = model(ids).logits
-        model = model.bfloat16()
+        model = model.to(dtype)
         theirs = (model(ids).logits - exact).abs().mean()
         mixers.take_recurrences(model)
         mixers.take_gated_norms(model)
