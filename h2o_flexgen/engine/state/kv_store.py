@@ -66,14 +66,6 @@ class RowStatePlaces:
         """The states of the first `rows` places, to be updated in place."""
         return {key: view[:rows] for key, view in self._attached().items()}
 
-    def keep(self, place: int, states: States) -> None:
-        """Stores a row's states (1, *shape) at `place`."""
-        views = self._attached()
-        if {key: view.shape[1:] for key, view in views.items()} != {key: x.shape[1:] for key, x in states.items()}:
-            raise RuntimeError(f"states are {[(key, tuple(x.shape)) for key, x in states.items()]}")
-        for key, view in views.items():
-            view[place].copy_(states[key][0])
-
     def move(self, kept: SequenceOf[int]) -> None:
         """The rows at the places `kept` move to the first places; none moves up."""
         moving = [(to, place) for to, place in enumerate(kept) if to != place]
