@@ -4,12 +4,14 @@ is."""
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from h2o_flexgen.calibration import Calibration, bench, calibrate, ticks
 from h2o_flexgen.calibration.stored import profile_key
@@ -24,6 +26,7 @@ from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.execution.passes import Passes
 from h2o_flexgen.models.families import spec_from_config
+from h2o_flexgen.models.hf.shrink import shrunk
 from h2o_flexgen.units import GIB, MIB
 from tests.cost.machines import model_of, profile, ticking
 
@@ -70,6 +73,18 @@ def test_its_first_layers_are_of_all_kinds_and_as_wide(hybrid: ModelSpec, monkey
     assert short.products("experts") == hybrid.products("experts")
     assert short.arch.experts is not None
     assert short.arch.experts.count == 16
+
+
+def test_infinities_as_transformers_writes_them() -> None:
+    """As in a Granite 4's config.json."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 96, "num_attention_heads": 4}
+    heads = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "num_local_experts": 0}
+    config = CONFIG_MAPPING["granitemoehybrid"](**sizes, **heads, layer_types=["mamba", "attention"])
+    written = json.loads(config.to_json_string(use_diff=False))
+    assert written["time_step_limit"][1] == {"__float__": "Infinity"}
+    spec = spec_from_config(written, "granite", "auto")
+    assert short_plan(spec, "float32", "cpu", GIB).request.spec.num_layers
+    assert shrunk(written).time_step_limit[1] == math.inf
 
 
 def test_memory_that_is_free_counts_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def build(
     kept = {key: value for key, value in raw.items() if key not in OTHER_CODE}
     try:
         with quiet(), _parameters_on_meta():
-            made = CONFIG_MAPPING[raw["model_type"]].from_dict(_plain(kept))
+            made = CONFIG_MAPPING[raw["model_type"]].from_dict(plain(kept))
             kind: Any = transformers.AutoModelForCausalLM
             if raw["model_type"] in TEXT_ONLY:
                 made = made.get_text_config(decoder=True)
@@ -80,11 +80,11 @@ def build(
     return model.eval()
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Of a config.json: infinities, which transformers writes as objects, as numbers."""
     if isinstance(value, dict):
-        return float(value["__float__"]) if set(value) == {"__float__"} else {k: _plain(v) for k, v in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list) else value
+        return float(value["__float__"]) if set(value) == {"__float__"} else {k: plain(v) for k, v in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list) else value
 
 
 @contextmanager

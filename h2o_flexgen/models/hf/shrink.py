@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from h2o_flexgen.models.hf.build import plain
+
 LAYERS, VOCAB, WINDOW = 4, 128, 8
 SHORT_EXPERTS, SHORT_VOCAB = 16, 4096
 """Of a model that is short, and as wide as it was."""
@@ -172,15 +174,16 @@ def _short(given: PreTrainedConfig, share: float) -> dict[str, Any]:
     return {name: value for name, value in made.items() if name not in UNSAID.get(given.model_type, ())}
 
 
-def _changed(raw: Mapping[str, Any], fields: Fields) -> PreTrainedConfig:
+def _changed(said: Mapping[str, Any], fields: Fields) -> PreTrainedConfig:
+    raw: dict[str, Any] = plain(dict(said))
     kind = CONFIG_MAPPING[raw["model_type"]]
     given = kind.from_dict(dict(raw))
     text = given.get_text_config(decoder=True)
     if text is given:
         return kind.from_dict({**raw, **fields(given)})
-    said = raw.get("text_config") or (text.to_dict() if "hidden_size" in raw else {})  # some have it beside the rest
+    own = raw.get("text_config") or (text.to_dict() if "hidden_size" in raw else {})  # some have it beside the rest
     if raw["model_type"] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and raw["model_type"] not in ("gemma3", "mistral3"):
-        return type(text).from_dict({**said, **fields(text)})
+        return type(text).from_dict({**own, **fields(text)})
     whole = given.to_dict()
     whole["text_config"] |= fields(text)
     whole["vision_config"] |= {key: value for key, value in VISION.items() if key in whole["vision_config"]}
