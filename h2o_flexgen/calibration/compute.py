@@ -17,6 +17,7 @@ from h2o_flexgen.calibration.bench import Bench
 from h2o_flexgen.calibration.timing import sample_of
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.hardware.rates import Curve, GemmShape
+from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.packing import Packing, groupwise
 from h2o_flexgen.config.model.spec import ModelSpec, Product
 from h2o_flexgen.config.model.tensors import WeightGroup
@@ -145,9 +146,19 @@ def _experts(bench: Bench, group: WeightGroup) -> list[Mapping[str, Any]]:
     return found
 
 
+def _expert_decoder(bench: Bench) -> Decoder:
+    """Of modules whose experts are of a kind of their own, the decoder that calls them."""
+    spec, experts = bench.spec, bench.spec.arch.experts
+    if not isinstance(spec, ModuleSpec) or experts is None or not experts.own:
+        return Decoder(spec)
+    from h2o_flexgen.models.hf.decoder import ModuleDecoder  # imports transformers
+
+    return ModuleDecoder(spec, bench.dtype, bench.device)
+
+
 def _expert_call(bench: Bench, weights: list[Mapping[str, Any]], rows: int) -> Callable[[], object]:
     """All `weights` for `rows` tokens each, which are not those of the expert before."""
-    count, decoder = len(weights), Decoder(bench.spec)
+    count, decoder = len(weights), _expert_decoder(bench)
     total = max(count, rows)
     x = bench.noise(total, bench.spec.hidden_size)
     tokens = (torch.arange(rows) * (total // rows) + torch.arange(count).unsqueeze(1)) % total

@@ -228,8 +228,9 @@ def unexplained_ticks(
         def take(rows: int, seconds: float) -> dict[str, list[_Timed]]:
             known, begun = run.priced(rates, rows), clock()
             steps = int(seconds / sum(known(unit, 1) for unit in run.units))
-            taken: dict[str, list[_Timed]] = {kind: [] for kind in UNIT_KINDS}
-            while not taken["attn"] or clock() - begun < seconds:
+            there = {unit.kind for unit in run.units}  # not all where layers have one half
+            taken = {kind: [] if kind in there else [_Timed(_LEAST, 0.0)] for kind in UNIT_KINDS}
+            while not taken["head"] or clock() - begun < seconds:
                 for unit, step, lasted in run.ticks(rows, min(MOST_STEPS, max(_LEAST_STEPS, steps))):
                     if step >= _WARM:
                         taken[unit.kind].append(_Timed(lasted, known(unit, step)))

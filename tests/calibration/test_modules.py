@@ -107,6 +107,21 @@ def test_ticks_of_steps_and_of_prompts(hybrid: ModelSpec, tmp_path: Path, monkey
     assert HardwareProfile.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
+@pytest.mark.parametrize("kind", ["mamba2", "nemotron_h"])
+def test_layers_of_one_half_and_experts_of_their_own(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Mamba has no MLP halves, and a Nemotron's experts have no gates."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(ticks, "ROWS", (1, 3))
+    sizes: dict[str, Any] = {"budget_s": 0.01, "file_bytes": 2 * MIB, "arena_bytes": 2 * MIB}
+    config = shrunk(CONFIG_MAPPING[kind]().to_dict()).to_json_string(use_diff=False)
+    spec = spec_from_config(json.loads(config), kind, "auto")
+    rates = calibrate(Calibration(spec, "float32", CPU, tmp_path, **sizes)).compute["cpu"]
+    assert {kind for kind, curve in rates.tick_s.items() if max(curve.points)[1] > 1e-7} >= {"attn", "head"}
+    assert (spec.arch.experts is not None) == bool(rates.experts)
+
+
 def test_profiles_of_modules_have_keys_of_their_own() -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 96}
     config = {**(known_config("granite-3.1-8b") or {}), **sizes, "num_attention_heads": 4, "num_key_value_heads": 2}
