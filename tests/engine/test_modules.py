@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import ModelError, UsageError
+from h2o_flexgen.models.hf.shrink import random_model, shrunk
 from tests.checkpoint.formats import FORMATS
 from tests.checkpoint.quantised import checkpoint
 from tests.tiny import VOCAB, decided, prompts_of, transformers_agrees
@@ -213,8 +215,23 @@ def test_parts_in_float32_stay_so(tmp_path: Path) -> None:
         exact = llm._decoder.exact  # type: ignore[attr-defined]
         kept = {name: places for name, places in exact.items() if name.endswith("bias")}
         assert len(kept) == 2  # releases differ in whether routers' matrices are so too
-        assert all(torch.equal(where[key], bias) for places in kept.values() for where, key in places)
+        assert all(torch.equal(where[key], bias) for places in kept.values() for where, key, _ in places)
     assert ours == pytest.approx(float(rows.gather(1, torch.tensor(rest)[:, None]).sum()), rel=0.05)
+
+
+@pytest.mark.skipif("bailing_hybrid" not in CONFIG_MAPPING, reason="a later release of transformers has it")
+def test_parts_in_float32_of_several_tensors(tmp_path: Path) -> None:
+    """Ling's convolutions of queries, keys and values are one of transformers', in float32."""
+    random_model(shrunk({"model_type": "bailing_hybrid"})).to(torch.bfloat16).save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    convs = {name: x for name, x in theirs.named_parameters() if name.endswith("conv1d.weight")}
+    assert {x.dtype for x in convs.values()} == {torch.float32}
+    with Engine(str(tmp_path), dtype="bfloat16", model_impl="transformers") as llm:
+        assert llm.generate([[5, 6, 7], [8]], max_new_tokens=2, ignore_eos=True)[0].error is None
+        ours = dict(llm._decoder._model.named_modules())  # type: ignore[attr-defined]
+        for name, x in convs.items():
+            assert torch.equal(ours[name.removesuffix(".weight")]._parameters["weight"], x)
+    assert convs
 
 
 @pytest.mark.parametrize("bits", [8, 4])

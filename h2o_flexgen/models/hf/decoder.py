@@ -167,8 +167,9 @@ class ModuleDecoder(Decoder):
         self._fuse(model, modules, dtype if device.type == "cpu" else None)
         plan = model._get_dtype_plan(dtype)
         self._exact = build_glob_alternation(list(plan))[0] if plan else None
-        self.exact: dict[str, list[tuple[dict[str, Any], str]]] = {}
-        """By canonical name where the tensors go that transformers keeps in float32 whatever the dtype: see `keep`."""
+        self.exact: dict[str, list[tuple[dict[str, Any], str, bool]]] = {}
+        """By canonical name where the tensors go that transformers keeps in float32 whatever the dtype, and whether as
+        further rows of the one before: see `keep`."""
         groups = dict(spec.groups)
         for unit in spec.units:
             for each in groups[unit.weights]:  # not those of experts, which are computed elsewhere
@@ -216,9 +217,7 @@ class ModuleDecoder(Decoder):
         where: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
         where[key] = Absent(parameter, self._device)
         if self._exact is not None and self._exact.search(parameter):
-            if tensor.piece:
-                raise ModelError(f"{parameter} is of several tensors, and kept in float32", "needed one of its own")
-            self.exact.setdefault(tensor.name, []).append((where, key))
+            self.exact.setdefault(tensor.name, []).append((where, key, bool(tensor.piece and tensor.start)))
             return
         names: tuple[str, ...] = (local_name(tensor.name),)
         if tensor.start and tensor.piece:  # those before it have come
@@ -228,8 +227,8 @@ class ModuleDecoder(Decoder):
 
     def keep(self, name: str, tensor: Tensor) -> None:
         """One of the tensors in `exact`, float32, for good."""
-        for where, key in self.exact[name]:
-            where[key] = tensor
+        for where, key, follows in self.exact[name]:
+            where[key] = torch.cat([where[key], tensor]) if follows else tensor
 
     def scale_of(self, layer: int) -> float:
         """The factor of the logits of a layer's attention."""
