@@ -123,9 +123,10 @@ def expert_curves(bench: Bench, packed: ModelSpec, seconds: float) -> dict[str, 
     """
     specs = {spec.expert_bits: spec for spec in (bench.spec, packed) if spec.expert_bits is not None}
     found: dict[str, Curve] = {}
+    decoder = _expert_decoder(bench)
     for index, (bits, spec) in enumerate(specs.items()):
         weights = _experts(bench, next(spec.groups_by_key[unit.experts[0]] for unit in spec.units if unit.experts))
-        call, share = partial(_expert_call, bench, weights), seconds / len(specs)
+        call, share = partial(_expert_call, bench, decoder, weights), seconds / len(specs)
         found[bits] = _over_rows(bench, "experts", EXPERT_ROWS, call, share, _SURE_EXPERT_ROWS, 1 / len(weights))
         if index:
             bench.refill()
@@ -156,9 +157,9 @@ def _expert_decoder(bench: Bench) -> Decoder:
     return ModuleDecoder(spec, bench.dtype, bench.device)
 
 
-def _expert_call(bench: Bench, weights: list[Mapping[str, Any]], rows: int) -> Callable[[], object]:
+def _expert_call(bench: Bench, decoder: Decoder, weights: list[Mapping[str, Any]], rows: int) -> Callable[[], object]:
     """All `weights` for `rows` tokens each, which are not those of the expert before."""
-    count, decoder = len(weights), _expert_decoder(bench)
+    count = len(weights)
     total = max(count, rows)
     x = bench.noise(total, bench.spec.hidden_size)
     tokens = (torch.arange(rows) * (total // rows) + torch.arange(count).unsqueeze(1)) % total

@@ -60,9 +60,7 @@ def _at_once(
     module: nn.Module, x: Tensor, lengths: list[int], behind: list[States], places: list[int], views: States
 ) -> Tensor:
     def pieces(call: MixerCall) -> Iterator[MixedTokens]:
-        starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        rows = zip(starts, lengths, places, behind, strict=True)
-        yield call.prompts(0, [call.prompt(*row) for row in rows], views)
+        yield call.prompts(0, list(zip(lengths, places, behind, strict=True)), views)
 
     return _mixed(module, x, pieces)
 

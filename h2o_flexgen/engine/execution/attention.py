@@ -26,7 +26,7 @@ from h2o_flexgen.kernels.types import KeysValues, Logits, PrefillAttention
 from h2o_flexgen.models.rotary import Angles, rotate_both
 
 if TYPE_CHECKING:
-    from h2o_flexgen.models.hf.states import MixedTokens, MixerCall, PromptRow
+    from h2o_flexgen.models.hf.states import MixedTokens, MixerCall
 
 
 NO_CACHE = "prompts are in hand, and no cache to fill from them"
@@ -371,19 +371,17 @@ class TickStates:
         """The decode rows of a part as one piece, then its prompts: neighbours as one, and by itself a segment that
         others follow, whose states they begin with."""
         start = part.rows
-        prompts: list[PromptRow] = []
+        prompts: list[tuple[int, int, States]] = []
         if part.rows:
             yield call.piece(0, part.rows, self.places.first(part.rows), decode=True)
         for segment in () if part.chunk is None else part.chunk.segments:
             behind = self.path[segment.depth - 1] if segment.depth else {}
-            for row in segment.rows:
-                within = sum(prompt.length for prompt in prompts)
-                prompts.append(call.prompt(within, segment.length, self.decoding + row, behind))
+            prompts += [(segment.length, self.decoding + row, behind) for row in segment.rows]
             if segment.rows:
                 continue
             if prompts:
                 yield self._together(call, start, prompts)
-                start, prompts = start + sum(prompt.length for prompt in prompts), []
+                start, prompts = start + sum(length for length, _, _ in prompts), []
             piece = call.piece(start, segment.length, {key: state.clone() for key, state in behind.items()})
             yield piece
             start += segment.length
@@ -391,5 +389,5 @@ class TickStates:
         if prompts:
             yield self._together(call, start, prompts)
 
-    def _together(self, call: MixerCall, start: int, prompts: list[PromptRow]) -> MixedTokens:
-        return call.prompts(start, prompts, self.places.first(1 + max(prompt.place for prompt in prompts)))
+    def _together(self, call: MixerCall, start: int, prompts: list[tuple[int, int, States]]) -> MixedTokens:
+        return call.prompts(start, prompts, self.places.first(1 + max(place for _, place, _ in prompts)))

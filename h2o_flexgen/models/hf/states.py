@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -96,7 +97,9 @@ class PromptStates(RowStates):
     def __init__(self, prompts: Sequence[PromptRow], views: States) -> None:
         super().__init__({})
         self.prompts, self._views = prompts, views
-        self.tokens = sum(prompt.length for prompt in prompts)
+        self.tokens = prompts[-1].start + prompts[-1].length
+        device = next(iter(views.values())).device
+        self._start, self._length, self._place = torch.tensor([row[:3] for row in prompts], device=device).unbind(1)
         self._mixing = list[tuple[Tensor, Tensor]]()  # what convolutions are still to be given, and what is before it
         self._begun: Tensor | None = None
         self._done = set[Key]()
@@ -127,12 +130,6 @@ class PromptStates(RowStates):
                 states[i].copy_(prompt.behind[key][0])
         return states
 
-    def _table(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each prompt start, length and place (n, 1)."""
-        numbers = torch.tensor([prompt[:3] for prompt in self.prompts], device=device)
-        start, length, place = numbers.unbind(1)
-        return start[:, None], length[:, None], place
-
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> Tensor:
@@ -142,11 +139,10 @@ class PromptStates(RowStates):
         if conv_states.shape != (1, channels, self.tokens):
             raise NotTogether
         before = self._before(("conv", state_idx), conv_states.new_empty(len(self.prompts), channels, held))
-        start, length, place = self._table(conv_states.device)
-        at = length + torch.arange(held, device=start.device)  # in the tokens before a prompt's, then its own
-        own = conv_states[0].t()[(start + at - held).clamp(min=0)].transpose(1, 2)
+        at = self._length[:, None] + torch.arange(held, device=view.device)  # in the tokens before, then a prompt's own
+        own = conv_states[0].t()[(self._start[:, None] + at - held).clamp(min=0)].transpose(1, 2)
         old = before.gather(2, at.clamp(max=held - 1)[:, None].expand_as(before))
-        view[place] = torch.where((at < held)[:, None], old, own).to(view.dtype)
+        view[self._place] = torch.where((at < held)[:, None], old, own).to(view.dtype)
         self._mixing.append((conv_states, before))
         self._done.add(("conv", state_idx))
         return conv_states
@@ -163,12 +159,12 @@ class PromptStates(RowStates):
         if out.shape != x.shape:
             raise NotTogether
         if few:
-            start, length, _ = self._table(x.device)
-            at = torch.arange(few, device=start.device)
-            first = x[0].t()[(start + at).clamp(max=self.tokens - 1)].transpose(1, 2)
+            within = torch.arange(few, device=x.device)
+            at = self._start[:, None] + within
+            first = x[0].t()[at.clamp(max=self.tokens - 1)].transpose(1, 2)
             mixed = by(torch.cat([before[..., before.shape[2] - few :], first], 2))[..., few:].transpose(1, 2)
-            inside = at < length
-            out[0].t()[(start + at)[inside]] = mixed[inside]
+            own = within < self._length[:, None]
+            out[0].t()[at[own]] = mixed[own]
         return out
 
     def begun(self) -> Tensor:
@@ -189,7 +185,7 @@ class PromptStates(RowStates):
         if recurrent_states is not self._begun or state_idx:
             raise NotTogether
         if recurrent_states.data_ptr() != view[self.prompts[0].place].data_ptr():
-            view[self._table(view.device)[2]] = recurrent_states.to(view.dtype)
+            view[self._place] = recurrent_states.to(view.dtype)
         self._done.add(("recurrent", state_idx))
         return recurrent_states
 
@@ -248,14 +244,11 @@ class MixerCall:
         return MixedTokens(start, length, decode, RowStates(states))
 
     @staticmethod
-    def prompt(start: int, length: int, place: int, behind: States) -> PromptRow:
-        """One of the `prompts` of a piece, see PromptRow."""
-        return PromptRow(start, length, place, behind)
-
-    @staticmethod
-    def prompts(start: int, prompts: Sequence[PromptRow], views: States) -> MixedTokens:
-        """A piece of the call's tokens from `start` on, of prompts whose states are kept in `views`."""
-        states = PromptStates(prompts, views)
+    def prompts(start: int, prompts: Sequence[tuple[int, int, States]], views: States) -> MixedTokens:
+        """A piece of the call's tokens from `start` on: of each prompt its length, the place in `views` for its states,
+        and `PromptRow.behind`."""
+        starts = accumulate((length for length, _, _ in prompts), initial=0)
+        states = PromptStates([PromptRow(at, *prompt) for at, prompt in zip(starts, prompts, strict=False)], views)
         return MixedTokens(start, states.tokens, False, states)
 
     def of(self, pieces: Iterable[MixedTokens]) -> Any:
