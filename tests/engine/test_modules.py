@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import ModelError, UsageError
 from h2o_flexgen.models.hf.shrink import random_model, shrunk
+from h2o_flexgen.models.hf.trusted import SINCE, release
 from tests.checkpoint.formats import FORMATS
 from tests.checkpoint.quantised import checkpoint
 from tests.tiny import VOCAB, decided, prompts_of, transformers_agrees
@@ -219,7 +219,7 @@ def test_parts_in_float32_stay_so(tmp_path: Path) -> None:
     assert ours == pytest.approx(float(rows.gather(1, torch.tensor(rest)[:, None]).sum()), rel=0.05)
 
 
-@pytest.mark.skipif("bailing_hybrid" not in CONFIG_MAPPING, reason="a later release of transformers has it")
+@pytest.mark.skipif(release() < SINCE["bailing_hybrid"], reason="it runs with later releases of transformers")
 def test_parts_in_float32_of_several_tensors(tmp_path: Path) -> None:
     """Ling's convolutions of queries, keys and values are one of transformers', in float32."""
     random_model(shrunk({"model_type": "bailing_hybrid"})).to(torch.bfloat16).save_pretrained(tmp_path)
