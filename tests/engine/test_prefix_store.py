@@ -10,6 +10,7 @@ import pytest
 
 from h2o_flexgen.cache.prefix_store import PrefixStore
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.prompt import Prompt, Span
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import PlanError, UsageError
 from tests.policy_matrix import POLICIES, PolicyRow
@@ -60,6 +61,20 @@ def test_results_are_those_without_it(policy: PolicyRow, checkpoint: Any) -> Non
         counts = _store(llm).counts
     if counts.found == 0:  # a policy that looks at all queries of a prompt
         assert policy.name.startswith("expected_attention"), "nothing was found"
+
+
+@pytest.mark.parametrize("policy", ["h2o", "streaming"])
+def test_fair_spans_look_at_all_queries_of_column_sums(policy: str, checkpoint: Any) -> None:
+    """Of a prompt's beginning in the store there are none."""
+    _, folder = checkpoint("llama")
+    eviction = EvictionConfig(policy, ratio=0.5, spans="fair")
+    prompts = [Prompt(tokens, [Span(3, 12, "rule")]) for tokens in _prompts(1)]
+    with Engine(folder, dtype="float32", eviction=eviction, policy=SHAPE) as llm:
+        expected = llm.generate(prompts, **SETTINGS)
+    with Engine(folder, dtype="float32", eviction=eviction, policy=SHAPE, prefix_mem="64MiB") as llm:
+        for _ in range(2):
+            _same(llm.generate(prompts, **SETTINGS), expected)
+        assert (_store(llm).counts.found > 0) == (policy == "streaming")
 
 
 @pytest.mark.turns

@@ -127,7 +127,9 @@ class BlockRunner:
     def _queries(self, maker: CacheMaker, row: Sequence) -> int:
         """The most of a row's last queries that its cache in any layer looks at."""
         policy = self.eviction
-        if not isinstance(policy, RankedPolicy) or (type(policy).queries is RankedPolicy.queries and not policy.asks):
+        if not isinstance(policy, RankedPolicy):
+            return maker.least_queries
+        if type(policy).queries is RankedPolicy.queries and not policy.asks and not row.budget.fair:
             return maker.least_queries
         return max(maker.queries(layer, [row]) for layer in range(self.decoder.spec.num_layers))
 
