@@ -41,6 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except H2OFlexGenError as error:
         with exit_on_errors() as outcome:
             raise error
+    except ValueError as error:
+        if not str(error).startswith("Tasks not found"):  # as the harness says it
+            raise
+        with exit_on_errors() as outcome:
+            raise UsageError(str(error), "needed names that `ls tasks` lists, or --include_path") from None
     return outcome.code
 
 

@@ -6,6 +6,7 @@ The harness finds it under the name h2o_flexgen, by the entry point `lm_eval.mod
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
@@ -15,6 +16,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.flags import flags_of
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.chat import chat_text
 from h2o_flexgen.engine.sampling.hf_generate import REFUSED, WITHOUT_EFFECT
@@ -22,11 +24,9 @@ from h2o_flexgen.errors import UsageError
 from h2o_flexgen.planning.llm import LLM
 
 EVICTION = {
-    "eviction": "name",
-    "hh_ratio": "ratio",
-    "kv_bytes": "bytes",
-    "kv_budget": "budget",
-    **{name: name for name in ("recent", "sinks", "recent_ratio", "keep_prompt", "budget_split")},
+    flags_of(item)[0].removeprefix("--").replace("-", "_"): item.name
+    for item in fields(EvictionConfig)
+    if item.metadata and item.name != "spans"  # which the harness's prompts cannot mark
 }
 """Model arguments by the names of the flags of `run`, and the fields of EvictionConfig that they are."""
 SCORED = 256

@@ -39,6 +39,13 @@ def test_help_for_a_reader_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert launcher.main(["--help"]) == 0
 
 
+def test_an_unknown_task_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("lm_eval", reason="needs the extra lm-eval")
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    assert launcher.main(["run", "--model", "h2o_flexgen", "--model_args", "pretrained=demo", "--tasks", "none"]) == 2
+    assert "Tasks not found: none" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def evaluated() -> Any:
     """The harness, its results of two questions of each task, and the model: H2O at 20 %."""
@@ -148,3 +155,15 @@ def test_settings_of_a_task_that_ask_for_nothing_are_passed_over_and_others_refu
         _sampling({**asked, "num_beams": 4})
     with pytest.raises(UsageError, match="'num_beems' is not a generation setting"):
         _sampling({**asked, "num_beems": 1})
+
+
+def test_eviction_is_asked_for_by_any_flag_of_it_but_spans() -> None:
+    pytest.importorskip("lm_eval")
+    from h2o_flexgen.evaluation.lm_eval import H2OFlexGenLM
+
+    asked: dict[str, Any] = {"recall": "cpu", "recall_every": 2, "budget_split": "far", "far_layers": (0,)}
+    lm = H2OFlexGenLM("demo", eviction="h2o", hh_ratio=0.2, **asked)
+    lm.llm.close()
+    assert asked.items() <= vars(lm.llm.config.eviction).items()
+    with pytest.raises(UsageError, match="'spans'"):
+        H2OFlexGenLM("demo", eviction="h2o", hh_ratio=0.2, spans="fair")
