@@ -74,7 +74,7 @@ class PlainFormat:
 
     def _row(self, record: Record) -> dict[str, Any]:
         if self.kind == "parquet":
-            if record.data is None:
+            if not record.data.keys() >= {self.prompt_column, self.id_column or self.prompt_column}:
                 raise Refused("the row is not UTF-8 text", "invalid_line")
             return dict(record.data)
         if self.kind == "text":
@@ -104,7 +104,8 @@ class PlainFormat:
         if self.id_column is None:
             return {"line": record.line}
         try:
-            name = self._row(record).get(self.id_column)
+            row = record.data if self.kind == "parquet" else self._row(record)
+            name = row.get(self.id_column)
         except Refused:
             name = None
         return {"line": record.line, "id": name if isinstance(name, str | int | None) else str(name)}

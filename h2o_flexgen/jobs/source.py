@@ -40,8 +40,8 @@ class BadLine(ValueError):
 
 
 class Record(NamedTuple):
-    """A request as it stands in the file: its line or row, from 1, and its bytes or columns; None for a line that is
-    too long, and for a row whose text is not UTF-8."""
+    """A request as it stands in the file: its line or row, from 1, and its bytes, None for a line that is too long, or
+    the columns that can be read: text that is not UTF-8 cannot."""
 
     line: int
     data: Any
@@ -181,13 +181,16 @@ class Source:
         self._identity = now
 
 
-def _values(rows: Any) -> list[dict[str, Any] | None]:
-    """Of Parquet's rows the columns of each by name; None for one whose text is not UTF-8."""
+def _values(rows: Any) -> list[dict[str, Any]]:
+    """Of Parquet's rows the columns of each by name, but for those whose text is not UTF-8."""
     try:
-        found: list[dict[str, Any] | None] = rows.to_pylist()
+        found: list[dict[str, Any]] = rows.to_pylist()
         return found
     except UnicodeDecodeError:
-        return [None] if len(rows) == 1 else [each for i in range(len(rows)) for each in _values(rows.slice(i, 1))]
+        if len(rows) > 1:
+            return [each for i in range(len(rows)) for each in _values(rows.slice(i, 1))]
+        names = rows.schema.names
+        return [{} if len(names) == 1 else {k: v for name in names for k, v in _values(rows.select([name]))[0].items()}]
 
 
 def load_json(data: bytes | None) -> Any:

@@ -302,8 +302,8 @@ def test_parquet(tmp_path: Path) -> None:
         Job(Echo(), source, form, kept, 4).run()
     found = results(tmp_path / "out", "id")
     assert [found[key].get("text") for key in "abc"] == ["abc", None, "xyz"]
-    assert found[None]["line"] == 4
-    assert found[None]["error"] == {"code": "invalid_line", "message": "the row is not UTF-8 text"}
+    assert found["d"]["line"] == 4
+    assert found["d"]["error"] == {"code": "invalid_line", "message": "the row is not UTF-8 text"}
     with pytest.raises(UsageError, match="no column 'prompt'"):
         Source(tmp_path / "in.parquet", columns=("prompt",)).scan()
     (tmp_path / "torn.parquet").write_bytes((tmp_path / "in.parquet").read_bytes()[:-9])
