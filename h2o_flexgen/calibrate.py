@@ -36,6 +36,7 @@ from h2o_flexgen.config.engine import MEASURED_FIELDS, EngineConfig
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace
 from h2o_flexgen.config.hardware.profile import HardwareProfile, kept_file, load_kept
 from h2o_flexgen.config.hardware.rates import ComputeRates, Curve
+from h2o_flexgen.config.model.tensors import computed_dtype
 from h2o_flexgen.cores import sharing_warning
 from h2o_flexgen.errors import MemoryRefused, PlanError, is_out_of_memory, writing
 from h2o_flexgen.units import format_bytes, format_rate, format_seconds
@@ -78,7 +79,7 @@ def _calibration(config: EngineConfig, args: Namespace) -> Any:
     from h2o_flexgen.calibration import Calibration
     from h2o_flexgen.checkpoint.hub import resolve_model
     from h2o_flexgen.checkpoint.opening import stored_spec
-    from h2o_flexgen.engine.limits.devices import offload_folder, resolve_device, resolve_dtype
+    from h2o_flexgen.engine.limits.devices import offload_folder, resolve_device
     from h2o_flexgen.memory.rundir import OffloadDir
 
     found = resolve_model(**config.named, need_weights=False)
@@ -86,7 +87,7 @@ def _calibration(config: EngineConfig, args: Namespace) -> Any:
     OffloadDir(offload_folder(config.offload_dir)).close()  # found out now, not once the rest was measured
     return Calibration(
         spec,
-        resolve_dtype(config.dtype, spec.dtype, device),
+        computed_dtype(config.dtype, spec.dtype, device.type == "cuda"),
         device,
         offload_folder(config.offload_dir),
         budget_s=args.budget_s,

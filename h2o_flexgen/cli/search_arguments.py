@@ -153,7 +153,7 @@ def _request(args: argparse.Namespace, eviction: EvictionConfig) -> PlanRequest:
         spec=spec,
         workload=replace(asked, prompt_len=most, gen_len=asked.total_len - most),
         eviction=eviction,
-        dtype=profile.dtype if engine.dtype == "auto" else engine.dtype,
+        dtype=profile.dtype_of(spec, engine.dtype, tier),
         caps=_caps(engine, profile, tier),
         compute_tier=tier,
         profile=profile,

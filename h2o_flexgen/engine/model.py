@@ -25,11 +25,11 @@ from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.model.tensors import computed_dtype
 from h2o_flexgen.config.offload import elsewhere
 from h2o_flexgen.config.recall import with_caches_near
 from h2o_flexgen.config.sampling import shapes_greedy
 from h2o_flexgen.config.workload import check_eviction, counted_in_bytes
-from h2o_flexgen.engine.limits.devices import resolve_dtype
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import ModelError, OwnHeadError, UsageError, finding_model
 from h2o_flexgen.memory.handle import torch_dtype
@@ -134,7 +134,7 @@ def _opened(found: ResolvedModel, config: EngineConfig, device: torch.device, ma
     source: WeightSource = DummySource(spec, spec.dtype, config.seed) if dummy else open_stored(found, spec)
     with ExitStack() as stack:
         stack.callback(source.close)
-        dtype = resolve_dtype(config.dtype, source.dtype, device)
+        dtype = computed_dtype(config.dtype, source.dtype, device.type == "cuda")
         if found.gguf is not None:
             codec = TextCodec.of_gguf(found.gguf.metadata, found.gguf.path)
         else:

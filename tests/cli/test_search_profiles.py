@@ -17,6 +17,7 @@ from h2o_flexgen.search import main
 from h2o_flexgen.units import GIB
 from tests.cli.test_search import ROOT, parse
 from tests.cost.machines import known, profile, rates
+from tests.programs import CONFIG
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,21 @@ class TestKept:
         assert [found[model, "float16"] for model in ("opt-125m", "opt-1.3b")] == ["opt-125m", "opt-1.3b"]
         assert {found[model, "float32"] for model in ("opt-125m", "opt-1.3b", "opt-350m")} == {"float32"}
         assert found["opt-350m", "float16"] == "opt-1.3b", "the newest of others"
+
+    def test_unasked_it_plans_in_the_dtype_that_a_run_takes(self, tmp_path: Path) -> None:
+        """A model of float32 keeps it, and rates of float32 make no other model twice as large."""
+        keep("bfloat16", 1, profile({"cpu": rates()}, dtype="bfloat16"))
+        keep("float32", 2, profile({"cpu": rates()}, dtype="float32"))
+        wide = tmp_path / "wide"
+        wide.mkdir()
+        (wide / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 1024}))
+        planned = {model: parse("--model", str(model)).request for model in ("opt-125m", wide)}
+        assert [(each.profile.name, each.dtype) for each in planned.values()] == [("bfloat16",) * 2, ("float32",) * 2]
+        kept_file("float32").unlink()
+        assert parse("--model", str(wide)).request.dtype == "float32"
+        keep("float32", 0, profile({"cpu": rates()}, dtype="float32"))
+        kept_file("bfloat16").unlink()
+        assert parse("--model", "opt-125m").request.dtype == "bfloat16"
 
     def test_shapes_that_were_not_measured_are_told(self, capsys: pytest.CaptureFixture[str]) -> None:
         keep("other", 0, profile({"cpu": measured("opt-1.3b")}, memory={"cpu": 16 * GIB, "disk": 64 * GIB}))

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from h2o_flexgen.engine.limits.devices import cpu_has_bfloat16, resolve_dtype
+from h2o_flexgen.config.model.tensors import computed_dtype
+from h2o_flexgen.engine.limits.devices import cpu_has_bfloat16
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.kernels import layers, native, torch_attention
 from h2o_flexgen.kernels.native import has_matrix_unit, tiers
@@ -75,9 +76,9 @@ def test_what_is_computed_with(
     assert cpu_has_bfloat16() == (best == "avx512")
     assert not has_matrix_unit() or switch is None
     for stored in ("float16", "bfloat16"):
-        assert resolve_dtype("auto", stored, torch.device("cpu")) == "bfloat16"
-        assert resolve_dtype("float32", stored, torch.device("cpu")) == "float32"
-    assert resolve_dtype("auto", "float32", torch.device("cpu")) == "float32"
+        assert computed_dtype("auto", stored, on_gpu=False) == "bfloat16"
+        assert computed_dtype("float32", stored, on_gpu=False) == "float32"
+    assert computed_dtype("auto", "float32", on_gpu=False) == "float32"
 
 
 @pytest.mark.parametrize("switch", [None, "avx512"])

@@ -14,7 +14,7 @@ from h2o_flexgen.config.flags import called, option
 from h2o_flexgen.config.hardware.rates import ComputeRates, LinkRate
 from h2o_flexgen.config.model.known import configs_folder
 from h2o_flexgen.config.model.spec import ModelSpec
-from h2o_flexgen.config.model.tensors import dtype_bytes
+from h2o_flexgen.config.model.tensors import computed_dtype, dtype_bytes
 from h2o_flexgen.config.offload import TIERS
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.folders import ask_for, cached
@@ -82,6 +82,13 @@ class HardwareProfile(KeptAsJson):
             )
         return self.compute[device]
 
+    def dtype_of(self, spec: ModelSpec, wanted: str, tier: str) -> str:
+        """The dtype that `run` keeps `spec` in where `tier` computes: `wanted`, or unless it says so, one of as many
+        bytes as its own choice, that of these rates if it is one."""
+        dtype = computed_dtype(wanted, spec.dtype, tier == "gpu")
+        alike = wanted == "auto" and dtype_bytes(dtype) == dtype_bytes(self.dtype)
+        return self.dtype if alike else dtype
+
     def to_json(self) -> dict[str, Any]:
         plain = super().to_json()
         for rates in plain["compute"].values():
@@ -144,14 +151,15 @@ def kept_profiles() -> Iterator[HardwareProfile]:
 
 
 def kept_profile(spec: ModelSpec, dtype: str, device: str) -> HardwareProfile:
-    """The nearest of what was calibrated here: of the device that `run` takes, then of `dtype`, then at the shapes of
+    """The nearest of what was calibrated here: of the device that `run` takes, then of its dtype, then at the shapes of
     `spec`, then the newest. UsageError where there is nothing.
 
     dtype, device: as EngineConfig has them, "auto" included.
     """
 
     def nearness(profile: HardwareProfile) -> tuple[int, bool, bool]:
-        return _gpu(profile) if device != "cpu" else 0, dtype in ("auto", profile.dtype), _measured(profile, spec)
+        alike = profile.dtype_of(spec, dtype, "cpu") == profile.dtype
+        return _gpu(profile) if device != "cpu" else 0, alike, _measured(profile, spec)
 
     found = list(kept_profiles())
     if not found:

@@ -31,6 +31,14 @@ def dtype_bytes(dtype: str) -> int:
     return DTYPES[dtype]
 
 
+def computed_dtype(wanted: str, stored: str, on_gpu: bool) -> str:
+    """The dtype that a model of a `stored` one is kept in: as `wanted`, else its own on a GPU and for float32, else
+    bfloat16. Kernels may multiply in another one."""
+    if wanted != "auto":
+        return wanted
+    return stored if on_gpu or stored == "float32" else "bfloat16"
+
+
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 

@@ -202,16 +202,6 @@ def cpu_has_bfloat16() -> bool:
     return not cpu_flags().isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def resolve_dtype(wanted: str, stored: str, device: torch.device) -> str:
-    """The stored dtype: as `wanted`, else the checkpoint's on a GPU and for float32, else bfloat16. Kernels may
-    multiply in another one."""
-    if wanted != "auto":
-        return wanted
-    if device.type == "cuda" or stored == "float32":
-        return stored
-    return "bfloat16"
-
-
 def resolve_devices(config: EngineConfig, first: torch.device) -> list[torch.device]:
     """The devices of all stages, `first` for the first one. UsageError if there are too few."""
     if config.num_gpus == 1:
