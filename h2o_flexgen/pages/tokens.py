@@ -7,6 +7,7 @@ their scores do not depend on the budget, and what any budget keeps of them foll
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from h2o_flexgen.errors import UsageError
@@ -88,7 +89,7 @@ def _sequence(source: str, number: int, data: Any) -> Json:
     try:
         tokens, prompt, budget = [str(each) for each in data["tokens"]], int(data["prompt"]), data["budget"]
         split = {name: int(budget[name]) for name in ("heavy", "recent", "sinks", "total")}
-        scores = [[[float(score) for score in head] for head in layer] for layer in data["scores"]]
+        scores = [[[_finite(score) for score in head] for head in layer] for layer in data["scores"]]
         kept = [[[int(position) for position in head] for head in layer] for layer in data["kept"]]
         back = {"returns": _returns(data["returns"], kept, len(tokens))} if "returns" in data else {}
     except (KeyError, TypeError, ValueError) as error:
@@ -101,6 +102,12 @@ def _sequence(source: str, number: int, data: Any) -> Json:
     ):
         raise UsageError(f"{source}: recorded prompt {number} does not have a score per token, layer and head")
     return {"tokens": tokens, "prompt": prompt, "budget": split, "scores": scores, "kept": kept, **back}
+
+
+def _finite(score: Any) -> float:
+    if not math.isfinite(number := float(score)):
+        raise ValueError(f"a score is {score}")
+    return number
 
 
 def _returns(data: Any, kept: list[list[list[int]]], count: int) -> list[list[list[list[int]]]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.prompt import Prompt, Span
 from h2o_flexgen.engine.metrics import trace
 from h2o_flexgen.engine.metrics.trace import texts_of
 from h2o_flexgen.planning.llm import LLM
@@ -65,6 +68,28 @@ def test_prompts_beyond_the_room_are_left_out(checkpoint, monkeypatch: pytest.Mo
         assert (len(log["sequences"]), log["left_out"]) == (2, 1)
         llm.generate([[4, 5, 6]], max_new_tokens=1)  # a budget that holds the prompt whole: nothing is scored
         assert llm.score_log.to_json({}, None)["sequences"] == []
+
+
+@pytest.mark.parametrize("rule", ["fair", "whitelist"])
+def test_tokens_that_spans_keep_have_the_highest_scores(checkpoint, rule: str) -> None:
+    prompt = Prompt(PROMPTS[0], [Span(2, 6, "rule", keep=True)])
+    eviction = EvictionConfig("h2o", budget=14, spans=rule)
+    with LLM(checkpoint("llama")[1], dtype="float32", eviction=eviction, record_scores=True) as llm:
+        llm.generate([prompt], max_new_tokens=1, ignore_eos=True)
+        (entry,) = json.loads(json.dumps(llm.score_log.to_json({}, None), allow_nan=False))["sequences"]
+    for scores, kept in zip(entry["scores"], entry["kept"], strict=True):
+        for head, positions in zip(scores, kept, strict=True):
+            if rule == "whitelist":
+                assert sorted(range(len(head)), key=head.__getitem__)[-4:] == [2, 3, 4, 5]
+                assert len({head[at] for at in (2, 3, 4, 5)}) == 1
+            else:
+                assert {at for at, score in enumerate(head) if score} <= {*positions}
+
+
+def test_what_is_no_number_is_recorded_as_nothing() -> None:
+    scores = torch.tensor([[1.0, torch.nan, torch.inf], [0.0, 0.0, torch.inf], [3e38, torch.inf, 2.0]])
+    assert trace._finite(scores)[:2].tolist() == [[1, 0, 2], [0, 0, 1]]
+    assert trace._finite(scores).isfinite().all()
 
 
 def test_what_recall_brings_back_is_recorded(checkpoint) -> None:

@@ -144,6 +144,7 @@ def test_recorded_prompts_say_what_came_back_and_what_is_kept_in_how_many_bits()
         ({"sequences": [{**PROMPT, "returns": [[[], []], []]}]}, "recorded prompt 0 is not whole.* other layers and"),
         ({"sequences": [{**PROMPT, "returns": [[]]}]}, "recorded prompt 0 is not whole"),
         ({"sequences": [{**PROMPT, "returns": 3}]}, "recorded prompt 0 is not whole"),
+        ({"sequences": [{**PROMPT, "scores": [[[float("inf")]]]}]}, "recorded prompt 0 is not whole.*a score is inf"),
     ],
 )
 def test_recorded_prompts_that_are_not_whole(changed: dict[str, Any], message: str) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from h2o_flexgen.cache.kv_cache import KVCache
@@ -156,7 +157,7 @@ class ScoreLog:
                 return
             self._numbers += whole
         if row_id not in self._left_out:
-            self._scores.setdefault(row_id, {})[layer] = scores.tolist()
+            self._scores.setdefault(row_id, {})[layer] = _finite(scores).tolist()
 
     def ended(self, row: Sequence, held: Iterable[tuple[int, KVCache, int]]) -> None:
         """Takes a finished sequence: the positions that it holds by layer, cache and place, and those that recall has
@@ -204,6 +205,14 @@ class ScoreLog:
             "kept": [kept.get(layer, []) for layer in range(self._spec.num_layers)],
             **back,
         }
+
+
+def _finite(scores: Tensor) -> Tensor:
+    """`scores` as JSON has numbers. Tokens that spans keep are beyond all others: +inf is twice the highest of these,
+    and 1 where the others have nothing. Of a sequence whose numbers stop being finite, nan is 0."""
+    others = scores.double().nan_to_num(0.0, posinf=0.0)
+    most = others.amax(-1, keepdim=True)
+    return others.where(scores != torch.inf, (2 * most).where(most > 0, 1.0))
 
 
 def texts_of(ids: list[int], decode: Callable[[list[int]], str]) -> list[str]:
