@@ -154,15 +154,12 @@ INLINE __m256 fraction8(__m256 x) { /* 0 of infinity */
 }
 #define _mm512_roundscale_ps(x, how) EACH(round8, x) /* `how` is 8 everywhere: to the nearest whole number */
 #define _mm512_reduce_ps(x, how) EACH(fraction8, x)  /* of x <= 0, towards minus infinity everywhere */
-/* x 2^floor(n) for -252 <= n < 127, in two steps that a power of two can be. Smaller n: 0; NaN stays. */
 INLINE __m256 scaled8(__m256 x, __m256 n) {
-    n = _mm256_max_ps(_mm256_set1_ps(-252.0f), _mm256_floor_ps(n));
-    __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1), bias = _mm256_set1_epi32(127);
-    __m256i one = _mm256_slli_epi32(_mm256_add_epi32(half, bias), 23);
-    __m256i two = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), bias), 23);
-    return _mm256_mul_ps(_mm256_mul_ps(x, as_f(one)), as_f(two));
+    __m256i whole = _mm256_cvtps_epi32(_mm256_floor_ps(_mm256_max_ps(_mm256_set1_ps(-126.0f), n)));
+    __m256 power = as_f(_mm256_slli_epi32(_mm256_add_epi32(whole, _mm256_set1_epi32(126)), 23)); /* 0 of -126 */
+    return _mm256_mul_ps(_mm256_add_ps(x, x), power);
 }
-#define _mm512_scalef_ps(x, n) EACH2(scaled8, x, n)
+#define scaled(x, n) EACH2(scaled8, x, n)
 
 /* ---- bfloat16 */
 INLINE __m256 even8(__m256i x) { return as_f(_mm256_slli_epi32(x, 16)); }

@@ -34,6 +34,10 @@ INLINE void picked_wide(const uint8_t *codes, __m512 values, __m512 part[2]) {
     part[1] = _mm512_permutex2var_ps(even, _mm512_add_epi32(first, _mm512_set1_epi32(8)), odd);
 }
 
+INLINE __m512 scaled(__m512 x, __m512 n) {
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, _mm512_set1_ps(-125), _CMP_NLT_UQ), x, n);
+}
+
 /* ---- registers */
 typedef __m512 reg;
 #define REG 16

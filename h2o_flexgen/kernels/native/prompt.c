@@ -129,7 +129,7 @@ static void pack_values(const Tokens *t, int64_t d, int64_t from, int64_t to, in
     }
 }
 
-/* 2^y for y <= 0: a polynomial for the fraction, whose relative error is below 2e-7. */
+/* 2^y for y <= 0, 0 below -125: a polynomial for the fraction, whose relative error is below 2e-7. */
 INLINE __m512 exp2_of(__m512 y) {
     __m512 f = _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     __m512 e = _mm512_set1_ps(1.877576675e-03f);
@@ -138,7 +138,7 @@ INLINE __m512 exp2_of(__m512 y) {
     e = _mm512_fmadd_ps(e, f, _mm512_set1_ps(2.401536170e-01f));
     e = _mm512_fmadd_ps(e, f, _mm512_set1_ps(6.931530732e-01f));
     e = _mm512_fmadd_ps(e, f, _mm512_set1_ps(9.999999251e-01f));
-    return _mm512_scalef_ps(e, y);
+    return scaled(e, y);
 }
 
 /* Weights 2^((x - top) factor) of n keys of one row: as terms in `weights`, and in place of the logits x if

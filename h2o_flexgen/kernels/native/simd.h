@@ -8,6 +8,8 @@
                              reg_first (of the first count numbers), reg_set1, reg_fma, reg_halved (8 numbers of the same
                              sum), reg_terms: of pairs of bfloat16 numbers part 0, 1, ..: the first of each pair, REG at a
                              time, then the second ones
+   scaled                    x 2^floor(n) for n < 127, 0 for n < -125, as denormal numbers take a hundred times as long; NaN
+                             stays NaN
    joined, joined_i          a vector of two halves; halved: their sum
    spread_four, spread_eight of so many numbers those that each lane asks for
    picked, picked_wide       of 16 values those that 32 codes of 4 bits stand for, bfloat16 or float32, in their order
@@ -121,7 +123,7 @@ INLINE void fold(const reg *sums, float *folded, const int count) {
     }
 }
 
-/* exp of x <= 88 to a relative error below 1e-6, exactly 1 at 0, 0 below -104; NaN stays NaN. */
+/* exp of x <= 88 to a relative error below 1e-6, exactly 1 at 0, 0 below -87; NaN stays NaN. */
 INLINE __m512 exp_of(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(-110.0f), x);
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
@@ -134,7 +136,7 @@ INLINE __m512 exp_of(__m512 x) {
     y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f / 6));
     y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.5f));
     y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(_mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f)), n);
+    return scaled(_mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f)), n);
 }
 
 /* x times the logistic function of s, x / (1 + exp(-s)). */
