@@ -1,20 +1,21 @@
 """Products, norms, gates and rotations of a decoder layer, in C for bfloat16 on a CPU, else by torch on any device.
 
-And the likeliest tokens, of all or among those that a grammar allows, in C on a CPU: torch takes several passes.
+And the next tokens, the likeliest of all or of those that a grammar allows, or drawn ones, in C on a CPU: torch takes
+several passes.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen.huge import LARGE, LEAST
-from h2o_flexgen.kernels.native import function, has_matrix_unit, library
+from h2o_flexgen.kernels.native import function, has_matrix_unit, library, structure
 from h2o_flexgen.kernels.native.tiers import torch_widens
 from h2o_flexgen.kernels.packed import PackedWeight, Weight
 from h2o_flexgen.kernels.triton_available import serves
@@ -40,6 +41,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """All in place: the input is the output of a projection, which nothing else reads."""
 NATIVE_GATES = {"silu": False, "gelu_tanh": True}
 """Activations of gates that C knows, and whether it is GELU by tanh."""
+_Draw, _Logprobs = structure("draw.c", "Draw"), structure("draw.c", "Logprobs")
+SOME_OF_EQUAL = -2
+"""In place of a token: of equal scores top_p leaves some, and the sort in transformers' processor says which."""
 
 
 def linear(
@@ -302,3 +306,39 @@ def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     places = best.data_ptr(), tokens.data_ptr(), torch.get_num_threads()
     function("largest", "PqqqPPi")(logits.data_ptr(), rows, vocab, logits.stride(0), *places)
     return best, tokens
+
+
+def drawn(
+    scores: Tensor,
+    rows: Sequence[int],
+    numbers: Tensor,
+    allowed: Sequence[Tensor | None],
+    *,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+) -> Tensor:
+    """Tokens (m,) int64 for m `rows` of `scores` (n, vocab) that `takes_scores` takes, by their `numbers` (m,) float64
+    from 0 to below 1, as draw.c draws them from the tokens that transformers' processors of these names leave (0: no
+    top_k). `allowed`: of each as of `likeliest`, or None. Negative where no score is finite, and SOME_OF_EQUAL."""
+    places, tokens = torch.tensor(rows), torch.empty(len(rows), dtype=torch.int64)
+    masks = torch.tensor([0 if each is None else each.data_ptr() for each in allowed])
+    task = _Draw(n=scores.shape[1], stride=scores.stride(0), top_k=top_k)
+    task.temperature, task.top_p, task.min_p = temperature, top_p, min_p
+    task.point(scores=scores, rows=places, numbers=numbers, allowed=masks, drawn=tokens)
+    if function("draw", "Pqi", "i")(ctypes.byref(task), len(rows), torch.get_num_threads()):
+        raise MemoryError(f"no memory to draw {len(rows)} tokens")
+    return tokens
+
+
+def logprobs(scores: Tensor, rows: Sequence[int], tokens: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
+    """Of m `rows` of `scores` (n, vocab) that `takes_scores` takes: log-probabilities (m, 1 + count) float32, of their
+    `tokens` and, from the likeliest on, of the `count` likeliest tokens, and these (m, count) int64."""
+    asked = torch.tensor([rows, tokens])
+    found, places = torch.empty(len(rows), 1 + count), torch.empty(len(rows), count, dtype=torch.int64)
+    task = _Logprobs(n=scores.shape[1], stride=scores.stride(0), count=count)
+    task.point(scores=scores, rows=asked[0], tokens=asked[1], found=found, places=places)
+    if function("logprobs", "Pqi", "i")(ctypes.byref(task), len(rows), torch.get_num_threads()):
+        raise MemoryError(f"no memory for log-probabilities of {len(rows)} rows")
+    return found, places

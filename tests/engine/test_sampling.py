@@ -141,9 +141,9 @@ def test_greedy_rows_keep_to_one_max_over_the_batch(monkeypatch) -> None:
     chosen: list[int] = []
     choose = Group.choose
 
-    def noted(group: Group, members: list[Sequence], logits: torch.Tensor) -> torch.Tensor:
-        chosen.extend(member.index for member in members)
-        return choose(group, members, logits)
+    def noted(group: Group, rows: list[Sequence], logits: torch.Tensor, members: list[int]) -> torch.Tensor:
+        chosen.extend(row.index for row in rows)
+        return choose(group, rows, logits, members)
 
     monkeypatch.setattr(Group, "choose", noted)
     monkeypatch.delattr(Chooser, "choose")

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.sequence import Hooks, Processor, Sequence
-from h2o_flexgen.kernels.layers import largest
+from h2o_flexgen.kernels.layers import SOME_OF_EQUAL, drawn, largest, takes_scores
 
 NOTHING = float("-inf")
 """The score of a token that cannot be chosen."""
-_TOP_K = "TopKLogitsWarper"
 _CHUNK = 1 << 20  # scores of rows that are processed together: sorting them takes some 25 bytes each
 
 
@@ -87,13 +86,17 @@ class Group:
         self._known: list[tuple[int, int]] = []  # of each row: which it is, and its number of new tokens
         self._ids = torch.empty(0)
 
-    def choose(self, rows: SequenceOf[Sequence], logits: Tensor) -> Tensor:
-        """Tokens (n,) int64 for `logits` (n, vocab) float32, which are not changed; negative if none is allowed."""
+    def choose(self, rows: SequenceOf[Sequence], logits: Tensor, members: SequenceOf[int]) -> Tensor:
+        """Tokens (m,) int64 for m rows whose scores are the `members` of `logits` (n, vocab) float32, ascending, which
+        are not changed; negative if none is allowed."""
         penalised = self._usual.repetition_penalty != 1.0
         if penalised:
             self._find(rows)
+        elif self._draws(logits) and not self._usual.eos:
+            return self._drawn(rows, logits, members, self._ids)  # of which none is copied
         many = max(1, _CHUNK // logits.shape[1])
-        tokens = [self._choose(rows, logits, slice(i, min(i + many, len(rows)))) for i in range(0, len(rows), many)]
+        parts = (slice(i, min(i + many, len(rows))) for i in range(0, len(rows), many))
+        tokens = [self._choose(rows[part], rows_of(logits, members[part]), self._ids[part]) for part in parts]
         found = torch.cat(tokens) if len(tokens) > 1 else tokens[0]
         if penalised:
             self._ids = torch.cat([self._ids, found.clamp(min=0).unsqueeze(1)], dim=1)
@@ -102,25 +105,33 @@ class Group:
             self._known = [] if asked else [(row, new + 1) for row, new in self._known]
         return found
 
-    def _choose(self, rows: SequenceOf[Sequence], logits: Tensor, part: slice) -> Tensor:
-        scores, ids = logits[part], self._ids[part]
+    def _choose(self, rows: SequenceOf[Sequence], scores: Tensor, ids: Tensor) -> Tensor:
         if self._usual.repetition_penalty != 1.0:
             scores = penalise(self._usual.repetition_penalty, 0, ids, scores)
         if self._usual.eos:
             scores = scores.index_fill(1, self._eos, NOTHING)
-        if any(row.guide is not None for row in rows[part]):
-            scores = guided(rows[part], scores)
-        places: Tensor | None = None  # of the scores among the vocabulary's; None: all are there
+        if self._draws(scores):
+            return self._drawn(rows, scores, range(len(rows)), ids)
+        scores = guided(rows, scores)
+        return self._pick(ids, scores, numbers_of(rows, scores.device) if self._usual.do_sample else None)
+
+    def _draws(self, scores: Tensor) -> bool:
+        """Whether the kernel draws tokens by `scores`."""
+        return self._usual.do_sample and takes_scores(scores)
+
+    def _drawn(self, rows: SequenceOf[Sequence], scores: Tensor, members: SequenceOf[int], ids: Tensor) -> Tensor:
+        numbers, names = numbers_of(rows, scores.device), ("temperature", "top_k", "top_p", "min_p")
+        allowed = [None if row.guide is None else row.guide.mask for row in rows]
+        tokens = drawn(scores, members, numbers, allowed, **{name: getattr(self._usual, name) for name in names})
+        for r in np.flatnonzero(tokens.numpy() == SOME_OF_EQUAL).tolist():
+            one = slice(r, r + 1)
+            tokens[r] = self._pick(ids[one], guided(rows[one], rows_of(scores, members[one])), numbers[one])
+        return tokens
+
+    def _pick(self, ids: Tensor, scores: Tensor, numbers: Tensor | None) -> Tensor:
         for step in self._shaping:
-            found = highest(self._usual.top_k, scores) if step.name == _TOP_K else None
-            if found is None:
-                scores = step.apply(ids, scores)
-            else:
-                scores, places = found
-        tokens = pick(scores, rows[part] if self._usual.do_sample else None)
-        if places is None:
-            return tokens
-        return torch.where(tokens < 0, tokens, places.gather(1, tokens.clamp(min=0).unsqueeze(1)).squeeze(1))
+            scores = step.apply(ids, scores)
+        return pick(scores, numbers)
 
     def _find(self, rows: SequenceOf[Sequence]) -> None:
         """Makes `_ids` (n, most) of `rows`, in any order, padded with an id of the row's own."""
@@ -137,8 +148,18 @@ class Group:
         self._known = wanted
 
 
+def rows_of(logits: Tensor, rows: SequenceOf[int]) -> Tensor:
+    """Some rows, ascending; without a copy if they are neighbours."""
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return logits[rows[0] : rows[-1] + 1]
+    return logits.index_select(0, sent([*rows], logits.device))
+
+
 def guided(rows: SequenceOf[Sequence], scores: Tensor) -> Tensor:
-    """A copy of `scores` (n, vocab) float32 with -inf for tokens that their rows' grammars forbid."""
+    """A copy of `scores` (n, vocab) float32 with -inf for tokens that their rows' grammars forbid; `scores` where none
+    has a grammar."""
+    if all(row.guide is None for row in rows):
+        return scores
     allowed = np.ones(scores.shape, dtype=np.bool_)
     for bits, row in zip(allowed, rows, strict=True):
         if row.guide is not None:
@@ -146,19 +167,24 @@ def guided(rows: SequenceOf[Sequence], scores: Tensor) -> Tensor:
     return torch.where(torch.from_numpy(allowed).to(scores.device, non_blocking=True), scores, NOTHING)
 
 
-def pick(scores: Tensor, rows: SequenceOf[Sequence] | None) -> Tensor:
-    """The likeliest token of each row of `scores` (n, vocab), or one drawn with the generators of `rows`: (n,) int64,
-    negative if none is allowed."""
-    if rows is None:
+def numbers_of(rows: SequenceOf[Sequence], device: torch.device) -> Tensor:
+    """A number of each row's generator, (n,) float64, from 0 to below 1."""
+    like = torch.empty(1, dtype=torch.float64, device=device)
+    return torch.cat([like.clone().uniform_(generator=row.generator(device)) for row in rows])
+
+
+def pick(scores: Tensor, numbers: Tensor | None) -> Tensor:
+    """The likeliest token of each row of `scores` (n, vocab), or one drawn by its number: (n,) int64, negative if none
+    is allowed."""
+    if numbers is None:
         best, tokens = largest(scores)
         return torch.where(best.isfinite(), tokens, -1)
     # By one number of each row. torch.multinomial draws one for each token, which took longer than some models' steps,
     # waits for the device, and takes one generator for all.
     sums = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
-    total, like = sums[:, -1:], sums.new_empty(1)
-    drawn = torch.stack([like.clone().uniform_(generator=row.generator(scores.device)) for row in rows])
+    total = sums[:, -1:]
     # Rounded, a product may be the total, behind which no token is.
-    place = torch.minimum(drawn * total, total.nextafter(torch.zeros_like(total)))
+    place = torch.minimum(numbers.unsqueeze(1) * total, total.nextafter(torch.zeros_like(total)))
     tokens = torch.searchsorted(sums, place, right=True)
     return torch.where(total.isnan(), -1, tokens).squeeze(-1)
 
@@ -185,7 +211,7 @@ class Chooser:
             scores = step.apply(ids, scores)
         if self._hooks is not None:
             self._record(self._hooks, logits[0], scores[0])
-        return pick(scores, [row] if row.params.do_sample else None)
+        return pick(scores, numbers_of([row], scores.device) if row.params.do_sample else None)
 
     def chosen(self, row: Sequence) -> bool:
         """Takes the row's last token; returns whether one of the caller's criteria stops the row."""
@@ -297,7 +323,7 @@ def _warpers(params: SamplingParams, device: torch.device) -> Iterator[LogitsSte
     if params.top_h is not None:
         yield make("TopHLogitsWarper", params.top_h)
     if params.top_k > 0:
-        yield LogitsStep(_TOP_K, lambda ids, scores: top_k(params.top_k, scores))
+        yield LogitsStep("TopKLogitsWarper", lambda ids, scores: top_k(params.top_k, scores))
     if params.top_p < 1.0:
         yield LogitsStep("TopPLogitsWarper", lambda ids, scores: top_p(params.top_p, scores))
     if params.min_p > 0.0:
@@ -335,19 +361,6 @@ def top_k(count: int, scores: Tensor) -> Tensor:
     if count >= scores.shape[-1]:
         return scores
     return scores.masked_fill(scores < torch.topk(scores, count).values[..., -1:], NOTHING)
-
-
-def highest(count: int, scores: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The scores that `top_k` leaves, (b, count), and where they are, in the vocabulary's order. None where that may be
-    more, or might wait for a device to say so."""
-    if count >= scores.shape[-1] or scores.device.type != "cpu":
-        return None
-    values, places = scores.topk(count + 1)
-    last, next_one = values[:, -2], values[:, -1]
-    if ((last == next_one) & next_one.isfinite()).numpy().any():
-        return None
-    places = places[:, :count].sort(-1).values
-    return scores.gather(1, places), places
 
 
 def top_p(mass: float, scores: Tensor) -> Tensor:

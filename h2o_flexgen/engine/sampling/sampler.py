@@ -14,10 +14,10 @@ from torch import Tensor
 from h2o_flexgen.engine.requests.grammars import Guide
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.requests.tokenizer import Decode, find_stop
-from h2o_flexgen.engine.sampling.processors import Chooser, Group, Made, Usual, guided, pick, sent
-from h2o_flexgen.kernels.layers import largest, likeliest, takes_scores
+from h2o_flexgen.engine.sampling.processors import Chooser, Group, Made, Usual, guided, pick, rows_of, sent
+from h2o_flexgen.kernels.layers import largest, likeliest, logprobs, takes_scores
 
-_CHUNK = 1 << 20  # log-probabilities that are alive at once
+_CHUNK = 1 << 20  # log-probabilities that torch makes at once
 
 
 class Sampler:
@@ -57,7 +57,7 @@ class Sampler:
         for usual, members in together.items():
             if usual not in self._groups:
                 self._groups[usual] = Group(usual, rows[members[0]].params, logits.device)
-            asked.append(self._groups[usual].choose([rows[r] for r in members], _rows_of(logits, members)))
+            asked.append(self._groups[usual].choose([rows[r] for r in members], logits, members))
         best, tokens, *drawn = lists(asked)
         for members, chosen in zip(together.values(), drawn, strict=True):
             for r, token in zip(members, chosen, strict=True):
@@ -180,15 +180,8 @@ def _allowed(rows: SequenceOf[Sequence], barred: list[int], logits: Tensor) -> l
     """The likeliest tokens that the grammars of these rows allow, negative if there is none."""
     if takes_scores(logits):
         return [likeliest(logits[r], rows[r].guide.mask) for r in barred]
-    allowed = guided([rows[r] for r in barred], _rows_of(logits, barred))
+    allowed = guided([rows[r] for r in barred], rows_of(logits, barred))
     return lists([pick(allowed, None)])[0]
-
-
-def _rows_of(logits: Tensor, rows: list[int]) -> Tensor:
-    """Some rows, ascending; without a copy if they are neighbours."""
-    if rows[-1] - rows[0] == len(rows) - 1:
-        return logits[rows[0] : rows[-1] + 1]
-    return logits.index_select(0, sent(rows, logits.device))
 
 
 def _record_logprobs(rows: SequenceOf[Sequence], tokens: Mapping[int, int], logits: Tensor) -> None:
@@ -197,15 +190,18 @@ def _record_logprobs(rows: SequenceOf[Sequence], tokens: Mapping[int, int], logi
     for r in tokens:
         if rows[r].forced is not None or rows[r].params.logprobs is not None:
             wanted.setdefault(rows[r].params.logprobs or 0, []).append(r)
-    many = max(1, _CHUNK // logits.shape[1])
+    find, many = (logprobs, len(rows)) if takes_scores(logits) else (_by_torch, max(1, _CHUNK // logits.shape[1]))
     for count, members in wanted.items():
-        found = list[list[Tensor]]()
-        for part in (members[i : i + many] for i in range(0, len(members), many)):
-            logprobs = _rows_of(logits, part).log_softmax(-1)
-            chosen = logprobs.gather(1, sent([[tokens[r]] for r in part], logits.device))
-            found.append([chosen, *(logprobs.topk(count) if count else ())])
-        for r, (logprob,), *top in zip(members, *lists([torch.cat(x) for x in zip(*found, strict=True)]), strict=True):
+        parts = (members[i : i + many] for i in range(0, len(members), many))
+        found = zip(*(find(logits, part, [tokens[r] for r in part], count) for part in parts), strict=True)
+        for r, (logprob, *top), ids in zip(members, *lists([torch.cat(each) for each in found]), strict=True):
             rows[r].logprobs.append(logprob)
             if count:
-                values, ids = top
-                rows[r].top_logprobs.append(dict(zip(map(int, ids), values, strict=True)))
+                rows[r].top_logprobs.append(dict(zip(map(int, ids), top, strict=True)))
+
+
+def _by_torch(logits: Tensor, rows: list[int], tokens: list[int], count: int) -> tuple[Tensor, Tensor]:
+    """`kernels.layers.logprobs` on any device."""
+    found = rows_of(logits, rows).log_softmax(-1)
+    top = found.topk(count)
+    return torch.cat([found.gather(1, sent(tokens, logits.device)[:, None]), top.values], dim=1), top.indices
