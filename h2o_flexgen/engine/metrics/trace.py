@@ -210,6 +210,8 @@ class ScoreLog:
 def _finite(scores: Tensor) -> Tensor:
     """`scores` as JSON has numbers. Tokens that spans keep are beyond all others: +inf is twice the highest of these,
     and 1 where the others have nothing. Of a sequence whose numbers stop being finite, nan is 0."""
+    if not scores.numel():  # of a policy without scores
+        return scores
     others = scores.double().nan_to_num(0.0, posinf=0.0)
     most = others.amax(-1, keepdim=True)
     return others.where(scores != torch.inf, (2 * most).where(most > 0, 1.0))
