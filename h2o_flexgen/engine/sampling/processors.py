@@ -25,6 +25,10 @@ NOTHING = float("-inf")
 _CHUNK = 1 << 20  # scores of rows that are processed together: sorting them takes some 25 bytes each
 
 
+_DRAWN = {"TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper"}
+"""Processors that `kernels.layers.drawn` stands for."""
+
+
 def sent(numbers: list[Any], device: torch.device) -> Tensor:
     """Host integers as a tensor on `device`, without waiting for it."""
     return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
@@ -75,6 +79,43 @@ class Usual(NamedTuple):
         return rest if rest.do_sample or rest.repetition_penalty != 1.0 or rest.eos else None
 
 
+class Last:
+    """The last steps to a token, of rows with equal settings for them: sampling, which always leaves a token, and
+    normalisation."""
+
+    def __init__(self, params: SamplingParams, device: torch.device) -> None:
+        self._params = params
+        self._steps = [*(_warpers(params, device) if params.do_sample else ())]
+        self._native = params.do_sample and all(step.name in _DRAWN for step in self._steps)
+        if params.renormalize_logits:
+            self._steps.append(LogitsStep("LogitNormalization", lambda ids, scores: scores.log_softmax(-1)))
+
+    def draws(self, scores: Tensor) -> bool:
+        """Whether the kernel draws tokens by `scores`."""
+        return self._native and takes_scores(scores)
+
+    def drawn(self, rows: SequenceOf[Sequence], scores: Tensor, members: SequenceOf[int], ids: Tensor) -> Tensor:
+        """The tokens of rows whose scores are the `members` of `scores`, without what their grammars forbid."""
+        numbers, names = numbers_of(rows, scores.device), ("temperature", "top_k", "top_p", "min_p")
+        allowed = [None if row.guide is None else row.guide.mask for row in rows]
+        tokens = drawn(scores, members, numbers, allowed, **{name: getattr(self._params, name) for name in names})
+        for r in np.flatnonzero(tokens.numpy() == SOME_OF_EQUAL).tolist():
+            one = slice(r, r + 1)
+            left = self.left(ids[one], guided(rows[one], rows_of(scores, members[one])))
+            tokens[r] = pick(left, numbers[one])
+        return tokens
+
+    def left(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores (n, vocab) of tokens that may be chosen; -inf for others."""
+        for step in self._steps:
+            scores = step.apply(ids, scores)
+        return scores
+
+    def chosen(self, rows: SequenceOf[Sequence], scores: Tensor) -> Tensor:
+        """The tokens of rows by what is `left` of their scores (n, vocab)."""
+        return pick(scores, numbers_of(rows, scores.device) if self._params.do_sample else None)
+
+
 class Group:
     """Chooses the tokens of rows with equal usual settings, each as if it were alone. Owns their ids on the logits'
     device, for a repetition penalty. Rows may come and go."""
@@ -82,7 +123,7 @@ class Group:
     def __init__(self, usual: Usual, params: SamplingParams, device: torch.device) -> None:
         self._usual, self._device = usual, device
         self._eos = torch.tensor(usual.eos, dtype=torch.int64, device=device)
-        self._shaping = list(_shaping(params, device))
+        self._last = Last(params, device)
         self._known: list[tuple[int, int]] = []  # of each row: which it is, and its number of new tokens
         self._ids = torch.empty(0)
 
@@ -92,8 +133,8 @@ class Group:
         penalised = self._usual.repetition_penalty != 1.0
         if penalised:
             self._find(rows)
-        elif self._draws(logits) and not self._usual.eos:
-            return self._drawn(rows, logits, members, self._ids)  # of which none is copied
+        elif self._last.draws(logits) and not self._usual.eos:
+            return self._last.drawn(rows, logits, members, self._ids)  # of which none is copied
         many = max(1, _CHUNK // logits.shape[1])
         parts = (slice(i, min(i + many, len(rows))) for i in range(0, len(rows), many))
         tokens = [self._choose(rows[part], rows_of(logits, members[part]), self._ids[part]) for part in parts]
@@ -110,28 +151,9 @@ class Group:
             scores = penalise(self._usual.repetition_penalty, 0, ids, scores)
         if self._usual.eos:
             scores = scores.index_fill(1, self._eos, NOTHING)
-        if self._draws(scores):
-            return self._drawn(rows, scores, range(len(rows)), ids)
-        scores = guided(rows, scores)
-        return self._pick(ids, scores, numbers_of(rows, scores.device) if self._usual.do_sample else None)
-
-    def _draws(self, scores: Tensor) -> bool:
-        """Whether the kernel draws tokens by `scores`."""
-        return self._usual.do_sample and takes_scores(scores)
-
-    def _drawn(self, rows: SequenceOf[Sequence], scores: Tensor, members: SequenceOf[int], ids: Tensor) -> Tensor:
-        numbers, names = numbers_of(rows, scores.device), ("temperature", "top_k", "top_p", "min_p")
-        allowed = [None if row.guide is None else row.guide.mask for row in rows]
-        tokens = drawn(scores, members, numbers, allowed, **{name: getattr(self._usual, name) for name in names})
-        for r in np.flatnonzero(tokens.numpy() == SOME_OF_EQUAL).tolist():
-            one = slice(r, r + 1)
-            tokens[r] = self._pick(ids[one], guided(rows[one], rows_of(scores, members[one])), numbers[one])
-        return tokens
-
-    def _pick(self, ids: Tensor, scores: Tensor, numbers: Tensor | None) -> Tensor:
-        for step in self._shaping:
-            scores = step.apply(ids, scores)
-        return pick(scores, numbers)
+        if self._last.draws(scores):
+            return self._last.drawn(rows, scores, range(len(rows)), ids)
+        return self._last.chosen(rows, self._last.left(ids, guided(rows, scores)))
 
     def _find(self, rows: SequenceOf[Sequence]) -> None:
         """Makes `_ids` (n, most) of `rows`, in any order, padded with an id of the row's own."""
@@ -200,18 +222,19 @@ class Chooser:
         self._ids = torch.zeros(1, self._given + row.max_new_tokens, dtype=torch.int64, device=device)
         self._ids[0, : known.numel()] = known.to(device)
         self._steps = _corrected(row, context, made, device)
-        if row.grammar is not None:
-            self._steps.append(LogitsStep("", lambda ids, scores: guided([row], scores)))
-        self._steps += _shaping(row.params, device)
+        self._last = Last(row.params, device)
 
     def choose(self, row: Sequence, logits: Tensor) -> Tensor:
         """A token (1,) for `logits` (1, vocab) float32, which are not changed; negative if none is allowed."""
         scores, ids = logits, self._ids[:, : self._given + len(row.token_ids)]
         for step in self._steps:
             scores = step.apply(ids, scores)
+        if self._hooks is None and self._last.draws(scores):
+            return self._last.drawn([row], scores, [0], ids)
+        scores = self._last.left(ids, guided([row], scores))
         if self._hooks is not None:
             self._record(self._hooks, logits[0], scores[0])
-        return pick(scores, numbers_of([row], scores.device) if row.params.do_sample else None)
+        return self._last.chosen([row], scores)
 
     def chosen(self, row: Sequence) -> bool:
         """Takes the row's last token; returns whether one of the caller's criteria stops the row."""
@@ -309,14 +332,6 @@ def _corrections(row: Sequence, context: list[int], made: Made, device: torch.de
         yield make("SuppressTokensAtBeginLogitsProcessor", params.begin_suppress_tokens, begin, device=str(device))
 
 
-def _shaping(params: SamplingParams, device: torch.device) -> Iterator[LogitsStep]:
-    """The last processors: sampling, which always leaves a token, and normalisation."""
-    if params.do_sample:
-        yield from _warpers(params, device)
-    if params.renormalize_logits:
-        yield LogitsStep("LogitNormalization", lambda ids, scores: scores.log_softmax(-1))
-
-
 def _warpers(params: SamplingParams, device: torch.device) -> Iterator[LogitsStep]:
     if params.temperature != 1.0:
         yield LogitsStep("TemperatureLogitsWarper", lambda ids, scores: scores / params.temperature)
@@ -348,7 +363,7 @@ def lessen(presence: float, frequency: float, given: int, ids: Tensor, scores: T
     and less `frequency` for each time it is there."""
     new = ids[:, given:]
     counts = torch.zeros_like(scores).scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
-    return scores - frequency * counts - presence * (counts > 0)
+    return scores.scatter(1, new, scores.gather(1, new) - frequency * counts.gather(1, new) - presence)
 
 
 def forbid(tokens: Tensor, until: int, ids: Tensor, scores: Tensor) -> Tensor:
