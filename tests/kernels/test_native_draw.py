@@ -160,3 +160,15 @@ def test_tokens_that_a_grammar_does_not_allow_are_not_drawn(settings: dict[str, 
         barred[0] = scores[0]
         wanted = drawn(barred, range(4), numbers, [None] * 4, **{**ALL, **settings})
         assert torch.equal(drawn(scores, range(4), numbers, masks, **{**ALL, **settings}), wanted)
+
+
+def test_settings_and_numbers_at_their_limits() -> None:
+    numbers = torch.tensor([0, 0.5, math.nextafter(1, 0)], dtype=torch.float64)
+    scores = torch.randn(1, 5000, generator=torch_generator(4)).expand(3, -1) * 4
+    check(scores, {"top_k": 1 << 60}, numbers)
+    check(scores, {"top_k": 4999}, numbers)
+    last = scores.clone()
+    last[:, 700:] = -math.inf
+    assert drawn(last, range(3), numbers, [None] * 3, **ALL).tolist()[2] == 699
+    equal = torch.zeros(3, 5000)
+    assert drawn(equal, range(3), numbers, [None] * 3, **{**ALL, "top_p": 0.0}).tolist() == [SOME_OF_EQUAL] * 3

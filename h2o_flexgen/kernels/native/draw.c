@@ -1,9 +1,9 @@
-/* Log-probabilities of tokens, the likeliest ones beside them; and tokens that are drawn.
+/* Tokens that are drawn, and log-probabilities of tokens and of the likeliest ones.
 
-   A token of each of some rows is drawn by one number of its own, with what most rows ask of transformers' `generate`, in its order:
-   scores are divided by a temperature; the `top_k` highest stay, equal ones included; of these the likeliest that have
-   `top_p` of the probability together; of these, tokens at least `min_p` times as likely as the likeliest. The token is the
-   first at which the sum of probabilities, in the vocabulary's order, is above the number.
+   A row's token is drawn by one number of its own, with what most rows ask of transformers' `generate`, in its order: scores
+   are divided by a temperature; the `top_k` highest stay, equal ones included; of these the likeliest that have `top_p` of
+   the probability together; of these, tokens at least `min_p` times as likely as the likeliest. The token is the first at
+   which the sum of probabilities, in the vocabulary's order, is above the number.
 
    No row is sorted: few of its numbers can be the least that stays, and that is looked for among them. */
 
@@ -21,11 +21,11 @@ typedef struct {
     const float *scores;
     int64_t n, stride, top_k; /* 0 or n: all stay */
     double temperature, top_p, min_p;
-    const int64_t *rows;   /* whose tokens are drawn */
-    const double *numbers; /* of each of these, from 0 to below 1, */
-    const int64_t *allowed; /* and where the bits of its tokens that a grammar allows are, or 0 */
-    int64_t *drawn;        /* -1 where no score is finite, -2 where for `top_p` only some of equal ones stay: transformers'
-                              sort says which */
+    const int64_t *rows;      /* whose tokens are drawn */
+    const double *numbers;    /* of each of these, from 0 to below 1, */
+    const int64_t *allowed;   /* and where the bits of its tokens that a grammar allows are, or 0 */
+    int64_t *drawn;           /* -1 where no score is finite, -2 where for `top_p` only some of equal ones stay: transformers'
+                                 sort says which */
 } Draw;
 
 /* The tokens of a row that are left. */
@@ -130,7 +130,7 @@ static void weigh(const Draw *all, const float *scores, Left *left) {
 static float least_likely(const Left *left, double total, double top_p) {
     const double bound = (float)(1 - top_p) * total; /* what may go, from the least likely token on */
     /* It is from `low` on, below `high`: so many times `low` is less than what may go. */
-    float low = (float)(bound / (double)left->n * 0.999999), high = 2;
+    float low = (float)(bound / (double)left->n * 0.999999), high = 1 + 0x1p-23f;
     int64_t count, above = 0;
     double gone = total - add_up(left, low, &count);
     for (int round = 0; count - above > FEW && round < 40; round++) {
@@ -169,7 +169,7 @@ static int64_t token_at(const Left *left, float lowest, double target) {
     int64_t block = 0, last = -1;
     for (const int64_t blocks = (left->n - 1) / BLOCK; block < blocks && target >= left->sums[block]; block++)
         target -= left->sums[block];
-    for (; last < 0 && block >= 0; block--) /* behind the sum of all, as rounded, there may be none */
+    for (; last < 0 && block >= 0; block--, target = INFINITY) /* behind the sum of all, as rounded, there may be none */
         for (int64_t i = block * BLOCK; i < least(left->n, (block + 1) * BLOCK); i++) {
             if (left->x[i] < lowest || left->x[i] == 0) continue;
             last = i, target -= left->x[i];
@@ -210,7 +210,8 @@ static int64_t draw_one(const Draw *all, const float *scores, const uint16_t *al
     return token_at(&left, lowest, number * (lowest > 0 ? add_up(&left, lowest, &count) : total));
 }
 
-static int64_t numbers_of(const Draw *all) { return up(most(all->n, 2 * all->top_k), LANES); }
+/* Numbers that `Left.x` has room for, and `Left.some`. */
+static int64_t numbers_of(const Draw *all) { return up(most(all->n, 2 * least(all->top_k, all->n)), LANES); }
 
 static void draw_rows(void *task, int64_t first, int64_t last, void *room) {
     const Draw *all = task;
