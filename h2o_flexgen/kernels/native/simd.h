@@ -8,7 +8,7 @@
                              reg_first (of the first count numbers), reg_set1, reg_fma, reg_halved (8 numbers of the same
                              sum), reg_terms: of pairs of bfloat16 numbers part 0, 1, ..: the first of each pair, REG at a
                              time, then the second ones
-   scaled                    x 2^floor(n) for n < 127, 0 for n < -125, as denormal numbers take a hundred times as long; NaN
+   scaled                    x 2^floor(n) for n < 127, 0 for n < -125, as denormal numbers take 10 to 35 times as long; NaN
                              stays NaN
    joined, joined_i          a vector of two halves; halved: their sum
    spread_four, spread_eight of so many numbers those that each lane asks for
