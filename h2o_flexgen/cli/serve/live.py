@@ -105,17 +105,28 @@ class LiveRequests:
         self._new.extendleft(reversed(self._elsewhere))
         self._elsewhere = []
 
+    def unload(self) -> None:
+        """From now on no model answers; sequences that wait do so until theirs is used again."""
+        self._loaded = ""
+
     def wanted(self) -> str | None:
         """The model that the first of those waits for which the loaded one does not answer."""
+        parked = [request for _, request in self._rows if not self._is_loaded(request)]
+        while parked and parked[0].gone:
+            parked.pop(0)  # `take` forgets it
         while self._elsewhere and self._elsewhere[0].gone:
             self._end(self._elsewhere.pop(0))
-        return self._model_of(self._elsewhere[0]) if self._elsewhere else None
+        return next((self._model_of(request) for request in (*parked, *self._elsewhere)), None)
 
     def lost(self, model: str, message: str) -> None:
-        """Answers the requests for a model that cannot be loaded by an error."""
-        for request in [each for each in self._elsewhere if self._model_of(each) == model]:
-            self._elsewhere.remove(request)
-            self._number(request)
+        """Answers the requests for a model that cannot be used by an error."""
+        every = {id(each): each for each in (*self._elsewhere, *(request for _, request in self._rows))}
+        lost = {name: each for name, each in every.items() if self._model_of(each) == model}
+        self._elsewhere = [each for each in self._elsewhere if id(each) not in lost]
+        self._rows = deque(entry for entry in self._rows if id(entry[1]) not in lost)
+        for request in lost.values():
+            if request.record is _NONE:
+                self._number(request)
             self._refuse(request, Refused(message, "model_not_loaded", status=503, param="model"))
 
     def stop(self) -> None:
@@ -130,11 +141,11 @@ class LiveRequests:
 
     @property
     def waiting(self) -> bool:
-        return bool(self._new or self._rows)
+        return bool(self._new) or self.left
 
     @property
     def left(self) -> bool:
-        return bool(self._rows)
+        return any(self._is_loaded(request) for _, request in self._rows)
 
     def read(self) -> None:
         """Makes sequences of new requests; answers requests that cannot be run."""
@@ -142,7 +153,7 @@ class LiveRequests:
             request = self._new.popleft()
             if request.gone:
                 self._end(request)
-            elif self._model_of(request) != self._loaded:
+            elif not self._is_loaded(request):
                 request.asked = None
                 self._elsewhere.append(request)
             else:
@@ -155,7 +166,7 @@ class LiveRequests:
         for row, request in self._rows:
             if request.gone:
                 self._end(request)
-            elif len(taken) < most and fits(row):
+            elif len(taken) < most and self._is_loaded(request) and fits(row):
                 self._running[row.row_id] = row, request
                 taken.append(row)
             else:
@@ -197,6 +208,9 @@ class LiveRequests:
         if name is None:
             return next(iter(self._called.values()))
         return self._called.get(name, self._loaded) if isinstance(name, str) else self._loaded
+
+    def _is_loaded(self, request: LiveRequest) -> bool:
+        return self._model_of(request) == self._loaded
 
     def _number(self, request: LiveRequest) -> None:
         """It is a line of a file without end, for the model that is loaded."""

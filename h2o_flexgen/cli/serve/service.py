@@ -123,23 +123,35 @@ class Worker:
 
     def close(self) -> None:
         llm, self._llm, self._loaded = self._llm, None, ""
+        self.live.unload()
         if llm is not None:
             llm.close()
 
     def run(self) -> None:
-        """Until a signal ends it, or the model turns out to be unusable."""
+        """Until a signal ends it, or the only model turns out to be unusable. Single requests, and after them a model
+        that others wait for, come before batches; but of those that wait none has to until no more requests come."""
+        answered = changed = False
         while True:
             batch, model = self._next()
-            if self.live.waiting:
-                self._run_live()
-            elif model is not None:
+            if self.live.waiting and not (answered and (batch or model)):
+                answered = self._run_live()
+            elif model is not None and not (changed and batch):
+                answered, changed = False, True
                 try:
                     self._use(model)
                 except H2OFlexGenError as error:
-                    print_error(f"{model}: {error}")
-                    self.live.lost(model, f"model {model} cannot be used: {_reason(error)}")
+                    self._lose(model, error)
             elif batch is not None:
+                answered = changed = False
                 self._serve(batch)
+
+    def _lose(self, model: str, error: H2OFlexGenError) -> str:
+        """Closes a model that cannot be used, and refuses the single requests for it; returns what clients are told."""
+        print_error(f"{model}: {error}")
+        self.close()
+        why = _reason(error)
+        self.live.lost(model, f"model {model} cannot be used: {why}")
+        return why
 
     def _use(self, model: str) -> LLM:
         """Loads a model, in the place of another one. H2OFlexGenError where it cannot be: then none is loaded."""
@@ -211,7 +223,12 @@ class Worker:
             if end in _STOPPED:
                 self._stop(batch, end)
             return end
-        except (ModelError, StorageError, LockedError):
+        except ModelError as error:
+            if len(self._models) == 1:
+                raise
+            self._wait(batch, f"this batch waits, as its model cannot be used: {self._lose(batch['model'], error)}")
+            return None
+        except (StorageError, LockedError):
             raise
         except H2OFlexGenError as error:
             return self._fail(batch, "cannot_be_run", str(error).partition("\n")[0])
@@ -356,22 +373,27 @@ class Worker:
 
     # Single requests
 
-    def _run_live(self) -> None:
-        """Answers those that wait, all of them together, and what comes meanwhile."""
+    def _run_live(self) -> bool:
+        """Answers those that wait, all of them together, and what comes meanwhile; False if some wait again."""
         rows = self.live.take(1 << 20)
         if not rows or self._llm is None:
-            return
+            return True
         try:
             for _ in self._llm.run(rows):
                 raise RuntimeError("a sequence belongs to nobody")
         except PlanError as error:
             longest = max(rows, key=lambda row: sum(row.longest_pass))
             self.live.fail([longest], str(error).partition("\n")[0], "out_of_memory")
-        except ModelError:
-            raise
+            return False
+        except ModelError as error:
+            if len(self._models) == 1:
+                raise
+            self._lose(self._loaded, error)
         except (Exception, MemoryError) as error:
             print_error(traceback.format_exc())
             self.live.fail(rows, type(error).__name__, "server_error")
+            return False
+        return True
 
 
 def _form(
