@@ -55,7 +55,7 @@ class _Gptq(StoredMatrix):
             "qweight": StoredPart(((ins // self._per_word, outs),), ("int32",)),
             "qzeros": StoredPart(((self.groups, outs // self._per_word),), ("int32",)),
             "scales": StoredPart(((self.groups, outs),), _FLOATS),
-            "g_idx": StoredPart(((ins,),), ("int32",), needed=False),
+            "g_idx": StoredPart(((ins,),), ("int32",), needed=self.scheme.ordered and self.groups > 1),
         }
 
     def misfit(self) -> str:
@@ -125,7 +125,7 @@ class _Compressed(StoredMatrix):
             "weight_packed": StoredPart(((outs, -(-ins // self._per_word)),), ("int32",)),
             "weight_scale": StoredPart(((outs, self.groups),), _FLOATS),
             "weight_shape": StoredPart(((2,),), ("int64", "int32")),
-            "weight_g_idx": StoredPart(((ins,),), ("int32",), needed=False),
+            "weight_g_idx": StoredPart(((ins,),), ("int32",), needed=self.scheme.ordered and self.groups > 1),
         }
         if not self.scheme.symmetric:
             parts["weight_zero_point"] = StoredPart(((-(-outs // self._per_word), self.groups),), ("int32",))

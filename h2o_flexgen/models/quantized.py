@@ -107,7 +107,6 @@ def _gptq(read: ConfigReader) -> Quantization:
     _check_words(read)
     step = _repeated(read, "checkpoint_format format", "gptq", _cased(gptq=1, gptq_v2=0))
     read.choice("packing_format", _PACKING_FORMATS[0], dict.fromkeys(_PACKING_FORMATS[:3]))
-    read.flag("desc_act", False)  # the order of inputs is seen from g_idx
     others = tuple(_overrides(read, step))
     last = ((("Linear", "Embedding"), _gptq_scheme(read, step)),)
     return Quantization("gptq", (*others, *last), in_order=True)
@@ -115,7 +114,8 @@ def _gptq(read: ConfigReader) -> Quantization:
 
 def _gptq_scheme(read: ConfigReader, step: int) -> Scheme:
     levels: Literal["uint4", "int8"] = "uint4" if _bits(read, "bits", (4, 8)) == 4 else "int8"
-    return Scheme("gptq", levels, (1, _group(read, "group_size")), read.flag("sym", True), step)
+    group, ordered = _group(read, "group_size"), read.flag("desc_act", False)
+    return Scheme("gptq", levels, (1, group), read.flag("sym", True), step, ordered and group > 0)
 
 
 def _overrides(read: ConfigReader, step: int) -> Iterator[tuple[tuple[str, ...], Scheme]]:
@@ -132,7 +132,7 @@ def _overrides(read: ConfigReader, step: int) -> Iterator[tuple[tuple[str, ...],
             _only(own, "gptq", _TRAINING + "bits group_size sym desc_act")
             target = rule if plain else f"re:{rule.removeprefix('+:')}"
             _check_pattern(section, rule, target)
-            shared = {each: read.values()[each] for each in ("bits", "group_size", "sym") if each in read}
+            shared = {each: read.values()[each] for each in ("bits", "group_size", "sym", "desc_act") if each in read}
             yield (target,), _gptq_scheme(own.filled(**shared), step)
 
 
@@ -295,7 +295,8 @@ def _compressed_scheme(read: ConfigReader, layout: str) -> Scheme:
     if strategy == "block" and blocks["block"] is None:
         raise read.error("block_structure", "two numbers for the strategy 'block'")
     levels: Literal["uint4", "int8", "e4m3"] = "e4m3" if floats else "uint4" if bits == 4 else "int8"
-    return Scheme("packed" if layout == "packed" else "scaled", levels, blocks[strategy], symmetric)
+    ordered = layout == "packed" and read.values().get("actorder") in ("group", "dynamic", True)
+    return Scheme("packed" if layout == "packed" else "scaled", levels, blocks[strategy], symmetric, ordered=ordered)
 
 
 _NVFP4 = Scheme("modelopt", "e2m1", (1, 16))

@@ -29,6 +29,7 @@ class Scheme:
                scale's shape says
     symmetric  whether there are no zero points; gptq has them nevertheless
     zero_step  what was subtracted from zero points when they were stored
+    ordered    whether inputs are grouped in another order than theirs, which the tensors must then tell
     """
 
     layout: Layout
@@ -36,6 +37,7 @@ class Scheme:
     block: tuple[int, int] | None
     symmetric: bool = True
     zero_step: int = 0
+    ordered: bool = False
 
     @property
     def bits(self) -> int:

@@ -39,6 +39,8 @@ from tests.seeds import python_random
         ("gptq", changed("g_idx", lambda x: x - 1), "g_idx': expected 2 groups of 32 inputs"),
         ("gptq", changed("g_idx", lambda x: x * (1 << 30)), "g_idx': expected 2 groups of 32 inputs"),
         ("gptq", changed("g_idx", lambda x: x * 0), "g_idx': expected 2 groups of 32 inputs"),
+        ("gptq act-order", without("g_idx"), f"tensor '{UP}.g_idx' is missing"),
+        ("packed 4 act-order", without("weight_g_idx"), f"tensor '{UP}.weight_g_idx' is missing"),
         ("gptq", extra("weight"), f"tensor '{UP}.weight' has no place in weights quantised as config.json says"),
         ("gptq", extra("weight_scale"), f"tensor '{UP}.weight_scale' has no place"),
         ("gptq", extra("input_scale"), f"tensor '{UP}.input_scale' of model.safetensors is not part of this model"),
