@@ -151,7 +151,7 @@ def _variables(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.
 
 def _as_typed(action: argparse.Action, name: str, value: str) -> list[str]:
     flag = next(option for option in action.option_strings if option.startswith("--"))
-    if isinstance(action.nargs, int) and action.nargs > 0:
+    if action.nargs == "+" or (isinstance(action.nargs, int) and action.nargs > 0):
         return [flag, *value.split()]
     if action.nargs == 0:
         try:

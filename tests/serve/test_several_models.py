@@ -13,6 +13,7 @@ from typing import Any
 import openai
 import pytest
 
+from h2o_flexgen.cli.serve.arguments import parse_serve
 from tests.jobs.files import request
 from tests.programs import write_talker
 from tests.serve.conftest import Serve, Service, finished, until_asked
@@ -107,3 +108,17 @@ def test_many_requests_keep_no_batch_waiting(serve: Serve, other: Path) -> None:
     with serve("--more-models", other) as service, many_clients(service, "model") as still:
         assert finished(service.client, batch_for(service.client, "model").id).status == "completed"
         assert still()
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ"),
+    [
+        (["--more-models", "b/two", "three", "--served-model-name", "x", "y"], {}),
+        (["--more-models", "b/two", "--served-model-name", "x", "--more-models", "three", "--served-model-name=y"], {}),
+        ([], {"H2O_FLEXGEN_MORE_MODELS": "b/two three", "H2O_FLEXGEN_SERVED_MODEL_NAME": "x y"}),
+    ],
+)
+def test_models_and_names_in_any_way(argv: list[str], environ: dict[str, str]) -> None:
+    found = parse_serve(["--model", "a/one", *argv], environ)
+    assert list(found.models) == ["one", "two", "three"]
+    assert list(found.jobs.served_model_name) == ["x", "y"]

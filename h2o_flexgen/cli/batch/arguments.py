@@ -54,7 +54,7 @@ class BatchArguments(WorkArguments):
     )
     chat: bool = option(False, help="each prompt is a user message; not for openai")
     served_model_name: Sequence[str] = option(
-        (), parse=str, nargs="+", metavar="NAME", help="other names for the model in requests"
+        (), parse=str, nargs="+", action="extend", metavar="NAME", help="other names for the model in requests"
     )
     stop: Sequence[str] = option(
         (), parse=str, action="append", metavar="TEXT", help="ends a sequence; may be repeated"

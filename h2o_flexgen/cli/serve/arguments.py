@@ -57,6 +57,7 @@ class ServeArguments:
         (),
         parse=str,
         nargs="+",
+        action="extend",
         metavar="MODEL",
         help="other models for batches and requests; one is loaded at a time, when its turn comes",
     )
