@@ -272,8 +272,7 @@ static int take_inputs(const Whole *all, Panel *panel, int64_t in, const uint8_t
 
 /* ---- sums */
 
-/* The factors and starts of a span's sums: of 16 outputs or more, and of a row; other rows' lie `spans`, `parts` or
-   `starts` behind. Of codes in 16 bits a part's sums are multiplied by whole numbers: the next part's lie `step` behind. */
+/* The factors and starts of a span's sums: of 16 outputs or more, and of the first row; other rows' lie behind. Of codes in 16 bits a part's sums are multiplied by whole numbers: the next part's lie `step` behind. */
 typedef struct {
     const float *scale, *low, *x, *sum, *whole;
     const int32_t *start;
@@ -293,22 +292,22 @@ INLINE void tile(const Whole *all, const Panel *panel, int64_t row, int64_t in, 
                  const int rows, const int kind, const int asks) {
     /* No divisions: some processors take 90 cycles for each. */
     const int64_t first = in >> all->log_span, last = least(in + DEPTH, all->padded) >> all->log_span;
-    const int8_t *x = all->x + row * all->padded;
+    const int64_t parts = 1 << all->log_parts, starts = 1 << all->log_starts, part = first * parts, start = first * starts;
     for (int64_t col = 0; col < COLS; col += PASS) {
         const uint8_t *codes = panel->codes + 4 * col;
+        const int8_t *x = all->x + row * all->padded + rows * in;
+        Scales by = {panel->scale + (all->by_whole ? first : part) * COLS + col, panel->low + part * COLS + col,
+                     all->scale + row * all->spans + rows * first, all->sum + row * all->parts + rows * part,
+                     all->by_whole ? panel->whole + part * COLS + col : (const float *)ONES,
+                     all->start + row * all->starts + rows * start, all->by_whole ? COLS : 0};
         UNROLL for (int r = 0; r < rows && !in; r++)
             UNROLL for (int v = 0; v < PASS; v += LANES) _mm512_store_ps(sums + r * COLS + col + v, _mm512_setzero_ps());
-        for (int64_t span = first; span < last; span++, codes += all->span * COLS) {
-            const int64_t part = span << all->log_parts, start = span << all->log_starts;
-            const Scales by = {panel->scale + (all->by_whole ? span : part) * COLS + col, panel->low + part * COLS + col,
-                               all->scale + row * all->spans + span, all->sum + row * all->parts + part,
-                               all->by_whole ? panel->whole + part * COLS + col : (const float *)ONES,
-                               all->start + row * all->starts + start, all->by_whole ? COLS : 0};
-            if (all->log_units == 0)
-                take_span(all, x, (uint64_t)span, 1, codes, &ahead, &by, sums + col, rows, kind, asks);
-            else
-                take_span(all, x, (uint64_t)span << all->log_units, 1ull << all->log_units, codes, &ahead, &by, sums + col, rows,
-                          kind, asks);
+        for (int64_t span = first; span < last; span++) {
+            if (all->log_units == 0) take_span(all, x, 1, codes, &ahead, &by, sums + col, rows, kind, asks);
+            else take_span(all, x, 1ull << all->log_units, codes, &ahead, &by, sums + col, rows, kind, asks);
+            codes += all->span * COLS, x += all->span * rows;
+            by.scale += all->by_whole ? COLS : parts * COLS, by.low += parts * COLS, by.whole += parts * by.step;
+            by.x += rows, by.sum += parts * rows, by.start += starts * rows;
         }
     }
 }

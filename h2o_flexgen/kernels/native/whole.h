@@ -23,8 +23,8 @@ typedef struct {
     int64_t parts, starts;     /* of a row: there are sums of all parts, and starts of those or of spans */
     int log_parts, log_starts; /* logarithms: of how many a span has */
     int8_t *x;                 /* (rows, padded): of 4 bits first the even inputs of each block, then the odd ones; or, of more
-                                  than FEW_ROWS, by fours of a tile's first row, of its second, and so on */
-    float *scale, *sum;        /* (rows, spans) and (rows, parts) of x */
+                                  than FEW_ROWS, of each unit, and by fours of a tile's first row, of its second, and so on */
+    float *scale, *sum;        /* (rows, spans) and (rows, parts) of x, woven by tiles like x */
     int32_t *start;            /* (rows, starts) */
     int offset, lows;          /* the excess of codes over numbers; whether there are other lows */
     int64_t share, shares, pieces; /* rows of a share of x, and how many there are; pieces of the product */

@@ -10,30 +10,28 @@
 #endif
 
 /* sums (rows, COLS) += what a span, or a part of it, adds up to, scaled. */
-INLINE void add_scaled(const Whole *all, __m512i whole[][VECTORS_OUT], const Scales *by, float *sums, const int rows,
-                       const int lows) {
-    const int64_t spans = all->spans, parts = all->parts;
+INLINE void add_scaled(__m512i whole[][VECTORS_OUT], const Scales *by, float *sums, const int rows, const int lows) {
     UNROLL for (int v = 0; v < VECTORS_OUT; v++) {
         const __m512 scale = _mm512_load_ps(by->scale + v * LANES);
         const __m512 low = lows ? _mm512_load_ps(by->low + v * LANES) : scale;
         UNROLL for (int r = 0; r < rows; r++) {
             float *to = sums + r * COLS + v * LANES;
-            const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(by->x[r * spans]));
+            const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(by->x[r]));
             __m512 total = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[r][v]), both, _mm512_load_ps(to));
-            if (lows) total = _mm512_fmadd_ps(low, _mm512_set1_ps(by->sum[r * parts]), total);
+            if (lows) total = _mm512_fmadd_ps(low, _mm512_set1_ps(by->sum[r]), total);
             _mm512_store_ps(to, total);
         }
     }
 }
 
 INLINE void add_span(const Whole *all, __m512i whole[][VECTORS_OUT], const Scales *by, float *sums, const int rows) {
-    if (all->lows) add_scaled(all, whole, by, sums, rows, 1);
-    else add_scaled(all, whole, by, sums, rows, 0);
+    if (all->lows) add_scaled(whole, by, sums, rows, 1);
+    else add_scaled(whole, by, sums, rows, 0);
 }
 
-INLINE void start_at(__m512i whole[][VECTORS_OUT], const int32_t *start, int64_t apart, const int rows) {
+INLINE void start_at(__m512i whole[][VECTORS_OUT], const int32_t *start, const int rows) {
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < VECTORS_OUT; v++) whole[r][v] = _mm512_set1_epi32(start[r * apart]);
+        UNROLL for (int v = 0; v < VECTORS_OUT; v++) whole[r][v] = _mm512_set1_epi32(start[r]);
 }
 
 /* whole (rows, COLS) += a step of inputs at x, woven, times codes. */
@@ -56,25 +54,22 @@ INLINE void add_step(__m512i whole[][VECTORS_OUT], const int8_t *x, const uint8_
 
 /* sums (rows, COLS) += a span of x, woven, times `units` units of codes, of which halves are scaled apart. If it `asks`,
    memory `ahead` is asked for. */
-INLINE void take_span(const Whole *all, const int8_t *x, uint64_t unit, const uint64_t units, const uint8_t *codes,
-                      const uint8_t **ahead, const Scales *by, float *sums, const int rows, const int kind,
-                      const int asks) {
+INLINE void take_span(const Whole *all, const int8_t *x, const uint64_t units, const uint8_t *codes, const uint8_t **ahead,
+                      const Scales *by, float *sums, const int rows, const int kind, const int asks) {
     const int nibbles = kind != BYTES, halves = are_halves(kind), steps = nibbles ? 8 : 4;
     __m512i whole[HEIGHT][VECTORS_OUT];
     Scales its = *by;
-    if (!halves) start_at(whole, by->start, all->starts, rows);
-    for (const uint64_t end = unit + units; unit < end; unit++, codes += steps * STEP) {
-        const int8_t *at = x + rows * (int64_t)(nibbles ? unit / UNITS * 128 + unit % UNITS * 16 : unit * 16);
+    if (!halves) start_at(whole, by->start, rows);
+    for (uint64_t unit = 0; unit < units; unit++, codes += steps * STEP, x += steps * 4 * rows)
         UNROLL for (int i = 0; i < steps; i++) {
             const int s = !halves ? i : i / 4 * 2 + i % 2 + i % 4 / 2 * 4; /* even inputs of a half, odd ones of it */
-            if (halves && i % 4 == 0) start_at(whole, its.start, all->starts, rows);
+            if (halves && i % 4 == 0) start_at(whole, its.start, rows);
             UNROLL for (int j = nibbles; asks && j < 2; j++, *ahead += LINE) _mm_prefetch((const char *)*ahead, _MM_HINT_T1);
-            add_step(whole, at + rows * (s / 4 * 64 + s % 4 * 4), codes + s * STEP, rows);
+            add_step(whole, x + rows * 4 * s, codes + s * STEP, rows);
             if (!halves || i % 4 < 3) continue;
             add_span(all, whole, &its, sums, rows);
-            its.scale += COLS, its.low += COLS, its.sum++, its.start++;
+            its.scale += COLS, its.low += COLS, its.sum += rows, its.start += rows;
         }
-    }
     if (!halves) add_span(all, whole, by, sums, rows);
 }
 
