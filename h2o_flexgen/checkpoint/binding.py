@@ -150,7 +150,9 @@ class Binding:
                 if self._check_tensor(stored, self._vocab_shape, entry):
                     self.tied_copy = (stored, entry)
             elif math.prod(entry.shape):  # transformers writes shared experts of no numbers where there are none
-                self.problems.add(f"tensor {stored!r} of {holders[0]} is not part of this model")
+                tied = f"{stored.rpartition('.')[0]}.weight" in self._tied_heads
+                change = ", unless config.json has tie_word_embeddings false: a head of its own" if tied else ""
+                self.problems.add(f"tensor {stored!r} of {holders[0]} is not part of this model{change}")
         self._settle_tied()
         if quantised:
             return tensors  # what is missing is there in another form, which has been reported

@@ -22,7 +22,7 @@ from tests.checkpoint.models import write_shards
 from tests.checkpoint.quantised import CONFIG, checkpoint, open_folder
 from tests.checkpoint.refusals import UP, Edit, changed, check_one_problem, extra, refused_quantised, without
 from tests.checkpoint.test_headers import edited_header
-from tests.seeds import python_random
+from tests.seeds import python_random, torch_generator
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,16 @@ def test_a_quantised_module_that_config_json_leaves_out(tmp_path: Path) -> None:
     written = checkpoint(FORMATS["packed 4"])
     written.config["quantization_config"]["ignore"].append(UP)
     assert f"quantization_config in config.json leaves {UP} out" in refused_quantised(written, tmp_path)
+
+
+def test_a_packed_head_of_a_tied_model(tmp_path: Path) -> None:
+    form = FORMATS["gptq"]
+    written = checkpoint(form, tie_word_embeddings=True)
+    written.put("lm_head", form.write(torch_generator(5), 40, 64))
+    assert "unless config.json has tie_word_embeddings false" in refused_quantised(written, tmp_path)
+    written.config["tie_word_embeddings"] = False
+    with written.open(written.write(tmp_path)) as source:
+        assert "head.vocab" in source.packings
 
 
 def test_sizes_that_do_not_fit_into_words(tmp_path: Path) -> None:
