@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="one case of each test, and none of those marked slow")
     parser.addoption("--whole", action="store_true", help="of tests/engine/test_guarantees.py all cases")
     parser.addoption("--tokens", help="a file in which that keeps tokens, to hold another run's against them")
-    parser.addoption("--slow-part", default="0/1", help="K/N: of those marked slow each N-th, of turns' cases a third")
+    parser.addoption("--slow-part", default="0/1", help="K/N: of slow tests each N-th, of turns' cases a quarter")
 
 
 @pytest.hookimpl(trylast=True)  # of those that -k and -m leave

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-TURNS = 3
+TURNS = 4
 """Parts of the cases of a test marked `turns`."""
 KERNELS = ("torch", "native")
 """Cases that differ in these alone go together: what they are held against is worked out once."""
@@ -15,7 +15,7 @@ KERNELS = ("torch", "native")
 
 def left_out(items: Iterable[Any], part: int, parts: int) -> set[Any]:
     """Of pytest's items those for which it is not the turn of `part` of `parts`: of those marked slow all but each
-    `parts`-th, and of the cases of each test marked turns all but about a third, drawn by their names: some case is
+    `parts`-th, and of the cases of each test marked turns all but about a quarter, drawn by their names: some case is
     left. With parts = 1 nothing is left out."""
     slow, tests = list[Any](), defaultdict[str, dict[str, list[Any]]](lambda: defaultdict(list))
     for item in items:
