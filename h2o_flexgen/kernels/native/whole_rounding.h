@@ -19,7 +19,7 @@ typedef struct {
 /* Where number n of a row is, of `count` that each row has. */
 INLINE int64_t woven(Woven row, int64_t count, int64_t n) { return row.first * count + n * row.rows + row.turn; }
 
-/* 16 numbers of a row, rounded to steps, from its four number `four` on. Returns them. */
+/* 16 numbers of a row, rounded to steps, which begin with its `four`th four. Returns them. */
 INLINE __m512i put_numbers(const Whole *all, __m512 numbers, __m512 steps, Woven row, int64_t four) {
     const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(numbers, steps));
     const __m128i bytes = _mm512_cvtsepi32_epi8(whole);
@@ -112,7 +112,8 @@ static void round_row(const Whole *all, Woven row) {
         else round_span(all, row, span, 0);
 }
 
-/* Tiles, woven, or of few rows each by itself. Rows of a tile share lines of memory: two threads would take these from each other. */
+/* Tiles, woven, or of few rows each by itself. Rows of a tile share lines of memory: two threads would take these from each
+   other. */
 static void round_tiles(void *task, int64_t tile, int64_t end, void *room) {
     const Whole here = *(const Whole *)task; /* bytes that are stored might be any other's fields */
     const int64_t all_rows = here.p.rows, each = all_rows <= FEW_ROWS ? all_rows : tiles_in(here.share);
