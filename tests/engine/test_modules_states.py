@@ -56,6 +56,28 @@ def test_rows_do_not_depend_on_their_neighbours(kind: str, tmp_path: Path) -> No
     assert answers(tmp_path, asked, policy=emulated, emulate_gpu="1GiB") == alone
 
 
+@pytest.mark.parametrize("kind", ["nemotron_h", "zamba2"])
+def test_a_token_of_a_prompt_is_computed_alike_whether_alone_or_not(kind: str, tmp_path: Path) -> None:
+    """These modules hold the steps of several tokens above a least one, and do not where a lone token follows others;
+    a step of decoding is such a one in transformers as well."""
+    model = random_model(shrunk({"model_type": kind}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("dt_bias"):
+                parameter.sub_(5)
+    model.save_pretrained(tmp_path)
+    first = prompts()[4]
+    asked = [first[:17], [*first[:16], 9], [*first[:17], 9]]
+    found = []
+    for shape, chunk in (((3, 1), 256), ((1, 3), 16), ((3, 1), 16)):
+        policy = {"gpu_batch_size": shape[0], "num_gpu_batches": shape[1], "prefill_chunk": chunk}
+        with Engine(str(tmp_path), dtype="float32", model_impl="transformers", policy=policy) as llm:
+            outputs = llm.generate(asked, max_new_tokens=NEW, ignore_eos=True, logprobs=0)
+            found.append([each for output in outputs for each in output.logprobs or ()])
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
+    assert found[2] == pytest.approx(found[0], abs=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["falcon_h1", "qwen3_next"])
 def test_a_plan_and_a_record_have_the_bytes_of_states(kind: str, tmp_path: Path) -> None:
     random_model(shrunk({"model_type": kind})).save_pretrained(tmp_path)

@@ -284,10 +284,25 @@ class MixerCall:
 
     def _mixed(self, piece: MixedTokens) -> Any:
         """Of a prompt, or of decode rows."""
-        steps = [piece]
-        if piece.states.given and not piece.decode and _begins_anew(type(self.module)):
-            steps = [piece._replace(start=piece.start + i, length=1) for i in range(piece.length)]
+        steps, kind = [piece], type(self.module)
+        if piece.states.given and not piece.decode:
+            if _begins_anew(kind):
+                steps = [piece._replace(start=piece.start + i, length=1) for i in range(piece.length)]
+            elif piece.length == 1 and kind not in _APART:
+                return self._lone(piece)
         return _joined([self._in(step) for step in steps], steps)
+
+    def _lone(self, piece: MixedTokens) -> Any:
+        """Of a prompt's token behind others, which, given their states, would pass for one that is decoded."""
+        states = piece.states.given
+        behind = {key: state.clone() for key, state in states.items()}
+        try:
+            return self._in(piece._replace(states=PromptStates([PromptRow(0, 1, 0, behind)], states)))
+        except NotTogether:
+            _APART.add(type(self.module))
+            for key, state in states.items():
+                state.copy_(behind[key])
+            return self._in(piece)
 
     def _in(self, piece: MixedTokens) -> Any:
         """The module's result for a piece, with its states in the cache."""
