@@ -187,6 +187,7 @@ class EngineConfig(Checked):
                         f"needed {', '.join(sorted(POLICY_FIELDS))}",
                         suggestion(str(key), POLICY_FIELDS),
                     )
+            OffloadPolicy(**self.policy)  # a value that is none is refused before the model is loaded
 
     def _check_kinds(self) -> None:
         super().__post_init__()

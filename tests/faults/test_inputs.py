@@ -248,6 +248,7 @@ def test_arguments_of_another_kind_are_refused_in_words(model: Path) -> None:
         ({"offload_dir": 5}, r"offload_dir is 5\. needed a text"),
         ({"dequantize": "no"}, r"dequantize is 'no'\. needed true or false"),
         ({"policy": {1: 2}}, "policy has no field 1"),
+        ({"policy": {"prefill_chunk": 3}}, r"--prefill-chunk is 3\. needed at least 16"),
         ({"cache_bits": np.int64(3)}, r"cache_bits is .*3.*\. needed 16, 8, 4"),
     ):
         with pytest.raises(UsageError, match=words):
