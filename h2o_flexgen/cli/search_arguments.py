@@ -204,6 +204,10 @@ def _fixed(
 
 def _spec(name: str, impl: str = "auto") -> ModelSpec:
     """The shape of a model as it is stored in a folder, of a well-known name, or of one on the hub or in its cache."""
+    # They load numpy, and for packed weights and names that nothing else knows torch.
+    from h2o_flexgen.checkpoint.hub import resolve_model
+    from h2o_flexgen.checkpoint.opening import as_stored, stored_spec
+
     folder = model_folder(name)
     ask_for(folder)
     known = known_config(name)
@@ -211,15 +215,10 @@ def _spec(name: str, impl: str = "auto") -> ModelSpec:
     if (folder / "config.json").is_file() and not gguf:
         config = read_config(folder)
         if read_quantization(config, name) is None:
-            return spec_from_config(config, name, impl)
+            return as_stored(spec_from_config(config, name, impl), folder)
     elif known is not None:
         return spec_from_config(known, name, impl)
     elif not gguf and ("/" not in name or folder.is_dir()):
         raise unknown_model(name)
-    from h2o_flexgen.checkpoint.hub import resolve_model
-
     found = resolve_model(name, need_weights=False)
-    # The readers of checkpoints load torch: only names that nothing else knows, and packed weights, wait for it.
-    from h2o_flexgen.checkpoint.opening import stored_spec
-
     return stored_spec(found, impl)

@@ -9,15 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from h2o_flexgen.checkpoint.hub import resolve_model
+from h2o_flexgen.checkpoint.opening import stored_spec
 from h2o_flexgen.config.hardware.profile import METHOD, HardwareProfile, find_profile, kept_file, profile_names
 from h2o_flexgen.config.hardware.rates import ComputeRates, Curve, GemmShape
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.search import main
 from h2o_flexgen.units import GIB
 from tests.cli.test_search import ROOT, parse
 from tests.cost.machines import known, profile, rates
-from tests.programs import CONFIG
+from tests.programs import CONFIG, write_model
 
 
 @pytest.mark.parametrize(
@@ -90,6 +95,31 @@ class TestKept:
         keep("float32", 0, profile({"cpu": rates()}, dtype="float32"))
         kept_file("bfloat16").unlink()
         assert parse("--model", "opt-125m").request.dtype == "bfloat16"
+
+    @pytest.mark.parametrize("ending", ["safetensors", "bin"])
+    def test_files_of_another_dtype_than_their_config_says_are_planned_as_run_keeps_them(
+        self, ending: str, tmp_path: Path
+    ) -> None:
+        for dtype in ("bfloat16", "float32"):
+            keep(dtype, 1, profile({"cpu": rates()}, dtype=dtype))
+        work = ["--prompt-len", "64", "--gen-len", "8"]
+        for says, holds in (("float32", "bfloat16"), ("float16", "float32")):
+            folder = write_model(tmp_path / says, torch_dtype=says)
+            file = folder / "model.safetensors"
+            held = {name: each.to(getattr(torch, holds)) for name, each in load_file(file).items()}
+            if ending == "bin":
+                file.unlink()
+                torch.save(held, folder / "pytorch_model.bin")
+            else:
+                save_file(held, file)
+            with Engine(str(folder)) as llm:
+                kept = llm.model.dtype
+            assert parse("--model", str(folder), *work).request.dtype == kept == holds
+            found = resolve_model(str(folder))
+            assert stored_spec(found).dtype == holds
+        file = folder / f"{'model.safetensors' if ending == 'safetensors' else 'pytorch_model.bin'}"
+        file.write_bytes(file.read_bytes()[:100])  # a download under way
+        assert parse("--model", str(folder), *work).request.dtype == "bfloat16"
 
     def test_shapes_that_were_not_measured_are_told(self, capsys: pytest.CaptureFixture[str]) -> None:
         keep("other", 0, profile({"cpu": measured("opt-1.3b")}, memory={"cpu": 16 * GIB, "disk": 64 * GIB}))
