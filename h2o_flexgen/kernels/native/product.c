@@ -13,9 +13,11 @@ enum { FEW = 128, FEW_PACKED = 63 };
 /* LLaMA-1.1B's, two cores of an Intel Xeon: 232 to 247 GFLOP/s beside 198 to 227 at 32 rows, 214 to 246 beside 218 to 254 at
    48. Packed weights: not measured. */
 enum { FEW = 40, FEW_PACKED = 40 };
+#elif REGS == 16
+/* Neither: AVX2's own kernel takes SEVERAL rows and up to MUCH of x. The same beside it, two cores of a Zen 3: 142 beside 128
+   to 150 GFLOP/s at 12 rows, 140 beside 140 to 145 at 16, 145 beside 160 at 32, and gemm.c 160 beside 162 at 64. */
+enum { FEW = 15, FEW_PACKED = 15, SEVERAL = 16, MUCH = 1 << 20 };
 #else
-/* The same with AVX2 alone, on two cores of a Zen 3: 135 beside 106 at 24 rows, 129 beside 95 at 32, 124 beside 133 at 48; on
-   a Zen 4, with tiles of 4 x 3, as fast at 48, slower from 128 on. Packed weights: 131 beside 122 at 32. */
 enum { FEW = 48, FEW_PACKED = 32 };
 #endif
 
@@ -29,6 +31,9 @@ int product(const bf16 *x, const bf16 *w, const void *bias, void *y, long rows, 
     const Product p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto, packed, way == EXACTLY};
     if (way != BY_NUMBERS) return (way == WHOLLY ? whole : exact)(&p, threads);
     if (packed && takes_fp8(packed, rows)) return few_fp8(&p, threads);
+#if REGS == 16
+    if (rows >= SEVERAL && rows * ins <= MUCH) return several_rows(&p, threads);
+#endif
     const int few = rows <= (packed ? FEW_PACKED : FEW) && !long_rows(rows, ins);
     return few || ins % 2 ? linear(&p, threads) : gemm(&p, threads);
 }

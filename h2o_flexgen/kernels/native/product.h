@@ -22,6 +22,7 @@ typedef struct {
    and `few_fp8` packed weights that `takes_whole` and `takes_fp8` say. */
 int linear(const Product *p, int threads);
 int gemm(const Product *p, int threads);
+int several_rows(const Product *p, int threads);
 int whole(const Product *p, int threads);
 int exact(const Product *p, int threads);
 int few_fp8(const Product *p, int threads);

@@ -1,0 +1,167 @@
+/* y[r, o] = sum over i of x[r, i] * w[o, i], plus bias[o]: bfloat16 products of several rows by AVX2's float32
+   multiply-adds.
+
+   A tile of 4 rows x 3 outputs takes all 16 registers: 12 sums, a number of x and 3 weights, which are widened in them.
+   That is 22 instructions for 12 multiply-adds, of which 3 widen, where 2 x 6 would have 26 and 6, and the ports of
+   multiply-adds are those of shifts. So:
+   - x is widened once. DEPTH inputs of a tile's rows stay in the first cache, while OUTS outputs pass, which the second
+     cache holds for all tiles.
+   - Compilers find no way to keep 16 values in 16 registers: the tile's step is written in their instructions.
+   - Weights that come next, inputs of the same outputs or other outputs, are asked for meanwhile. */
+
+#include <stdlib.h>
+
+#include "product.h"
+#include "team.h"
+
+#if REGS == 16
+enum {
+    STEP = 32, /* inputs: of them first the even ones of x, then the odd ones, as the halves of pairs of weights are */
+    TILE_ROWS = 4,
+    TILE_OUTS = 3,
+    DEPTH = 1024, /* inputs, at most: 16 KiB of x */
+    OUTS = 48,    /* a multiple of TILE_OUTS and of LANES */
+    ROWS = 128,   /* for which sums are collected */
+    APART = 128,  /* numbers between rows of x, which would else have the same places of the caches */
+    ALONE = 1 << 16, /* numbers of x that one thread widens sooner than two can agree on it */
+};
+
+#define WEIGHT(AT, TO, WIDENED) "vmovups " AT ", %%ymm" #TO "\n\t" WIDENED ", %%ymm" #TO ", %%ymm" #TO "\n\t"
+#define WEIGHTS(WIDENED) \
+    WEIGHT("(%[w])", 13, WIDENED) WEIGHT("(%[w],%[ins])", 14, WIDENED) WEIGHT("(%[w],%[ins],2)", 15, WIDENED)
+#define ROW(AT, A, B, C) \
+    "vmovups " AT ", %%ymm12\n\t" \
+    "vfmadd231ps %%ymm12, %%ymm13, %" #A "\n\t" \
+    "vfmadd231ps %%ymm12, %%ymm14, %" #B "\n\t" \
+    "vfmadd231ps %%ymm12, %%ymm15, %" #C "\n\t"
+#define ALL_ROWS(AT) \
+    ROW(AT "(%[x])", 0, 1, 2) ROW(AT "(%[x],%[apart])", 3, 4, 5) ROW(AT "(%[x],%[apart],2)", 6, 7, 8) \
+    ROW(AT "(%[x],%[thrice])", 9, 10, 11)
+
+/* 16 inputs of a whole tile: 8 even ones of x, whose 8 odd ones lie LANES behind. */
+INLINE void half_step(reg *s, const float *x, int64_t stride, const bf16 *w, int64_t ins) {
+    static const uint32_t odd[REG] __attribute__((aligned(32))) = {
+        0xFFFF0000, 0xFFFF0000, 0xFFFF0000, 0xFFFF0000, 0xFFFF0000, 0xFFFF0000, 0xFFFF0000, 0xFFFF0000};
+    __asm__ volatile(WEIGHTS("vpslld $16") ALL_ROWS("") WEIGHTS("vpand %[odd]") ALL_ROWS("64")
+                     : "+x"(s[0]), "+x"(s[1]), "+x"(s[2]), "+x"(s[3]), "+x"(s[4]), "+x"(s[5]), "+x"(s[6]), "+x"(s[7]),
+                       "+x"(s[8]), "+x"(s[9]), "+x"(s[10]), "+x"(s[11])
+                     : [x] "r"(x), [apart] "r"(4 * stride), [thrice] "r"(12 * stride), [w] "r"(w), [ins] "r"(2 * ins),
+                       [odd] "m"(odd)
+                     : "ymm12", "ymm13", "ymm14", "ymm15", "memory");
+}
+
+INLINE void step(reg *sums, const float *x, int64_t stride, const bf16 *w, int64_t ins, const int rows, const int outs) {
+    UNROLL for (int half = 0; half < 2; half++, x += REG, w += LANES) {
+        if (rows == TILE_ROWS && outs == TILE_OUTS) {
+            half_step(sums, x, stride, w, ins);
+            continue;
+        }
+        UNROLL for (int odd = 0; odd < 2; odd++)
+            UNROLL for (int o = 0; o < outs; o++) {
+                const __m256i pairs = _mm256_loadu_si256((const __m256i *)(w + o * ins));
+                const reg one = odd ? odd8(pairs) : even8(pairs);
+                UNROLL for (int r = 0; r < rows; r++)
+                    sums[r * outs + o] = reg_fma(one, reg_load(x + r * stride + LANES * odd), sums[r * outs + o]);
+            }
+    }
+}
+
+/* sums (rows, OUTS apart) += `count` inputs of rows of x, `stride` apart, and of `outs` weights, `ins` apart. */
+INLINE void tile(const float *x, int64_t stride, const bf16 *w, int64_t ins, int64_t count, float *sums, const int rows,
+                 const int outs) {
+    reg sum[TILE_ROWS * TILE_OUTS];
+    float folded[TILE_ROWS * TILE_OUTS];
+    UNROLL for (int s = 0; s < TILE_ROWS * TILE_OUTS; s++) sum[s] = reg_set1(0);
+    const int64_t whole = count & -STEP;
+    for (int64_t i = 0; i < whole; i += STEP) step(sum, x + i, stride, w + i, ins, rows, outs);
+    if (whole < count) {
+        bf16 rest[TILE_OUTS * STEP] = {0};
+        UNROLL for (int o = 0; o < outs; o++) memcpy(rest + o * STEP, w + o * ins + whole, (size_t)(count - whole) * sizeof *w);
+        step(sum, x + whole, stride, rest, STEP, rows, outs);
+    }
+    fold(sum, folded, up(rows * outs, 4));
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int o = 0; o < outs; o++) sums[r * OUTS + o] += folded[r * outs + o];
+}
+
+typedef struct {
+    Product p;
+    float *x; /* widened */
+    int64_t stride;
+    int64_t next; /* output that no thread has taken */
+    int failed;
+} Task;
+
+static void widen_rows(void *task, int64_t row, int64_t end, void *room) {
+    const Task *t = task;
+    for (; row < end; row++)
+        for (int64_t i = 0; i < t->p.ins; i += STEP) {
+            const int64_t left = t->p.ins - i;
+            const __m512i pairs = _mm512_maskz_loadu_epi16(left < STEP ? ((__mmask32)1 << left) - 1 : (__mmask32)-1,
+                                                           t->p.x + row * t->p.x_stride + i);
+            _mm512_storeu_ps(t->x + row * t->stride + i, even_halves(pairs));
+            _mm512_storeu_ps(t->x + row * t->stride + i + LANES, odd_halves(pairs));
+        }
+}
+
+/* Asks for the share `part` of `parts` of `count` inputs of TILE_OUTS outputs. */
+INLINE void ask(const bf16 *w, int64_t ins, int64_t count, int64_t part, int64_t parts) {
+    const int64_t lines = count / STEP, end = lines * (part + 1) / parts;
+    for (int64_t i = lines * part / parts; i < end; i++)
+        UNROLL for (int o = 0; o < TILE_OUTS; o++) _mm_prefetch((const char *)(w + o * ins + i * STEP), _MM_HINT_T1);
+}
+
+/* The outputs of `w` for `rows` rows of x, `depth` inputs at a time; then those of `next` are wanted. */
+static void take(const Task *t, int64_t row, int64_t rows, const bf16 *w, int64_t outs, const bf16 *next, float *sums) {
+    const int64_t ins = t->p.ins, depth = up(ins / (up(ins, DEPTH) / DEPTH) + 1, STEP);
+    const int64_t tiles = up(rows, TILE_ROWS) / TILE_ROWS;
+    memset(sums, 0, (size_t)(rows * OUTS) * sizeof *sums);
+    for (int64_t in = 0; in < ins; in += depth) {
+        const int64_t count = least(depth, ins - in);
+        const float *x = t->x + row * t->stride + in;
+        const bf16 *ahead = in + depth < ins ? w + in + depth : next;
+        float *to = sums;
+        for (int64_t i = 0; i < tiles; i++) {
+            const int64_t height = rows / tiles + (i < rows % tiles);
+            for (int64_t o = 0; o < outs; o += outs - o < TILE_OUTS ? 1 : TILE_OUTS) {
+                if (ahead) ask(ahead + o * ins, ins, depth, i, tiles);
+                if (outs - o < TILE_OUTS) KNOWN(N, height, tile(x, t->stride, w + o * ins + in, ins, count, to + o, N, 1))
+                else KNOWN(N, height, tile(x, t->stride, w + o * ins + in, ins, count, to + o, N, TILE_OUTS))
+            }
+            x += height * t->stride, to += height * OUTS;
+        }
+    }
+}
+
+static void take_outs(void *task, int member) {
+    Task *t = task;
+    const Product *p = &t->p;
+    float sums[ROWS * OUTS] __attribute__((aligned(64)));
+    int64_t out = claim(&t->next, OUTS);
+    if (out >= p->outs) return;
+    bf16 *room = p->packed ? room_for(OUTS, p->ins) : NULL;
+    if (p->packed && !room) __atomic_store_n(&t->failed, 1, __ATOMIC_RELAXED);
+    while (out < p->outs && (room || !p->packed)) {
+        const int64_t following = claim(&t->next, OUTS), outs = least(OUTS, p->outs - out);
+        const bf16 *w = bf16_rows(p->w, p->packed, p->ins, out, outs, room, scales_behind(room, OUTS, p->ins));
+        const bf16 *next = room || following >= p->outs ? NULL : p->w + following * p->ins;
+        for (int64_t row = 0; row < p->rows; row += ROWS) {
+            const int64_t rows = least(ROWS, p->rows - row);
+            take(t, row, rows, w, outs, row + rows < p->rows ? NULL : next, sums);
+            finish(p, sums, OUTS, row, rows, out, outs);
+        }
+        out = following;
+    }
+    free(room);
+}
+
+int several_rows(const Product *p, int threads) {
+    Task t = {.p = *p, .stride = up(p->ins, STEP) + APART};
+    t.x = aligned_alloc(64, (size_t)(p->rows * t.stride) * sizeof *t.x);
+    if (!t.x) return 1;
+    team_share(widen_rows, &t, p->rows, quarter_turn(p->rows, threads), 0, p->rows * p->ins < ALONE ? 1 : threads);
+    team_run(take_outs, &t, threads);
+    free(t.x);
+    return t.failed;
+}
+#endif
