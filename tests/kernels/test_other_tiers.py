@@ -1,7 +1,7 @@
 """Products as other processors make them: by AVX2 alone, and emulated by AVX-VNNI, AVX-512 and ARM's NEON.
 
-Compiled without optimisation, and of the sources alone that products need: seconds. What the kernels here are made of
-is not compiled again. All of the suite runs on another tier by H2O_FLEXGEN_KERNELS.
+Compiled with little optimisation, and of the sources alone that products need: seconds. What the kernels here are made
+of is not compiled again. All of the suite runs on another tier by H2O_FLEXGEN_KERNELS.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL
 
     def compiled(job: tuple[str, str]) -> None:
         tier, name = job
-        flags = (*TIERS[tier], "-std=c11", "-O0", "-fPIC", "-pthread", "-w", "-c")
+        flags = (*TIERS[tier], "-std=c11", "-Og", emulated.CALLED, "-fPIC", "-pthread", "-w", "-c")
         source = building.FOLDER / f"{name}.c"
         subprocess.run([compiler, *flags, source, "-o", folder / f"{tier}-{name}.o"], check=True, timeout=300)
 
