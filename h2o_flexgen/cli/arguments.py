@@ -216,7 +216,7 @@ def engine_of(args: argparse.Namespace) -> EngineConfig:
         raise UsageError(
             f"--attn-sparsity {args.attn_sparsity} is not taken", "needed 1.0", "--hh-ratio bounds the cache"
         )
-    args.notes.extend(_made_for(args, engine.model))
+    args.notes.extend(_made_for(args, engine))
     return replace(engine, eviction=replace(engine.eviction, seed=engine.seed))
 
 
@@ -275,12 +275,17 @@ def policy_of(args: argparse.Namespace) -> OffloadPolicy | dict[str, Any] | str:
     return replace(whole, **fixed)
 
 
-def _made_for(args: argparse.Namespace, model: str) -> Iterator[str]:
+def _made_for(args: argparse.Namespace, engine: EngineConfig) -> Iterator[str]:
     """The purpose that `search` noted in a policy file, where it was another."""
     made_for = {} if args.policy == "auto" else json_file(args.policy, args.policy, "").get("made_for")
-    other = made_for.get("model") if isinstance(made_for, Mapping) else None
-    if isinstance(other, str) and Path(other).name.lower() != Path(model).name.lower():
+    if not isinstance(made_for, Mapping):
+        return
+    other, choice = made_for.get("model"), made_for.get("bits_choice")
+    if isinstance(other, str) and Path(other).name.lower() != Path(engine.model).name.lower():
         yield f"the policy in {args.policy} was made for {other}"
+    bits = choice.get("chosen") if isinstance(choice, Mapping) else None
+    if bits is not None and bits != engine.weight_bits:
+        yield f"the policy in {args.policy} was made for weights of {bits} bits: --weight-bits {bits} has them so"
 
 
 def _run_parser() -> Parser:

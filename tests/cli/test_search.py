@@ -239,13 +239,19 @@ class TestBits:
         with pytest.raises(UsageError, match="needed one of them"):
             parse(*self.LINE, "--allow-compress", "--weight-bits", "4")
 
-    def test_what_was_chosen(self, capsys: pytest.CaptureFixture[str]) -> None:
-        fixed = ("--gbs", "4", "--num-gb", "1", "--device", "cpu", "--cpu-mem", "1GiB", "--allow-compress")
-        assert main([*SMALL.split(), *fixed]) == 0
+    def test_what_was_chosen(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """A run by that policy with weights of other bits is told so."""
+        fixed = ("--gbs", "4", "--num-gb", "1", "--device", "cpu", "--cpu-mem", "620MiB", "--allow-compress")
+        assert main([*SMALL.split(), *fixed, "--output", str(tmp_path / "policy.json")]) == 0
         out, err = capsys.readouterr()
         assert err == ""
         assert "\nbits        " in out
-        assert entry(out)["bits_choice"]["chosen"] in (16, 8, 4)
+        chosen = entry(out)["bits_choice"]["chosen"]
+        assert chosen in (8, 4)
+        line = ["--model", "opt-125m", "--policy", str(tmp_path / "policy.json")]
+        (told,) = parse_arguments(line, {}).notes
+        assert f"--weight-bits {chosen}" in told
+        assert not parse_arguments([*line, "--weight-bits", str(chosen)], {}).notes
 
     def test_a_packed_checkpoint_is_known_as_such(self, tmp_path: Path) -> None:
         written = checkpoint(FORMATS["gptq 128"], num_hidden_layers=2)
