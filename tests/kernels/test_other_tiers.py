@@ -36,7 +36,7 @@ TIERS: dict[str, tuple[str, ...]] = (
 )
 CONCERNED = ("whole", "few")
 """Sources in which AVX2's tiers differ; the others that products are made of:"""
-COMMON = ("product", "linear", "gemm", "exact", "fp8", "weights", "team")
+COMMON = ("product", "several", "linear", "gemm", "exact", "fp8", "weights", "team")
 SHARED = {"avxvnni": "avx2", "neondot": "neon"}
 """Tiers that have the others of another one."""
 ALL_THEIR_OWN = [tier for tier in TIERS if tier not in SHARED]
