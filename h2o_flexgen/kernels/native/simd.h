@@ -91,9 +91,12 @@ INLINE bf16 to_bf16(float x) {
     return (bf16)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-/* LANES of n numbers from number i on, 0 behind the last: bfloat16, or where not `half` float32. */
+/* LANES of n numbers from number i on, 0 behind the last: bfloat16, or where not `half` float32. Whole ones without a mask,
+   which not all processors have. */
 INLINE __m512 bf16_at(const void *at, int64_t i, int64_t n) {
-    return widened(_mm256_maskz_loadu_epi16(first_lanes(n - i), (const bf16 *)at + i));
+    const bf16 *from = (const bf16 *)at + i;
+    return widened(n - i >= LANES ? _mm256_loadu_si256((const __m256i *)from)
+                                  : _mm256_maskz_loadu_epi16(first_lanes(n - i), from));
 }
 INLINE __m512 number_at(const void *at, int half, int64_t i, int64_t n) {
     if (half) return bf16_at(at, i, n);
@@ -101,7 +104,9 @@ INLINE __m512 number_at(const void *at, int half, int64_t i, int64_t n) {
                           : _mm512_maskz_loadu_ps(first_lanes(n - i), (const float *)at + i);
 }
 INLINE void put_bf16(void *at, int64_t i, int64_t n, __m512 x) {
-    _mm256_mask_storeu_epi16((bf16 *)at + i, first_lanes(n - i), rounded(x));
+    bf16 *to = (bf16 *)at + i;
+    if (n - i >= LANES) _mm256_storeu_si256((__m256i *)to, rounded(x));
+    else _mm256_mask_storeu_epi16(to, first_lanes(n - i), rounded(x));
 }
 INLINE void put_number(void *at, int half, int64_t i, int64_t n, __m512 x) {
     if (half) put_bf16(at, i, n, x);
