@@ -5,6 +5,7 @@
    DEPTH inputs, and so takes all of them in one order: no result depends on the tile it is made in. */
 
 #include "product.h"
+#include "sixteen.h"
 #include "team.h"
 
 enum {
@@ -32,6 +33,12 @@ INLINE void tile(const Exact *e, const float *x, const float *w, int64_t pitch, 
     UNROLL for (int s = 0; s < COUNT; s++) sum[s] = reg_set1(0);
     const int64_t whole = depth & -REG;
     for (int64_t i = 0; i < whole; i += REG) {
+#if REGS == 16
+        if (rows == TILE_ROWS) {
+            add_wide(sum, x + i, e->p->x_stride, w + i, pitch);
+            continue;
+        }
+#endif
         reg some[TILE_OUTS];
         UNROLL for (int o = 0; o < TILE_OUTS; o++) some[o] = reg_load(w + o * pitch + i);
         UNROLL for (int r = 0; r < rows; r++) {

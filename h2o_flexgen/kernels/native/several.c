@@ -1,17 +1,16 @@
 /* y[r, o] = sum over i of x[r, i] * w[o, i], plus bias[o]: bfloat16 products of several rows by AVX2's float32
    multiply-adds.
 
-   A tile of 4 rows x 3 outputs takes all 16 registers: 12 sums, a number of x and 3 weights, which are widened in them.
-   That is 22 instructions for 12 multiply-adds, of which 3 widen, where 2 x 6 would have 26 and 6, and the ports of
-   multiply-adds are those of shifts. So:
+   A tile of 4 rows x 3 outputs takes all 16 registers (sixteen.h): 22 instructions for 12 multiply-adds, of which 3 widen
+   weights, where 2 x 6 would have 26 and 6, and shifts take the ports of multiply-adds. So:
    - x is widened once. DEPTH inputs of a tile's rows stay in the first cache, while OUTS outputs pass, which the second
      cache holds for all tiles.
-   - Compilers find no way to keep 16 values in 16 registers: the tile's step is written in their instructions.
    - Weights that come next, inputs of the same outputs or other outputs, are asked for meanwhile. */
 
 #include <stdlib.h>
 
 #include "product.h"
+#include "sixteen.h"
 #include "team.h"
 
 #if REGS == 16
@@ -26,34 +25,10 @@ enum {
     ALONE = 1 << 16, /* numbers of x that one thread widens sooner than two can agree on it */
 };
 
-#define WEIGHT(AT, TO, WIDENED) "vmovups " AT ", %%ymm" #TO "\n\t" WIDENED ", %%ymm" #TO ", %%ymm" #TO "\n\t"
-#define WEIGHTS(WIDENED) \
-    WEIGHT("(%[w])", 13, WIDENED) WEIGHT("(%[w],%[ins])", 14, WIDENED) WEIGHT("(%[w],%[ins],2)", 15, WIDENED)
-#define ROW(AT, A, B, C) \
-    "vmovups " AT ", %%ymm12\n\t" \
-    "vfmadd231ps %%ymm12, %%ymm13, %" #A "\n\t" \
-    "vfmadd231ps %%ymm12, %%ymm14, %" #B "\n\t" \
-    "vfmadd231ps %%ymm12, %%ymm15, %" #C "\n\t"
-#define ALL_ROWS(AT) \
-    ROW(AT "(%[x])", 0, 1, 2) ROW(AT "(%[x],%[apart])", 3, 4, 5) ROW(AT "(%[x],%[apart],2)", 6, 7, 8) \
-    ROW(AT "(%[x],%[thrice])", 9, 10, 11)
-
-/* 16 inputs of a whole tile: 8 even ones of x, whose 8 odd ones lie LANES behind. */
-INLINE void half_step(reg *s, const float *x, int64_t stride, const bf16 *w, int64_t ins) {
-    static const uint32_t odd[REG] __attribute__((aligned(32))) = {
-        0xFFFF0000, 0xFFFF0000, 0xFFFF0000, 0xFFFF0000, 0xFFFF0000, 0xFFFF0000, 0xFFFF0000, 0xFFFF0000};
-    __asm__ volatile(WEIGHTS("vpslld $16") ALL_ROWS("") WEIGHTS("vpand %[odd]") ALL_ROWS("64")
-                     : "+x"(s[0]), "+x"(s[1]), "+x"(s[2]), "+x"(s[3]), "+x"(s[4]), "+x"(s[5]), "+x"(s[6]), "+x"(s[7]),
-                       "+x"(s[8]), "+x"(s[9]), "+x"(s[10]), "+x"(s[11])
-                     : [x] "r"(x), [apart] "r"(4 * stride), [thrice] "r"(12 * stride), [w] "r"(w), [ins] "r"(2 * ins),
-                       [odd] "m"(odd)
-                     : "ymm12", "ymm13", "ymm14", "ymm15", "memory");
-}
-
 INLINE void step(reg *sums, const float *x, int64_t stride, const bf16 *w, int64_t ins, const int rows, const int outs) {
     UNROLL for (int half = 0; half < 2; half++, x += REG, w += LANES) {
         if (rows == TILE_ROWS && outs == TILE_OUTS) {
-            half_step(sums, x, stride, w, ins);
+            add_pairs(sums, x, stride, w, ins);
             continue;
         }
         UNROLL for (int odd = 0; odd < 2; odd++)
@@ -113,7 +88,7 @@ INLINE void ask(const bf16 *w, int64_t ins, int64_t count, int64_t part, int64_t
 
 /* The outputs of `w` for `rows` rows of x, `depth` inputs at a time; then those of `next` are wanted. */
 static void take(const Task *t, int64_t row, int64_t rows, const bf16 *w, int64_t outs, const bf16 *next, float *sums) {
-    const int64_t ins = t->p.ins, depth = up(ins / (up(ins, DEPTH) / DEPTH) + 1, STEP);
+    const int64_t ins = t->p.ins, parts = up(ins, DEPTH) / DEPTH, depth = up((ins + parts - 1) / parts, STEP);
     const int64_t tiles = up(rows, TILE_ROWS) / TILE_ROWS;
     memset(sums, 0, (size_t)(rows * OUTS) * sizeof *sums);
     for (int64_t in = 0; in < ins; in += depth) {
