@@ -16,7 +16,7 @@ from torch import Tensor
 
 from h2o_flexgen.huge import LARGE, LEAST
 from h2o_flexgen.kernels.native import function, has_matrix_unit, library, structure
-from h2o_flexgen.kernels.native.tiers import torch_widens
+from h2o_flexgen.kernels.native.tiers import has_only_avx2, torch_widens
 from h2o_flexgen.kernels.packed import PackedWeight, Weight
 from h2o_flexgen.kernels.triton_available import serves
 
@@ -29,6 +29,10 @@ _EXPANDED = 1 << 20  # numbers of a packed weight that torch is given at once
 _WIDENED = 4  # rows from which on widening weights is worth it, where torch multiplies bfloat16 numbers one by one
 
 _EXACTLY = 2  # in float32, as product.h counts ways
+
+_WIDE_ROWS = 32 if has_only_avx2() else 0
+"""Up to so many rows of float32 numbers C is faster than torch: two cores of a Zen 3, 1.5 to 3.3 times at 2 to 4 rows,
+1.1 to 2.9 at 8, 1.2 to 1.8 at 32, from 64 on 0.7 to 1.3."""
 
 _MANY = LEAST // 4  # numbers that may be large
 
@@ -68,15 +72,18 @@ def linear(
     # Written out, and in this order, because it is done some fifty times per step: 2 microseconds.
     if isinstance(weight, PackedWeight):
         return _packed_linear(x, weight, bias, wide, relu, onto)
-    if x.dtype is weight.dtype is torch.bfloat16 and x.is_cpu and weight.is_cpu and x.ndim == weight.ndim == 2:
+    dtype, exact = x.dtype, x.dtype is torch.float32
+    takes = dtype is weight.dtype and (exact or dtype is torch.bfloat16) and x.is_cpu and weight.is_cpu
+    if takes and x.ndim == weight.ndim == 2:
         (rows, ins), (outs, same), (stride, one) = x.shape, weight.shape, x.stride()
-        fits = 0 < rows <= MOST_ROWS and outs and ins and ins == same and one == 1 and weight.is_contiguous()
-        if fits and library() and _is_vector(bias, outs) and (onto is None or _takes(onto, rows, outs)):
+        fits = 0 < rows <= (_WIDE_ROWS if exact else MOST_ROWS) and outs and ins and ins == same and one == 1
+        fits = fits and weight.is_contiguous()
+        if fits and library() and _is_vector(bias, outs, dtype) and (onto is None or _takes(onto, rows, outs, dtype)):
             call = function("product", "PPPPllllliiiiPi", "i")
             y = _new(x, wide, rows, outs) if onto is None else onto
             places = x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
-            kind = wide, relu, onto is not None, torch.get_num_threads()
-            if call(*places, rows, outs, ins, stride, y.stride(0), *kind, None, False):
+            kind = wide or exact, relu, onto is not None, torch.get_num_threads()
+            if call(*places, rows, outs, ins, stride, y.stride(0), *kind, None, _EXACTLY if exact else False):
                 raise MemoryError(f"no memory to pack weights of {ins} inputs")
             return y
     return _linear_by_torch(x, weight, bias, wide, relu, onto)

@@ -7,6 +7,7 @@ of is not compiled again. All of the suite runs on another tier by H2O_FLEXGEN_K
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 import subprocess
 from collections.abc import Iterator
@@ -143,6 +144,24 @@ def test_sixteen_bits_at_every_number_of_rows(tier: str, outs: int, ins: int) ->
     for rows in EVERY:
         check_rows(linear(x[:rows], weight, bias, wide=True), product, bias)
         check_rows(linear(x[:rows], weight), product, None)
+
+
+@pytest.mark.parametrize("tier", [] if building.IS_ARM else ["avx2"], indirect=True)
+@pytest.mark.parametrize(("outs", "ins"), [(1, 1), (17, 33), (65, 194), (50, 1030)])
+def test_float32_at_every_number_of_rows(tier: str, outs: int, ins: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies around rows of x, and behind weights, is not read: nan."""
+    monkeypatch.setattr(layers, "_WIDE_ROWS", 1 << 62)
+    random = torch_generator()
+    x = torch.full((max(EVERY), 3 * ins), math.nan)[:, ins : 2 * ins]
+    x.copy_(torch.randn(x.shape, generator=random))
+    weight = torch.full((outs * ins + 70,), math.nan)[: outs * ins].view(outs, ins)
+    weight.copy_(torch.randn(weight.shape, generator=random))
+    bias, product = torch.randn(outs, generator=random), exactly(x, weight)
+    for rows in EVERY:
+        y = linear(x[:rows], weight, bias)
+        check_rows(y, product, bias)
+        assert torch.equal(linear(x[:rows], weight, bias, relu=True), y.clone().relu_())
+        assert torch.equal(linear(x[:rows], weight, bias, onto=torch.ones_like(y)), y + 1)
 
 
 @pytest.mark.parametrize("tier", ALL_THEIR_OWN, indirect=True)

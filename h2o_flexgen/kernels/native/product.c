@@ -29,6 +29,9 @@ static int long_rows(long rows, long ins) { return TERMS == 1 && rows > 24 && ro
 int product(const bf16 *x, const bf16 *w, const void *bias, void *y, long rows, long outs, long ins, long x_stride,
             long y_stride, int wide, int relu, int onto, int threads, const Packed *packed, int way) {
     const Product p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto, packed, way == EXACTLY};
+#if REGS == 16
+    if (p.exact && !packed) return several_rows(&p, threads);
+#endif
     if (way != BY_NUMBERS) return (way == WHOLLY ? whole : exact)(&p, threads);
     if (packed && takes_fp8(packed, rows)) return few_fp8(&p, threads);
 #if REGS == 16

@@ -15,7 +15,7 @@ typedef struct {
     int relu;                /* negative results become 0 */
     int onto;                /* the product, rounded as y is, is added to what y holds */
     const Packed *packed;    /* the weights, where they are not in w */
-    int exact;               /* x, bias and y are float32, and the weights packed */
+    int exact;               /* x, bias and y are float32, and the weights float32 or packed */
 } Product;
 
 /* None of the tensors is empty. Each returns 0, or 1 where memory is short. `gemm` takes an even number of inputs, `whole`

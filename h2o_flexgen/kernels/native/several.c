@@ -1,5 +1,5 @@
-/* y[r, o] = sum over i of x[r, i] * w[o, i], plus bias[o]: bfloat16 products of several rows by AVX2's float32
-   multiply-adds.
+/* y[r, o] = sum over i of x[r, i] * w[o, i], plus bias[o]: products of several rows, of bfloat16 or float32 numbers, by AVX2's
+   float32 multiply-adds.
 
    A tile of 4 rows x 3 outputs takes all 16 registers (sixteen.h): 22 instructions for 12 multiply-adds, of which 3 widen
    weights, where 2 x 6 would have 26 and 6, and shifts take the ports of multiply-adds. So:
@@ -23,36 +23,55 @@ enum {
     ROWS = 128,   /* for which sums are collected */
     APART = 128,  /* numbers between rows of x, which would else have the same places of the caches */
     ALONE = 1 << 16, /* numbers of x that one thread widens sooner than two can agree on it */
+    LINE = 64,
 };
 
-INLINE void step(reg *sums, const float *x, int64_t stride, const bf16 *w, int64_t ins, const int rows, const int outs) {
-    UNROLL for (int half = 0; half < 2; half++, x += REG, w += LANES) {
+/* sums (rows, outs) += REG inputs of rows of x times one output's. */
+INLINE void add_one(reg *sums, const float *x, int64_t stride, reg one, const int rows, const int outs) {
+    UNROLL for (int r = 0; r < rows; r++) sums[r * outs] = reg_fma(one, reg_load(x + r * stride), sums[r * outs]);
+}
+
+/* The same of STEP inputs and several outputs, `ins` apart: in float32 where `wide`. */
+INLINE void step(reg *sums, const float *x, int64_t stride, const void *w, int64_t ins, const int rows, const int outs,
+                 const int wide) {
+    const int at_once = wide ? REG : LANES;
+    UNROLL for (int i = 0; i < STEP; i += at_once) {
+        const float *here = wide ? x + i : x + i / 2, *numbers = (const float *)w + i;
+        const bf16 *pairs = (const bf16 *)w + i;
         if (rows == TILE_ROWS && outs == TILE_OUTS) {
-            add_pairs(sums, x, stride, w, ins);
+            if (wide) add_wide(sums, here, stride, numbers, ins);
+            else add_pairs(sums, here, stride, pairs, ins);
             continue;
         }
-        UNROLL for (int odd = 0; odd < 2; odd++)
-            UNROLL for (int o = 0; o < outs; o++) {
-                const __m256i pairs = _mm256_loadu_si256((const __m256i *)(w + o * ins));
-                const reg one = odd ? odd8(pairs) : even8(pairs);
-                UNROLL for (int r = 0; r < rows; r++)
-                    sums[r * outs + o] = reg_fma(one, reg_load(x + r * stride + LANES * odd), sums[r * outs + o]);
+        UNROLL for (int o = 0; o < outs; o++) {
+            if (wide) {
+                add_one(sums + o, here, stride, reg_load(numbers + o * ins), rows, outs);
+                continue;
             }
+            const __m256i both = _mm256_loadu_si256((const __m256i *)(pairs + o * ins));
+            add_one(sums + o, here, stride, even8(both), rows, outs);
+            add_one(sums + o, here + LANES, stride, odd8(both), rows, outs);
+        }
     }
 }
 
+INLINE const char *moved(const void *w, int64_t numbers, const int wide) {
+    return (const char *)w + numbers * (wide ? 4 : 2);
+}
+
 /* sums (rows, OUTS apart) += `count` inputs of rows of x, `stride` apart, and of `outs` weights, `ins` apart. */
-INLINE void tile(const float *x, int64_t stride, const bf16 *w, int64_t ins, int64_t count, float *sums, const int rows,
-                 const int outs) {
+INLINE void tile(const float *x, int64_t stride, const void *w, int64_t ins, int64_t count, float *sums, const int rows,
+                 const int outs, const int wide) {
     reg sum[TILE_ROWS * TILE_OUTS];
     float folded[TILE_ROWS * TILE_OUTS];
     UNROLL for (int s = 0; s < TILE_ROWS * TILE_OUTS; s++) sum[s] = reg_set1(0);
     const int64_t whole = count & -STEP;
-    for (int64_t i = 0; i < whole; i += STEP) step(sum, x + i, stride, w + i, ins, rows, outs);
+    for (int64_t i = 0; i < whole; i += STEP) step(sum, x + i, stride, moved(w, i, wide), ins, rows, outs, wide);
     if (whole < count) {
-        bf16 rest[TILE_OUTS * STEP] = {0};
-        UNROLL for (int o = 0; o < outs; o++) memcpy(rest + o * STEP, w + o * ins + whole, (size_t)(count - whole) * sizeof *w);
-        step(sum, x + whole, stride, rest, STEP, rows, outs);
+        float rest[TILE_OUTS * STEP] = {0};
+        UNROLL for (int o = 0; o < outs; o++)
+            memcpy((char *)moved(rest, o * STEP, wide), moved(w, o * ins + whole, wide), (size_t)(count - whole) * (wide ? 4 : 2));
+        step(sum, x + whole, stride, rest, STEP, rows, outs, wide);
     }
     fold(sum, folded, up(rows * outs, 4));
     UNROLL for (int r = 0; r < rows; r++)
@@ -61,47 +80,55 @@ INLINE void tile(const float *x, int64_t stride, const bf16 *w, int64_t ins, int
 
 typedef struct {
     Product p;
-    float *x; /* widened */
+    float *x; /* widened, with zeros behind each row up to STEP */
     int64_t stride;
     int64_t next; /* output that no thread has taken */
     int failed;
 } Task;
 
 static void widen_rows(void *task, int64_t row, int64_t end, void *room) {
-    const Task *t = task;
-    for (; row < end; row++)
-        for (int64_t i = 0; i < t->p.ins; i += STEP) {
-            const int64_t left = t->p.ins - i;
-            const __m512i pairs = _mm512_maskz_loadu_epi16(left < STEP ? ((__mmask32)1 << left) - 1 : (__mmask32)-1,
-                                                           t->p.x + row * t->p.x_stride + i);
-            _mm512_storeu_ps(t->x + row * t->stride + i, even_halves(pairs));
-            _mm512_storeu_ps(t->x + row * t->stride + i + LANES, odd_halves(pairs));
+    const Product *p = &((const Task *)task)->p;
+    const int64_t stride = ((const Task *)task)->stride, whole = up(p->ins, STEP);
+    for (float *to = ((const Task *)task)->x + row * stride; row < end; row++, to += stride) {
+        const bf16 *from = p->x + row * p->x_stride;
+        if (p->exact) {
+            memcpy(to, moved(p->x, row * p->x_stride, 1), (size_t)p->ins * sizeof *to);
+            memset(to + p->ins, 0, (size_t)(whole - p->ins) * sizeof *to);
         }
+        for (int64_t i = 0; i < p->ins && !p->exact; i += STEP) {
+            const __mmask32 mask = p->ins - i < STEP ? ((__mmask32)1 << (p->ins - i)) - 1 : (__mmask32)-1;
+            const __m512i pairs = _mm512_maskz_loadu_epi16(mask, from + i);
+            _mm512_storeu_ps(to + i, even_halves(pairs));
+            _mm512_storeu_ps(to + i + LANES, odd_halves(pairs));
+        }
+    }
 }
 
-/* Asks for the share `part` of `parts` of `count` inputs of TILE_OUTS outputs. */
-INLINE void ask(const bf16 *w, int64_t ins, int64_t count, int64_t part, int64_t parts) {
-    const int64_t lines = count / STEP, end = lines * (part + 1) / parts;
+/* Asks for the share `part` of `parts` of so many bytes of TILE_OUTS outputs, `row` bytes apart. */
+INLINE void ask(const char *w, int64_t row, int64_t bytes, int64_t part, int64_t parts) {
+    const int64_t lines = bytes / LINE, end = lines * (part + 1) / parts;
     for (int64_t i = lines * part / parts; i < end; i++)
-        UNROLL for (int o = 0; o < TILE_OUTS; o++) _mm_prefetch((const char *)(w + o * ins + i * STEP), _MM_HINT_T1);
+        UNROLL for (int o = 0; o < TILE_OUTS; o++) _mm_prefetch(w + o * row + i * LINE, _MM_HINT_T1);
 }
 
 /* The outputs of `w` for `rows` rows of x, `depth` inputs at a time; then those of `next` are wanted. */
-static void take(const Task *t, int64_t row, int64_t rows, const bf16 *w, int64_t outs, const bf16 *next, float *sums) {
+INLINE void take(const Task *t, int64_t row, int64_t rows, const char *w, int64_t outs, const char *next, float *sums,
+                 const int wide) {
     const int64_t ins = t->p.ins, parts = up(ins, DEPTH) / DEPTH, depth = up((ins + parts - 1) / parts, STEP);
-    const int64_t tiles = up(rows, TILE_ROWS) / TILE_ROWS;
+    const int64_t tiles = up(rows, TILE_ROWS) / TILE_ROWS, size = wide ? 4 : 2;
     memset(sums, 0, (size_t)(rows * OUTS) * sizeof *sums);
     for (int64_t in = 0; in < ins; in += depth) {
         const int64_t count = least(depth, ins - in);
         const float *x = t->x + row * t->stride + in;
-        const bf16 *ahead = in + depth < ins ? w + in + depth : next;
+        const char *here = w + in * size, *ahead = in + depth < ins ? here + depth * size : next;
         float *to = sums;
         for (int64_t i = 0; i < tiles; i++) {
             const int64_t height = rows / tiles + (i < rows % tiles);
             for (int64_t o = 0; o < outs; o += outs - o < TILE_OUTS ? 1 : TILE_OUTS) {
-                if (ahead) ask(ahead + o * ins, ins, depth, i, tiles);
-                if (outs - o < TILE_OUTS) KNOWN(N, height, tile(x, t->stride, w + o * ins + in, ins, count, to + o, N, 1))
-                else KNOWN(N, height, tile(x, t->stride, w + o * ins + in, ins, count, to + o, N, TILE_OUTS))
+                const char *at = here + o * ins * size;
+                if (ahead) ask(ahead + o * ins * size, ins * size, depth * size, i, tiles);
+                if (outs - o < TILE_OUTS) KNOWN(N, height, tile(x, t->stride, at, ins, count, to + o, N, 1, wide))
+                else KNOWN(N, height, tile(x, t->stride, at, ins, count, to + o, N, TILE_OUTS, wide))
             }
             x += height * t->stride, to += height * OUTS;
         }
@@ -118,11 +145,14 @@ static void take_outs(void *task, int member) {
     if (p->packed && !room) __atomic_store_n(&t->failed, 1, __ATOMIC_RELAXED);
     while (out < p->outs && (room || !p->packed)) {
         const int64_t following = claim(&t->next, OUTS), outs = least(OUTS, p->outs - out);
-        const bf16 *w = bf16_rows(p->w, p->packed, p->ins, out, outs, room, scales_behind(room, OUTS, p->ins));
-        const bf16 *next = room || following >= p->outs ? NULL : p->w + following * p->ins;
+        const char *w = p->exact ? moved(p->w, out * p->ins, 1) : (const char *)bf16_rows(
+                            p->w, p->packed, p->ins, out, outs, room, scales_behind(room, OUTS, p->ins));
+        const char *next = room || following >= p->outs ? NULL : moved(p->w, following * p->ins, p->exact);
         for (int64_t row = 0; row < p->rows; row += ROWS) {
             const int64_t rows = least(ROWS, p->rows - row);
-            take(t, row, rows, w, outs, row + rows < p->rows ? NULL : next, sums);
+            const char *ahead = row + rows < p->rows ? NULL : next;
+            if (p->exact) take(t, row, rows, w, outs, ahead, sums, 1);
+            else take(t, row, rows, w, outs, ahead, sums, 0);
             finish(p, sums, OUTS, row, rows, out, outs);
         }
         out = following;

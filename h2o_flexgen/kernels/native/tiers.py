@@ -79,6 +79,11 @@ def torch_widens() -> bool:
     return not cpu_flags() >= _V4
 
 
+def has_only_avx2() -> bool:
+    """Whether the kernels are those of AVX2, with or without its VNNI."""
+    return not IS_ARM and torch_widens()
+
+
 def best_tier() -> InstructionSets | None:
     """The best tier of what `cpu_flags` says; None where the kernels do not run at all. Of Intel's, instructions for
     pairs of bfloat16 numbers only if they are asked for: 85 GFLOP/s on a Xeon of 2023, where float32's made 175."""
