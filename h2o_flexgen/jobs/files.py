@@ -20,6 +20,11 @@ class AppendedFile:
     def __init__(self, path: Path, flags: int) -> None:
         self.path, self.fd, self.size = path, os.open(path, flags, 0o666), 0
 
+    @property
+    def in_place(self) -> bool:
+        """Whether its path still leads to it, and not to another file or none."""
+        return self.path.exists() and os.path.samestat(self.path.stat(), os.fstat(self.fd))
+
     def append(self, data: bytes) -> None:
         """OSError where there is no room for all of it; none of it is in the file then, if that can be done."""
         view, done = memoryview(data), 0

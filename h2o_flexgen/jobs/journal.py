@@ -235,7 +235,7 @@ class JobResults(Closing):
 
     def _sync(self) -> None:
         for file in (*self._outputs, self._log):
-            if not file.path.exists():
+            if not file.in_place:
                 found = f"{file.path} was removed or renamed while the job wrote to it"
                 raise StorageError(found, "needed it in its place", "put it back, or start anew with --overwrite")
         for file in self._outputs:

@@ -311,13 +311,16 @@ def test_a_file_where_the_journal_has_to_be_is_never_overwritten(tmp_path: Path)
     assert (tmp_path / "out.journal").read_text() == "mine"
 
 
+@pytest.mark.parametrize("copied", [False, True], ids=["removed", "replaced"])
 @pytest.mark.parametrize("name", ["out", "out.journal"])
-def test_results_that_are_removed_meanwhile(tmp_path: Path, name: str) -> None:
-    """All later answers would have gone nowhere, and the job ended well."""
+def test_results_that_are_removed_meanwhile(tmp_path: Path, name: str, copied: bool) -> None:
+    """All later answers would have gone nowhere, and the job ended well; a copy in their place is an editor's."""
     with JobResults(tmp_path / "out") as results:
         results.begin(JOB, LINES)
         results.add(1, text_of(1), failed=False)
         (tmp_path / name).rename(tmp_path / "elsewhere")
+        if copied:
+            (tmp_path / name).write_bytes((tmp_path / "elsewhere").read_bytes())
         with pytest.raises(StorageError, match=f"{name} was removed or renamed while the job wrote to it"):
             results.sync()
         results.add(2, text_of(2), failed=False)
