@@ -36,9 +36,9 @@ TIERS: dict[str, tuple[str, ...]] = (
     }
 )
 CONCERNED = ("whole", "few")
-"""Sources in which AVX2's tiers differ; the others that products are made of:"""
+"""Sources in which tiers differ that multiply bytes otherwise; the others that products are made of:"""
 COMMON = ("product", "several", "linear", "gemm", "exact", "fp8", "weights", "team")
-SHARED = {"avxvnni": "avx2", "neondot": "neon"}
+SHARED = {"avxvnni": "avx2", "neondot": "neon", "avx512bw": "avx512vnni"}
 """Tiers that have the others of another one."""
 BY_FOURS = ("avxvnni", "avx512", "avx512vnni", "neondot")
 """Tiers with an instruction that adds up in 32 bits: they heed no codes' ends."""
