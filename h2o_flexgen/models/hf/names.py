@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import TypeGuard
 
 from transformers import PreTrainedModel
@@ -205,9 +206,10 @@ def _saved(parameter: str, renamings: list[WeightRenaming]) -> list[str]:
     return found
 
 
+@lru_cache(maxsize=1)  # each model's are asked for twice, and making the modules takes longest
 def _transforms(spec: ModuleSpec) -> tuple[PreTrainedModel, list[WeightRenaming], list[WeightConverter]]:
     """The modules, and how their tensors are renamed, or converted of experts or into rows; others are refused."""
-    model = build(spec.config, spec.name, alone=bool(spec.alone))
+    model = build(spec.config, spec.name, alone=bool(spec.alone)).to("meta")  # of buffers, no numbers stay
     found, converters = list[WeightRenaming](), list[WeightConverter]()
     parameters = {each.parameter for each in spec.tensors.values() if each.expert is None and not each.piece}
     for transform in get_model_conversion_mapping(model, add_legacy=False) or ():

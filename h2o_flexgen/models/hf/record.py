@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ _UNBOUNDED = 1 << 20
 _INNER = ("attn", "mixer", "mlp")
 
 
-def record(model: PreTrainedModel, name: str) -> Marked:
+def record(model: PreTrainedModel, name: str, ours: bool = False) -> Marked:
     """The events of a forward of TOKENS tokens. Leaves the model on meta. ModelError where that cannot be run."""
     events, seen = listen(model), set[type[nn.Module]]()
 
@@ -62,7 +63,7 @@ def record(model: PreTrainedModel, name: str) -> Marked:
         events.append(Event("states", paths[id(call.module)], mixing=mixing))
         return made
 
-    if library() is not None:  # without it, recurrences are transformers' own
+    if ours:  # else recurrences are transformers' own
         take_recurrences(model, events.alive.recurrence)
     take_mixers(model)
     take_indexers(model)
@@ -164,10 +165,16 @@ def _covering(heads: Sequence[LayerHeads]) -> LayerHeads:
 
 def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
     """The ModuleSpec of a config.json. ModelError where the modules do what is not understood."""
+    return _recorded(json.dumps(config, sort_keys=True), name, library() is not None)
+
+
+@lru_cache(maxsize=1)  # one engine after another asks for the same model's
+def _recorded(text: str, name: str, ours: bool) -> ModuleSpec:
+    """`ours`: recurrences are our kernels'."""
     # In 16 bits it is seen which states and other numbers stay in 32.
-    model = build(json.dumps(config, sort_keys=True), name, torch.bfloat16)
+    model, config = build(text, name, torch.bfloat16), json.loads(text)
     shared = SharedInputs(model)
-    events = record(model, name)
+    events = record(model, name, ours)
     timeline = RecordedUnits(model, events, name)
     calls, heads = timeline.calls, _covering([heads_of(call) for call in timeline.calls])
     by_distance = bool(calls) and all(call.by_distance for call in calls)
