@@ -12,6 +12,7 @@ from torch import Tensor
 from h2o_flexgen.kernels import layers
 from h2o_flexgen.kernels.layers import linear
 from h2o_flexgen.kernels.native import why_not
+from h2o_flexgen.kernels.native.tiers import has_only_avx2
 from tests.pairs import pairs
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -215,7 +216,8 @@ def test_a_row_hardly_depends_on_how_many_go_together(threads: int) -> None:
         torch.testing.assert_close(linear(x[:rows], weight, bias, wide=True), whole[:rows], atol=1e-4, rtol=1e-5)
 
 
-def test_what_is_left_to_torch(calls: list[int]) -> None:
+def test_what_is_left_to_torch(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_WIDE_ROWS", 2)  # of float32 numbers
     x, weight, bias = noise(3, 64), noise(10, 64), noise(10)
     assert not linear(x, weight, bias).isnan().any()
     assert not calls
@@ -236,6 +238,13 @@ def test_what_is_left_to_torch(calls: list[int]) -> None:
         expected = each + _plain(x, weight, bias)
         torch.testing.assert_close(linear(x, weight, bias, onto=each), expected)
     assert len(calls) == len(others) + 2
+
+
+@pytest.mark.skipif(not has_only_avx2(), reason="elsewhere torch has all of them")
+def test_few_rows_of_float32_numbers_are_not_left_to_torch(calls: list[int]) -> None:
+    for rows, left in ((1, 0), (32, 0), (33, 1)):
+        linear(noise(rows, 64).float(), noise(8, 64).float())
+        assert len(calls) == left
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
