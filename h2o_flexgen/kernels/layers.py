@@ -1,5 +1,7 @@
 """Products, norms, gates and rotations of a decoder layer, in C for bfloat16 on a CPU, else by torch on any device.
 
+On AVX2 products of few rows of float32 numbers are done in C, too.
+
 And the next tokens, the likeliest of all or of those that a grammar allows, or drawn ones, in C on a CPU: torch takes
 several passes.
 """
