@@ -240,6 +240,7 @@ def test_ranges_are_said_for_people() -> None:
 def test_what_a_plan_says(
     tmp_path: Path, model: Path, batch: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # other tests may have calibrated this machine
     learnt, learn = list[Pace | None](), Meter.learn
     monkeypatch.setattr(Meter, "learn", lambda self, other: (learnt.append(other.pace(1)), learn(self, other)))
     lines = [json.dumps({"prompt": "x" * (5 + n % 20)}) for n in range(60)] + [json.dumps({"prompt": "y" * 200})]
