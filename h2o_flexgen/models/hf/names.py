@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TypeGuard
 
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -209,7 +210,8 @@ def _saved(parameter: str, renamings: list[WeightRenaming]) -> list[str]:
 @lru_cache(maxsize=1)  # each model's are asked for twice, and making the modules takes longest
 def _transforms(spec: ModuleSpec) -> tuple[PreTrainedModel, list[WeightRenaming], list[WeightConverter]]:
     """The modules, and how their tensors are renamed, or converted of experts or into rows; others are refused."""
-    model = build(spec.config, spec.name, alone=bool(spec.alone)).to("meta")  # of buffers, no numbers stay
+    model = build(spec.config, spec.name, alone=bool(spec.alone))
+    nn.Module.to(model, "meta")  # of buffers, no numbers stay
     found, converters = list[WeightRenaming](), list[WeightConverter]()
     parameters = {each.parameter for each in spec.tensors.values() if each.expert is None and not each.piece}
     for transform in get_model_conversion_mapping(model, add_legacy=False) or ():
