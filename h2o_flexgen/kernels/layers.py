@@ -1,9 +1,7 @@
 """Products, norms, gates and rotations of a decoder layer, in C for bfloat16 on a CPU, else by torch on any device.
 
-On AVX2 products of few rows of float32 numbers are done in C, too.
-
-And the next tokens, the likeliest of all or of those that a grammar allows, or drawn ones, in C on a CPU: torch takes
-several passes.
+Of float32 numbers products of few rows as well, where the processor has AVX2 alone. And the next tokens, the likeliest
+of all or of those that a grammar allows, or drawn ones, in C on a CPU: torch takes several passes.
 """
 
 from __future__ import annotations

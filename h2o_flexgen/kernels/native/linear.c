@@ -193,12 +193,7 @@ static void copy_row(const bf16 *from, long ins, term *to) {
 #ifdef PAIRS
     memcpy(to, from, (size_t)ins * sizeof(bf16));
 #else
-    for (long i = 0; i < ins; i += STEP) {
-        const __mmask32 mask = ins - i < STEP ? ((__mmask32)1 << (ins - i)) - 1 : (__mmask32)-1;
-        const __m512i pairs = _mm512_maskz_loadu_epi16(mask, from + i);
-        _mm512_store_ps(to + i, even_halves(pairs));
-        _mm512_store_ps(to + i + LANES, odd_halves(pairs));
-    }
+    copy_halves(from, ins, to);
 #endif
 }
 

@@ -14,9 +14,9 @@ enum { FEW = 128, FEW_PACKED = 63 };
    48. Packed weights: not measured. */
 enum { FEW = 40, FEW_PACKED = 40 };
 #elif REGS == 16
-/* Neither: AVX2's own kernel takes SEVERAL rows and up to MUCH of x. The same beside it, two cores of a Zen 3: 142 beside 128
+/* Neither: AVX2's own kernel (several.c) takes more rows, and up to MUCH of x. The same beside it, two cores of a Zen 3: 142 beside 128
    to 150 GFLOP/s at 12 rows, 140 beside 140 to 145 at 16, 145 beside 160 at 32, and gemm.c 160 beside 162 at 64. */
-enum { FEW = 15, FEW_PACKED = 15, SEVERAL = 16, MUCH = 1 << 20 };
+enum { FEW = 15, FEW_PACKED = FEW, MUCH = 1 << 20 };
 #else
 enum { FEW = 48, FEW_PACKED = 32 };
 #endif
@@ -35,7 +35,7 @@ int product(const bf16 *x, const bf16 *w, const void *bias, void *y, long rows, 
     if (way != BY_NUMBERS) return (way == WHOLLY ? whole : exact)(&p, threads);
     if (packed && takes_fp8(packed, rows)) return few_fp8(&p, threads);
 #if REGS == 16
-    if (rows >= SEVERAL && rows * ins <= MUCH) return several_rows(&p, threads);
+    if (rows > FEW && rows * ins <= MUCH) return several_rows(&p, threads);
 #endif
     const int few = rows <= (packed ? FEW_PACKED : FEW) && !long_rows(rows, ins);
     return few || ins % 2 ? linear(&p, threads) : gemm(&p, threads);

@@ -12,6 +12,7 @@
 #include "product.h"
 #include "sixteen.h"
 #include "team.h"
+#include "tiles.h"
 
 #if REGS == 16
 enum {
@@ -87,20 +88,17 @@ typedef struct {
 } Task;
 
 static void widen_rows(void *task, int64_t row, int64_t end, void *room) {
-    const Product *p = &((const Task *)task)->p;
-    const int64_t stride = ((const Task *)task)->stride, whole = up(p->ins, STEP);
-    for (float *to = ((const Task *)task)->x + row * stride; row < end; row++, to += stride) {
-        const bf16 *from = p->x + row * p->x_stride;
-        if (p->exact) {
-            memcpy(to, moved(p->x, row * p->x_stride, 1), (size_t)p->ins * sizeof *to);
-            memset(to + p->ins, 0, (size_t)(whole - p->ins) * sizeof *to);
+    const Task *t = task;
+    const int64_t ins = t->p.ins, behind = up(ins, STEP) - ins;
+    for (; row < end; row++) {
+        const int64_t from = row * t->p.x_stride;
+        float *to = t->x + row * t->stride;
+        if (!t->p.exact) {
+            copy_halves(t->p.x + from, ins, to);
+            continue;
         }
-        for (int64_t i = 0; i < p->ins && !p->exact; i += STEP) {
-            const __mmask32 mask = p->ins - i < STEP ? ((__mmask32)1 << (p->ins - i)) - 1 : (__mmask32)-1;
-            const __m512i pairs = _mm512_maskz_loadu_epi16(mask, from + i);
-            _mm512_storeu_ps(to + i, even_halves(pairs));
-            _mm512_storeu_ps(to + i + LANES, odd_halves(pairs));
-        }
+        memcpy(to, moved(t->p.x, from, 1), (size_t)ins * sizeof *to);
+        memset(to + ins, 0, (size_t)behind * sizeof *to);
     }
 }
 
@@ -145,8 +143,8 @@ static void take_outs(void *task, int member) {
     if (p->packed && !room) __atomic_store_n(&t->failed, 1, __ATOMIC_RELAXED);
     while (out < p->outs && (room || !p->packed)) {
         const int64_t following = claim(&t->next, OUTS), outs = least(OUTS, p->outs - out);
-        const char *w = p->exact ? moved(p->w, out * p->ins, 1) : (const char *)bf16_rows(
-                            p->w, p->packed, p->ins, out, outs, room, scales_behind(room, OUTS, p->ins));
+        const void *w = room ? bf16_rows(NULL, p->packed, p->ins, out, outs, room, scales_behind(room, OUTS, p->ins))
+                             : (const void *)moved(p->w, out * p->ins, p->exact);
         const char *next = room || following >= p->outs ? NULL : moved(p->w, following * p->ins, p->exact);
         for (int64_t row = 0; row < p->rows; row += ROWS) {
             const int64_t rows = least(ROWS, p->rows - row);

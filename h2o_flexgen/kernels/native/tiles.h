@@ -95,6 +95,17 @@ INLINE void copy_terms(const bf16 *from, int64_t n, term *to) {
     }
 }
 
+/* A row in float32: of every two vectors' numbers first the even ones, then the odd ones, as the halves of pairs of weights
+   are; zeros behind the last. */
+INLINE void copy_halves(const bf16 *from, int64_t n, float *to) {
+    for (int64_t i = 0; i < n; i += 2 * LANES) {
+        const __mmask32 mask = n - i < 2 * LANES ? ((__mmask32)1 << (n - i)) - 1 : (__mmask32)-1;
+        const __m512i pairs = _mm512_maskz_loadu_epi16(mask, from + i);
+        _mm512_store_ps(to + i, even_halves(pairs));
+        _mm512_store_ps(to + i + LANES, odd_halves(pairs));
+    }
+}
+
 /* acc += a (TILE rows of `count` x TERMS terms, `lda` apart) times b, whose vectors lie `apart`, and the next numbers of
    its columns `step`, terms apart. */
 INLINE void multiply(const int n, __m512 acc[TILE][WIDEST], const term *a, int64_t lda, const term *b, int64_t step,
