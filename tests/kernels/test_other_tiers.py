@@ -107,6 +107,21 @@ def test_whole_numbers_at_every_number_of_rows(tier: str) -> None:
             assert ((found - exact[:rows]).abs() <= unit * size[:rows]).all(), (id_of(packing), rows)
 
 
+@pytest.mark.parametrize("packing", PACKINGS[::6], ids=id_of)
+def test_rows_of_weights_that_share_places_of_a_cache(tier: str, packing: Packing) -> None:
+    """Rows of a multiple of 1 KiB are turned from copies in whole panels, and where they lie in a part of one."""
+    weight = random_weight(packing, (150, 2048), torch.bfloat16)
+    x = torch.randn(37, 2048, generator=torch_generator()).bfloat16()
+    values, taken = multiplied(weight), x if weight.order is None else x[:, weight.order]
+    if weight.whole:
+        taken = rounded_in_spans(taken, function("span_of", "P", "i")(ctypes.byref(weight.place)))
+    unit = 2e-5 if weight.whole else 3 * 2**-8
+    exact, size = taken.double() @ values, taken.double().abs() @ values.abs() + 1
+    for rows in (4, 5, 37):
+        found = linear(x[:rows], weight, wide=True).double()
+        assert ((found - exact[:rows]).abs() <= unit * size[:rows]).all(), rows
+
+
 @pytest.mark.parametrize(
     "packing", [Packing("int8", 32, "float16", "none"), Packing("int8", 16, "super", "none")], ids=id_of
 )

@@ -174,11 +174,25 @@ static void take_scales(const Whole *all, int64_t out, const Panel *panel) {
     }
 }
 
-/* Codes of a row are 64 bytes, of 16 outputs that lie `apart` bytes apart: to a panel at `to`. Of 4 bits even inputs go first;
-   codes of a byte become `more`, and `any` collects them. */
+/* Rows that lie a multiple of this apart share so few places of the first cache that 16 of them drive each other out. */
+enum { CROWDED = 1024 };
+
+/* LINE bytes of each of 16 rows, to be copied side by side; `to` is NULL where rows are turned where they lie. */
+typedef struct {
+    const uint8_t *from;
+    int64_t apart;
+    __m512i *to;
+} Copy;
+
+INLINE void copy_lines(Copy c, const int from, const int end) {
+    UNROLL for (int i = from; i < end; i++) c.to[i] = _mm512_loadu_si512(c.from + i * c.apart);
+}
+
+/* Codes of a row are LINE bytes, of 16 outputs that lie `apart` bytes apart: to a panel at `to`, while `then` is copied.
+   Of 4 bits even inputs go first; codes of a byte become `more`, and `any` collects them. */
 #if IS_WIDE
-INLINE void turn_codes(const void *from, int64_t apart, uint8_t *to, const int nibbles, const int tabled, __m512i table,
-                       int more, __m512i *any) {
+INLINE void turn_codes(const void *from, int64_t apart, Copy then, uint8_t *to, const int nibbles, const int tabled,
+                       __m512i table, int more, __m512i *any) {
     const int steps = nibbles ? 8 : 4;
     __m512i r[LANES];
     load_columns(from, apart, r);
@@ -198,12 +212,13 @@ INLINE void store_eight(void *to, __m256i codes, const int nibbles, const int ta
     const __m512i both = joined_i(codes, codes);
     _mm256_store_si256(to, (nibbles ? whole_levels(both, tabled, table) : whole_bytes(both)).a);
 }
-INLINE void turn_codes(const void *from, int64_t apart, uint8_t *to, const int nibbles, const int tabled, __m512i table,
-                       int more, __m512i *any) {
+INLINE void turn_codes(const void *from, int64_t apart, Copy then, uint8_t *to, const int nibbles, const int tabled,
+                       __m512i table, int more, __m512i *any) {
     const int steps = nibbles ? 8 : 4;
     UNROLL for (int i = 0; i < 8; i++) {
         const int half = i % 2, four = i / 2;
         __m256i column[4];
+        if (then.to) copy_lines(then, 2 * i, 2 * i + 2);
         four_columns((const uint8_t *)from + 8 * half * apart + 16 * four, apart, column);
         UNROLL for (int s = 0; s < 4; s++) {
             uint8_t *even = to + (four * steps + s) * STEP + 32 * half;
@@ -223,25 +238,35 @@ INLINE void turn_codes(const void *from, int64_t apart, uint8_t *to, const int n
 INLINE int take_codes(const Whole *all, int64_t out, int64_t in, int64_t end, uint8_t *to, const uint8_t *ahead, int more,
                       const int nibbles, const int tabled) {
     const __m512i table = whole_table(all->p.packed);
-    __m512i any = _mm512_setzero_si512();
+    __m512i any = _mm512_setzero_si512(), lines[2][LANES];
     const int inputs = nibbles ? 128 : 64;
     const int64_t row_bytes = nibbles ? all->p.ins / 2 : all->p.ins;
+    const int copies = !IS_WIDE && row_bytes % CROWDED == 0 && out + COLS <= all->p.outs;
+    Copy copy = {all->p.packed->codes + out * row_bytes + in / inputs * LINE, row_bytes, copies ? lines[0] : NULL};
+    if (copies) copy_lines(copy, 0, LANES);
     for (; in < end; in += inputs, to += inputs * COLS)
         for (int64_t col = 0; col < COLS; col += LANES, ahead += LANES / 2 * LINE) {
             const int64_t at = in / inputs * 64, left = row_bytes - at, rows = all->p.outs - out - col;
             const uint8_t *from = all->p.packed->codes + least(out + col, all->p.outs - 1) * row_bytes + at;
             const uint8_t *then = col + LANES < COLS ? from + LANES * row_bytes : from - col * row_bytes + LINE;
-            for (int i = 0; i < LANES; i++) _mm_prefetch((const char *)then + i * row_bytes, _MM_HINT_T0);
             for (int i = 0; i < LANES / 2; i++) _mm_prefetch((const char *)ahead + i * LINE, _MM_HINT_T1);
+            if (copies) {
+                const void *copied = copy.to;
+                copy.from = col + LANES < COLS || in + inputs < end ? then : from;
+                copy.to = lines[copied == lines];
+                turn_codes(copied, LINE, copy, to + col * 4, nibbles, tabled, table, more, &any);
+                continue;
+            }
+            for (int i = 0; i < LANES; i++) _mm_prefetch((const char *)then + i * row_bytes, _MM_HINT_T0);
             if (rows >= LANES && left >= LINE) {
-                turn_codes(from, row_bytes, to + col * 4, nibbles, tabled, table, more, &any);
+                turn_codes(from, row_bytes, copy, to + col * 4, nibbles, tabled, table, more, &any);
                 continue;
             }
             __m512i some[LANES]; /* the last row stands in for those beyond it */
             for (int64_t i = 0; i < LANES; i++)
                 some[i] = _mm512_maskz_loadu_epi8(left >= LINE ? ~0ull : (1ull << left) - 1,
                                                   from + most(0, least(i, rows - 1)) * row_bytes);
-            turn_codes(some, LINE, to + col * 4, nibbles, tabled, table, more, &any);
+            turn_codes(some, LINE, copy, to + col * 4, nibbles, tabled, table, more, &any);
         }
     uint8_t bits[64];
     int found = 0;
