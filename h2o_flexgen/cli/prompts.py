@@ -139,7 +139,7 @@ def _parsed(lines: list[str], name: str, parse: Callable[[str], GivenPrompt], sk
     prompts: list[GivenPrompt] = []
     faults: list[str] = []
     for number, line in enumerate(lines, 1):
-        if line.strip():
+        if line.strip(" \t\v\f\r"):  # blank as bytes are, like a job's lines: U+2028 alone is a prompt
             try:
                 prompts.append(parse(_line(line)))
             except UsageError as error:

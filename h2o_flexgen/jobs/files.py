@@ -25,8 +25,15 @@ class AppendedFile:
         """Whether its path still leads to it, and not to another file or none."""
         return self.path.exists() and os.path.samestat(self.path.stat(), os.fstat(self.fd))
 
+    def require_unchanged(self) -> None:
+        """StorageError where another program has written to it."""
+        if os.fstat(self.fd).st_size != self.size:
+            found = f"{self.path} was changed by somebody else while the job wrote to it"
+            raise StorageError(found, "needed it as it was", "put its copy back, or start anew with --overwrite")
+
     def append(self, data: bytes) -> None:
         """OSError where there is no room for all of it; none of it is in the file then, if that can be done."""
+        self.require_unchanged()
         view, done = memoryview(data), 0
         try:
             while done < len(view):

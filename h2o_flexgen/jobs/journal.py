@@ -110,7 +110,7 @@ class JobResults(Closing):
                 output.append(data)
                 self._log.append(_entry(line, state, data))
             except BaseException:  # full, or told to stop between the two
-                if self._log.size == entries:
+                if self._log.size == entries and output.size > end:
                     with suppress(OSError):
                         output.cut(end)
                 raise
@@ -239,6 +239,7 @@ class JobResults(Closing):
                 found = f"{file.path} was removed or renamed while the job wrote to it"
                 raise StorageError(found, "needed it in its place", "put it back, or start anew with --overwrite")
         for file in self._outputs:
+            file.require_unchanged()
             file.sync()
         self._log.append(_SYNCED)
         self._log.sync()

@@ -62,10 +62,10 @@ def test_row_18_marks_blanks_and_odd_line_ends_are_tolerated(tmp_path: Path, mod
 
 def test_row_18_a_prompt_keeps_its_own_separators(tmp_path: Path, model: Path, run: Run) -> None:
     """A form feed and U+2028 end a line for Python's splitlines, and for nobody else."""
-    text = prompts_file(tmp_path, "a\x0cb\u2028c\nd\n".encode(), "prompts.txt")
+    text = prompts_file(tmp_path, "a\x0cb\u2028c\n\u2028\n \f\nd\n".encode(), "prompts.txt")
     output = tmp_path / "a.jsonl"
     assert run("--model", model, "--prompts", text, "-o", output, "-n", 2).code == 0
-    assert {line["prompt"] for line in answers(output)} == {"a\x0cb\u2028c", "d"}
+    assert {line["prompt"] for line in answers(output)} == {"a\x0cb\u2028c", "\u2028", "d"}
 
 
 def test_row_18_files_that_are_no_text(tmp_path: Path, model: Path, run: Run) -> None:

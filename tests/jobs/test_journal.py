@@ -311,6 +311,22 @@ def test_a_file_where_the_journal_has_to_be_is_never_overwritten(tmp_path: Path)
     assert (tmp_path / "out.journal").read_text() == "mine"
 
 
+@pytest.mark.parametrize("more", [b"", b"words of a size that no result has\n" * 9], ids=["cut", "written to"])
+@pytest.mark.parametrize("name", ["out", "out.journal"])
+def test_results_that_somebody_else_changes_meanwhile(tmp_path: Path, name: str, more: bytes) -> None:
+    """A job ended well, with zeros or nothing in the place of results."""
+    with JobResults(tmp_path / "out") as results:
+        results.begin(JOB, LINES)
+        results.add(1, text_of(1), failed=False)
+        with open(tmp_path / name, "r+b") as file:
+            file.truncate(0)
+            file.write(more)
+        for again in (lambda: results.add(2, text_of(2), failed=False), results.sync):
+            with pytest.raises(StorageError, match=rf"{name} was changed by somebody else while the job wrote to it"):
+                again()
+    assert (tmp_path / name).read_bytes() == more
+
+
 @pytest.mark.parametrize("copied", [False, True], ids=["removed", "replaced"])
 @pytest.mark.parametrize("name", ["out", "out.journal"])
 def test_results_that_are_removed_meanwhile(tmp_path: Path, name: str, copied: bool) -> None:
