@@ -189,10 +189,10 @@ INLINE void copy_lines(Copy c, const int from, const int end) {
 }
 
 /* Codes of a row are LINE bytes, of 16 outputs that lie `apart` bytes apart: to a panel at `to`, while `then` is copied.
-   Of 4 bits even inputs go first; codes of a byte become `more`, and `any` collects them. */
+   Of 4 bits even inputs go first; codes become `more`, and if so `any` collects them. */
 #if IS_WIDE
 INLINE void turn_codes(const void *from, int64_t apart, Copy then, uint8_t *to, const int nibbles, const int tabled,
-                       __m512i table, int more, __m512i *any) {
+                       __m512i table, const int more, __m512i *any) {
     const int steps = nibbles ? 8 : 4;
     __m512i r[LANES];
     load_columns(from, apart, r);
@@ -213,7 +213,7 @@ INLINE void store_eight(void *to, __m256i codes, const int nibbles, const int ta
     _mm256_store_si256(to, (nibbles ? whole_levels(both, tabled, table) : whole_bytes(both)).a);
 }
 INLINE void turn_codes(const void *from, int64_t apart, Copy then, uint8_t *to, const int nibbles, const int tabled,
-                       __m512i table, int more, __m512i *any) {
+                       __m512i table, const int more, __m512i *any) {
     const int steps = nibbles ? 8 : 4;
     UNROLL for (int i = 0; i < 8; i++) {
         const int half = i % 2, four = i / 2;
@@ -222,7 +222,7 @@ INLINE void turn_codes(const void *from, int64_t apart, Copy then, uint8_t *to, 
         four_columns((const uint8_t *)from + 8 * half * apart + 16 * four, apart, column);
         UNROLL for (int s = 0; s < 4; s++) {
             uint8_t *even = to + (four * steps + s) * STEP + 32 * half;
-            if (BY_TWOS && !nibbles) {
+            if (BY_TWOS && more) {
                 column[s] = _mm256_add_epi8(column[s], _mm256_set1_epi8((char)more));
                 any->a = _mm256_or_si256(any->a, column[s]);
             }
@@ -233,10 +233,10 @@ INLINE void turn_codes(const void *from, int64_t apart, Copy then, uint8_t *to, 
 }
 #endif
 
-/* Inputs [in, end) of outputs from `out` on, `more` if they are of a byte each. Half as many bytes from `ahead` on are asked
-   for. Returns the bits of any code of a byte. */
-INLINE int take_codes(const Whole *all, int64_t out, int64_t in, int64_t end, uint8_t *to, const uint8_t *ahead, int more,
-                      const int nibbles, const int tabled) {
+/* Inputs [in, end) of outputs from `out` on, as codes that are `more`; if so, returns the bits of any. Half as many bytes from
+   `ahead` on are asked for. */
+INLINE int take_codes(const Whole *all, int64_t out, int64_t in, int64_t end, uint8_t *to, const uint8_t *ahead,
+                      const int more, const int nibbles, const int tabled) {
     const __m512i table = whole_table(all->p.packed);
     __m512i any = _mm512_setzero_si512(), lines[2][LANES];
     const int inputs = nibbles ? 128 : 64;
@@ -278,13 +278,14 @@ INLINE int take_codes(const Whole *all, int64_t out, int64_t in, int64_t end, ui
 /* DEPTH inputs of a panel from `in` on. Returns their kind. */
 static int take_inputs(const Whole *all, Panel *panel, int64_t in, const uint8_t *ahead) {
     const int64_t end = least(in + DEPTH, all->padded), levels = all->p.packed->levels;
-    const int more = BY_TWOS && panel->six_bits ? 32 : 0;
     uint8_t *to = panel->codes;
     if (levels == UINT4) {
         take_codes(all, panel->out, in, end, to, ahead, 0, 1, 0);
     } else if (levels < INT8) {
         take_codes(all, panel->out, in, end, to, ahead, 0, 1, 1);
-    } else if (take_codes(all, panel->out, in, end, to, ahead, more, 0, 0) > 63 && more) {
+    } else if (!BY_TWOS || !panel->six_bits) {
+        take_codes(all, panel->out, in, end, to, ahead, 0, 0, 0);
+    } else if (take_codes(all, panel->out, in, end, to, ahead, 32, 0, 0) > 63) {
         panel->six_bits = 0; /* nor are others that follow */
         for (int64_t i = 0; i < COLS * (end - in); i++) to[i] -= 32;
     }
