@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Everything that must hold: environment, lint, types, tests. `fast` takes one case of each test, and none that is slow.
+# Everything that must hold: environment, lint, types, tests. `fast` takes one case of each quick test.
 # Other arguments go to pytest: ./scripts/test.sh -k eviction, ./scripts/test.sh fast -k eviction
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_env.sh test
 tier=()
 if [ "${1:-}" = fast ]; then
-  tier=(--fast)
+  tier=(--fast --quick)
   shift
 fi
 unset PYTHONDONTWRITEBYTECODE # asserts are rewritten once, and what a hundred processes import is compiled once

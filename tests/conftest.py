@@ -8,6 +8,7 @@ import shutil
 import signal
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -43,6 +44,9 @@ if os.environ.get("CI") and not SEED:
     settings.load_profile("ci")
 
 
+LONG = frozenset(Path(__file__).with_name("long.txt").read_text().split())
+"""Tests, and files of them, with a case of more than a fifth of a second on two cores of a Zen 3 (--durations=0)."""
+
 gc.disable()  # until all tests are collected, of which none is garbage
 
 
@@ -54,6 +58,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="one case of each test, and none of those marked slow")
+    parser.addoption("--quick", action="store_true", help="with --fast: none of those in long.txt")
     parser.addoption("--whole", action="store_true", help="of tests/engine/test_guarantees.py all cases")
     parser.addoption("--tokens", help="a file in which that keeps tokens, to hold another run's against them")
     parser.addoption("--slow-part", default="0/1", help="K/N: of slow tests each N-th, of turns' cases a quarter")
@@ -61,17 +66,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # of those that -k and -m leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The fast tier: every test runs, the products of its parameters do not. The first case of each test is kept. Else
-    all tests, or a part of the slow ones and of the cases that take turns."""
+    """The fast tier: the products of parameters do not run, the first case of each test is kept, or of those that are
+    quick. Else all tests, or a part of the slow ones and of the cases that take turns."""
     if not config.option.fast:
         left = left_out(items, *map(int, config.option.slow_part.split("/")))
         config.hook.pytest_deselected(items=list(left))
         items[:] = [item for item in items if item not in left]
         return
     first: dict[str, pytest.Item] = {}
+    long = LONG if config.option.quick else frozenset[str]()
     for item in items:
-        if item.get_closest_marker("slow") is None:
-            first.setdefault(item.nodeid.partition("[")[0], item)
+        name = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("slow") is None and long.isdisjoint((name, name.partition("::")[0])):
+            first.setdefault(name, item)
     kept = list(first.values())
     config.hook.pytest_deselected(items=list(set(items).difference(kept)))
     items[:] = kept
