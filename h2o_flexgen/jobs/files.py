@@ -29,7 +29,7 @@ class AppendedFile:
         """StorageError where another program has written to it."""
         if os.fstat(self.fd).st_size != self.size:
             found = f"{self.path} was changed by somebody else while the job wrote to it"
-            raise StorageError(found, "needed it as it was", "put its copy back, or start anew with --overwrite")
+            raise StorageError(found, "needed it as the job left it", "put that back, or start anew with --overwrite")
 
     def append(self, data: bytes) -> None:
         """OSError where there is no room for all of it; none of it is in the file then, if that can be done."""
