@@ -20,10 +20,11 @@ class AppendedFile:
     def __init__(self, path: Path, flags: int) -> None:
         self.path, self.fd, self.size = path, os.open(path, flags, 0o666), 0
 
-    @property
-    def in_place(self) -> bool:
-        """Whether its path still leads to it, and not to another file or none."""
-        return self.path.exists() and os.path.samestat(self.path.stat(), os.fstat(self.fd))
+    def require_in_place(self) -> None:
+        """StorageError where its path leads to another file or none."""
+        if not (self.path.exists() and os.path.samestat(self.path.stat(), os.fstat(self.fd))):
+            found = f"{self.path} was removed or renamed while the job wrote to it"
+            raise StorageError(found, "needed it in its place", "put it back, or start anew with --overwrite")
 
     def require_unchanged(self) -> None:
         """StorageError where another program has written to it."""

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from h2o_flexgen.errors import H2OFlexGenError, LockedError, StorageError, UsageError, required
+from h2o_flexgen.errors import H2OFlexGenError, LockedError, UsageError, required
 from h2o_flexgen.folders import Closing, ask_for, locked, sync_folder
 from h2o_flexgen.jobs.files import AppendedFile, storage_failure
 
@@ -235,9 +235,7 @@ class JobResults(Closing):
 
     def _sync(self) -> None:
         for file in (*self._outputs, self._log):
-            if not file.in_place:
-                found = f"{file.path} was removed or renamed while the job wrote to it"
-                raise StorageError(found, "needed it in its place", "put it back, or start anew with --overwrite")
+            file.require_in_place()
         for file in self._outputs:
             file.require_unchanged()
             file.sync()

@@ -246,7 +246,7 @@ INLINE int take_codes(const Whole *all, int64_t out, int64_t in, int64_t end, ui
     if (copies) copy_lines(copy, 0, LANES);
     for (; in < end; in += inputs, to += inputs * COLS)
         for (int64_t col = 0; col < COLS; col += LANES, ahead += LANES / 2 * LINE) {
-            const int64_t at = in / inputs * 64, left = row_bytes - at, rows = all->p.outs - out - col;
+            const int64_t at = in / inputs * LINE, left = row_bytes - at, rows = all->p.outs - out - col;
             const uint8_t *from = all->p.packed->codes + least(out + col, all->p.outs - 1) * row_bytes + at;
             const uint8_t *then = col + LANES < COLS ? from + LANES * row_bytes : from - col * row_bytes + LINE;
             for (int i = 0; i < LANES / 2; i++) _mm_prefetch((const char *)ahead + i * LINE, _MM_HINT_T1);
@@ -298,7 +298,8 @@ static int take_inputs(const Whole *all, Panel *panel, int64_t in, const uint8_t
 
 /* ---- sums */
 
-/* The factors and starts of a span's sums: of 16 outputs or more, and of the first row; other rows' lie behind. Of codes in 16 bits a part's sums are multiplied by whole numbers: the next part's lie `step` behind. */
+/* The factors and starts of a span's sums: of 16 outputs or more, and of the first row; other rows' lie behind. Of codes in
+   16 bits a part's sums are multiplied by whole numbers: the next part's lie `step` behind. */
 typedef struct {
     const float *scale, *low, *x, *sum, *whole;
     const int32_t *start;
